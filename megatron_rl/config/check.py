@@ -120,6 +120,10 @@ def resolve_tree(tree: DictConfig) -> Any:
     for name, section in values.items():
         if isinstance(section, dict) and "options" in section:
             section["options"] = keep_variables(section["options"], texts[name]["options"])
+    for name, source in (values["data"].get("sources") or {}).items():
+        if isinstance(source, dict) and "options" in source:
+            original = texts["data"]["sources"][name]["options"]
+            source["options"] = keep_variables(source["options"], original)
     return values
 
 
@@ -211,6 +215,8 @@ def _key_of(location: Sequence[int | str]) -> str:
     Beyond the key, a location has indices and the names of a union's members.
     """
     depth = 3 if ".".join(map(str, location[:2])) in INNER_SECTIONS else 2
+    if location[:2] == ("data", "sources"):
+        depth = 4
     indices = [f"[{part}]" for part in location[depth:] if isinstance(part, int)]
     return ".".join(map(str, location[:depth])) + "".join(indices)
 

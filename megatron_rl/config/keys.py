@@ -13,7 +13,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
 from megatron_rl.config.algorithms import ALGORITHMS, CorrectionSettings
-from megatron_rl.config.schema import Configuration, SelectionExpertSettings
+from megatron_rl.config.schema import Configuration, SelectionExpertSettings, SourceSettings
 from megatron_rl.contracts.refusal import Refusal
 
 ASSETS = Path(__file__).resolve().parents[1] / "models" / "assets"
@@ -105,6 +105,8 @@ def _suggestion(key: str) -> str:
         for candidate in keys
         if candidate.rpartition(".")[0] == section
     }
+    if section.startswith("data.sources."):
+        siblings = {field.name: f"{section}.{field.name}" for field in fields(SourceSettings)}
     if not section:
         siblings["experiment"] = "experiment"
     matches = difflib.get_close_matches(name.lower(), siblings, n=2)

@@ -62,25 +62,49 @@ class ModelSettings(Section):
     hidden_dropout: BelowOne = 0.0
 
 
+GeneratorName = Literal[
+    "column_addition", "column_addition_mixed", "two_digit_addition", "letter_sorting"
+]
+FileFormat = Literal["jsonl", "parquet", "hf_dataset"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceSettings(Section):
+    """One source of a mixture, an entry of data.sources. Most of its keys are those of data.*."""
+
+    source: Literal[GeneratorName, FileFormat, "reasoning_gym"] | PluginName
+    # The source's share of the training prompts, relative to the weights of the others.
+    weight: Annotated[float, Gt(0), Le(10**6)]
+    train_path: str | None = None
+    eval_path: str | None = None
+    split: str | None = None
+    eval_split: str | None = None
+    task: str | None = None
+    task_config: Options = field(default_factory=dict)
+    options: Options = field(default_factory=dict)
+    # null: data.num_train, or data.num_eval.
+    num_train: Count | None = None
+    num_eval: Count | None = None
+
+
 @dataclass(frozen=True, kw_only=True)
 class DataSettings(Section):
     """The source of prompts, and their split into training and held-out questions."""
 
-    source: (
-        Literal[
-            "column_addition",
-            "column_addition_mixed",
-            "two_digit_addition",
-            "jsonl",
-            "reasoning_gym",
-        ]
-        | PluginName
-    )
-    # source=jsonl only: the file of training questions.
+    # mixture: several sources, which `sources` names.
+    source: Literal[GeneratorName, FileFormat, "reasoning_gym", "mixture"] | PluginName
+    # Files only: the file or folder of training questions.
     train_path: str | None = None
-    # source=jsonl only: the file of held-out questions. null: train_path reserves one question in
-    # eight, and num_eval of these are held out.
+    # Files only: the file or folder of held-out questions, in any format. null: train_path reserves
+    # one question in eight, and num_eval of these are held out.
     eval_path: str | None = None
+    # Folders only: the split with the training questions. null: the only one, or train.
+    split: str | None = None
+    # Folders only: the split with the held-out questions, of eval_path or else of train_path.
+    eval_split: str | None = None
+    # source=mixture only: each source by name, such as
+    # {sums: {source: jsonl, train_path: sums.jsonl, weight: 0.7}, ...}.
+    sources: dict[str, SourceSettings] = field(default_factory=dict)
     # source=reasoning_gym only: the generator's name.
     task: str | None = None
     # source=reasoning_gym only: the generator's own settings.
@@ -362,6 +386,8 @@ class LoggerSettings(Section):
     # Steps between saved rollout batches. 0: save only the batches of failed steps: those with NaN
     # or Inf, with routes that were not replayed, or with too many routes that disagree.
     save_rollouts_every: Whole = 0
+    # The ranks that write these traces.
+    profile_ranks: list[Whole] = field(default_factory=lambda: [0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -375,7 +401,7 @@ class SampleSettings(Section):
     # Groups that a step keeps: those with an extreme response first, then random ones.
     groups: Annotated[int, Ge(1), Le(10**4)] = 8
     # The largest size of a step's file. Responses beyond it are left out and counted.
-    max_mb: Annotated[float, Ge(0.01), Le(1024)] = 4.0
+    max_mb: Annotated[float, Ge(0.1), Le(1024)] = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     task: name of the task or source.
     difficulty: free label by which metrics are grouped.
     demonstration: example response, empty if the source has none.
+    source: name of the prompt's source in a mixture, empty without one.
     """
 
     id: str
@@ -21,6 +22,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     task: str
     difficulty: str = ""
     demonstration: str = ""
+    source: str = ""
 
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):

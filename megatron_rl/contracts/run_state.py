@@ -22,6 +22,8 @@ class PromptCursor(msgspec.Struct, frozen=True, kw_only=True):
     through the prompts in that range.
     range_digest: hash of the prompts of that pass. Empty for all prompts, and in states of older
     versions.
+    sources: only of a mixture: the position in each source, in the order of data.sources.
+    picks: only of a mixture: how often each source had its turn.
     """
 
     epoch: Count
@@ -30,6 +32,8 @@ class PromptCursor(msgspec.Struct, frozen=True, kw_only=True):
     postponed_indices: tuple[Count, ...] = ()
     epoch_range: tuple[float, float] | None = None
     range_digest: str = ""
+    sources: tuple[PromptCursor, ...] = ()
+    picks: tuple[Count, ...] = ()
 
 
 class SelectorState(msgspec.Struct, frozen=True, kw_only=True):

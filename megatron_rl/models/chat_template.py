@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jinja2
 
@@ -24,18 +24,53 @@ class ChatTemplate:
     def __init__(self, directory: Path) -> None:
         self._directory = directory
         self._tokenizer: PreTrainedTokenizerFast | None = None
+        self._renders_tools = False
 
-    def prompt(self, messages: Sequence[Mapping[str, str]]) -> str:
+    @property
+    def file(self) -> Path:
+        """The file with the template."""
+        file = self._directory / "chat_template.jinja"
+        return file if file.is_file() else self._directory / "tokenizer_config.json"
+
+    def prompt(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    ) -> str:
         """Return the text up to where the assistant's next message begins.
 
-        Raises ValueError if the template refuses these messages, and `TokenizerError` if the
-        template is missing or invalid.
+        tools: JSON schemas of the functions that the model may call.
+
+        Raises ValueError if the template refuses these messages or ignores the tools, and
+        `TokenizerError` if the template is missing or invalid.
+        """
+        text = self.render(messages, tools)
+        if tools and not self._renders_tools:
+            if text == self.render(messages):
+                raise ValueError(
+                    f"the chat template ignores `tools` ({self.file}). Describe them in a message, "
+                    "or use a template that renders tools"
+                )
+            self._renders_tools = True
+        return text
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Return the text of messages, by default up to where the assistant's next one begins.
+
+        Raises as `prompt` does, but renders without tools if the template ignores them.
         """
         if self._tokenizer is None:
             self._tokenizer = _load_tokenizer(self._directory)
         try:
             text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+                [dict(message) for message in messages],
+                tools=[dict(tool) for tool in tools] or None,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
             )
         except jinja2.TemplateSyntaxError as error:
             raise _unreadable(self._directory, error) from error

@@ -10,16 +10,32 @@ from megatron_rl.config.schema import DataSettings
 from megatron_rl.contracts.plugins import load_plugin, user_code
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.models.tokenizer import Tokenizer
-from megatron_rl.prompts import column_addition, column_addition_mixed, two_digit_addition
+from megatron_rl.prompts import (
+    column_addition,
+    column_addition_mixed,
+    letter_sorting,
+    two_digit_addition,
+)
+from megatron_rl.prompts.files.reader import FILE_SOURCES, DataLocation, read_questions
+from megatron_rl.prompts.files.row import Render, refuse_messages
+from megatron_rl.prompts.files.rows import DEFAULT_TASK
 from megatron_rl.prompts.gym import ReasoningGym
-from megatron_rl.prompts.jsonl import Render, read_jsonl, refuse_messages
+from megatron_rl.prompts.locations import held_out_data, settings_of_source, training_data
+from megatron_rl.prompts.mixture import PromptMixture
 from megatron_rl.prompts.pass_rates import PassRate, read_pass_rates
 from megatron_rl.prompts.question import BadRows, CheckedRows, PromptDataError, Question, Source
 from megatron_rl.prompts.source import ExcludedRows, PromptSource
-from megatron_rl.prompts.split import Split, hold_out, keep_apart, split_generator
+from megatron_rl.prompts.split import (
+    Split,
+    hold_out,
+    keep_apart,
+    keep_sources_apart,
+    split_generator,
+)
 
 EMBEDDED: Mapping[str, Source] = {
-    task.NAME: task for task in (column_addition, column_addition_mixed, two_digit_addition)
+    task.NAME: task
+    for task in (column_addition, column_addition_mixed, two_digit_addition, letter_sorting)
 }
 CheckAnswer = Callable[[str], None]
 """Raises ValueError for a reference answer that responses cannot be compared with."""
@@ -39,10 +55,13 @@ def open_prompts(
 ) -> PromptSource:
     """Open the source of prompts.
 
-    A JSONL file gives all of its rows. Unless data.eval_path names held-out rows, one row in eight
-    is reserved for evaluation, and data.num_eval of these are held out. Other sources generate
-    data.num_train and data.num_eval questions. The seed never moves a question from one side of
-    the split to the other.
+    A file gives all of its rows. Unless data.eval_path or data.eval_split names held-out rows, one
+    row in eight is reserved for evaluation, and data.num_eval of these are held out. Other sources
+    generate data.num_train and data.num_eval questions. The seed never moves a question from one
+    side of the split to the other.
+
+    Each source of a mixture is opened like that. No question that is held out in one source trains
+    in another.
 
     check_answer: rows whose answer it refuses are bad rows (`Scorer.check_answer`).
     render: renders rows with messages.
@@ -51,22 +70,29 @@ def open_prompts(
     Raises `PromptDataError`, which names the key, or the file and line, and the remedy. Raises
     `PluginError` if a user-defined source cannot be loaded.
     """
-    bad_rows = BadRows(settings.on_bad_row)
-    split = _split_questions(settings, render, bad_rows)
-    builder = _PromptBuilder(tokenizer, settings.max_prompt_tokens, check_answer, bad_rows, split)
-    train = builder.build(
-        split.train,
-        f"{_name_key(settings, 'train_path', 'source')}: no usable training prompt",
-        demonstration=demonstration,
-    )
-    held_out = builder.build(
-        split.held_out, f"{_name_key(settings, 'eval_path', 'num_eval')}: no usable held-out prompt"
-    )
-    excluded_rows = _excluded_rows(bad_rows, split)
+    opener = _Opener(settings, tokenizer, check_answer, render, demonstration)
     rates: dict[str, PassRate] = {}
+    if settings.source != "mixture":
+        split = opener.split(settings, "data")
+        train, held_out = opener.build(settings, split, "data")
+        if settings.pass_rates is not None:
+            rates = read_pass_rates(settings.pass_rates, settings)
+        return PromptSource(train, held_out, settings, opener.excluded_rows([split]), rates)
+    source_settings = {name: settings_of_source(settings, name) for name in settings.sources}
+    splits = keep_sources_apart(
+        {
+            name: opener.split(source, f"data.sources.{name}")
+            for name, source in source_settings.items()
+        },
+        opener.bad_rows,
+    )
+    prompts = {
+        name: opener.build(source_settings[name], split, f"data.sources.{name}", source=name)
+        for name, split in splits.items()
+    }
     if settings.pass_rates is not None:
         rates = read_pass_rates(settings.pass_rates, settings)
-    return PromptSource(train, held_out, settings, excluded_rows, rates)
+    return PromptMixture(prompts, settings, opener.excluded_rows(splits.values()), rates)
 
 
 def open_set(
@@ -84,14 +110,14 @@ def open_set(
     """
     key = f"eval.sets.{name}"
     bad_rows = BadRows(settings.on_bad_row)
-    questions = read_jsonl(path, bad_rows, key=key, render=render)
+    questions = read_questions(DataLocation(path, key), bad_rows, render=render)
     split = keep_apart([], questions, bad_rows)
     builder = _PromptBuilder(tokenizer, settings.max_prompt_tokens, check_answer, bad_rows, split)
     return builder.build(split.held_out, f"{key}={path}: no usable held-out prompt")
 
 
 def open_source(settings: DataSettings) -> Source:
-    """Open the source that generates questions. `jsonl` is none: its questions are in files.
+    """Open the source that generates questions. Formats of files are none.
 
     Raises `PromptDataError`, or `PluginError` if a user-defined source cannot be loaded.
     """
@@ -160,16 +186,74 @@ def _call_questions(key: str, source: Source, settings: DataSettings) -> Iterato
         yield from questions
 
 
-def _split_questions(settings: DataSettings, render: Render, bad_rows: BadRows) -> Split:
-    if settings.source != "jsonl":
-        questions = generate_questions(settings)
-        return split_generator(questions, settings.num_train, settings.num_eval)
-    assert settings.train_path is not None, "the configuration's rules require it"
-    train = read_jsonl(settings.train_path, bad_rows, key="data.train_path", render=render)
-    if settings.eval_path is None:
-        return hold_out(train, settings.num_eval, bad_rows)
-    held_out = read_jsonl(settings.eval_path, bad_rows, key="data.eval_path", render=render)
-    return keep_apart(train, held_out, bad_rows)
+class _Opener:
+    """Opens the questions of one or several sources.
+
+    bad_rows: those of all sources.
+    """
+
+    def __init__(
+        self,
+        settings: DataSettings,
+        tokenizer: Tokenizer,
+        check_answer: CheckAnswer | None,
+        render: Render,
+        demonstration: bool,
+    ) -> None:
+        self.bad_rows = BadRows(settings.on_bad_row)
+        self._tokenizer = tokenizer
+        self._check_answer = check_answer
+        self._render = render
+        self._demonstration = demonstration
+
+    def split(self, settings: DataSettings, section: str) -> Split:
+        """Read or generate the questions of a source. section: that of its keys, for messages."""
+        if settings.source not in FILE_SOURCES:
+            questions = generate_questions(settings)
+            return split_generator(
+                questions, settings.num_train, settings.num_eval, section=section
+            )
+        train = self._read(training_data(settings, section))
+        held_out_location = held_out_data(settings, section)
+        if held_out_location is None:
+            return hold_out(train, settings.num_eval, self.bad_rows, section=section)
+        return keep_apart(train, self._read(held_out_location), self.bad_rows)
+
+    def build(
+        self, settings: DataSettings, split: Split, section: str, *, source: str = ""
+    ) -> tuple[list[Prompt], list[Prompt]]:
+        """Return the prompts of both sides. source: name of a source in a mixture."""
+        builder = _PromptBuilder(
+            self._tokenizer,
+            settings.max_prompt_tokens,
+            self._check_answer,
+            self.bad_rows,
+            split,
+            source,
+        )
+        train_key = _name_key(settings, section, "train_path", "source")
+        train = builder.build(
+            split.train,
+            f"{train_key}: no usable training prompt",
+            demonstration=self._demonstration,
+        )
+        eval_key = _name_key(settings, section, "eval_path", "num_eval")
+        return train, builder.build(split.held_out, f"{eval_key}: no usable held-out prompt")
+
+    def excluded_rows(self, splits: Iterable[Split]) -> ExcludedRows:
+        """Return the rows of all splits that are in neither side."""
+        splits = list(splits)
+        return ExcludedRows(
+            bad=self.bad_rows.count,
+            duplicates=sum(split.duplicates for split in splits),
+            overlapping=sum(split.overlapping for split in splits),
+            num_reserved=sum(split.num_reserved for split in splits),
+            examples=tuple(self.bad_rows.examples),
+            messages=tuple(self.bad_rows.messages),
+        )
+
+    def _read(self, location: DataLocation) -> list[Question]:
+        return read_questions(location, self.bad_rows, render=self._render)
 
 
 @dataclass(frozen=True)
@@ -177,6 +261,7 @@ class _PromptBuilder:
     """Tokenizes questions and reports those that cannot be used.
 
     max_tokens: limit of a prompt's tokens. split: where the questions come from, for messages.
+    source: name of the source in a mixture, which precedes the ids of its questions.
     """
 
     tokenizer: Tokenizer
@@ -184,6 +269,7 @@ class _PromptBuilder:
     check_answer: CheckAnswer | None
     bad_rows: BadRows
     split: Split
+    source: str = ""
 
     def build(
         self, questions: Iterable[Question], failure: str, *, demonstration: bool = False
@@ -247,13 +333,15 @@ class _PromptBuilder:
                 f"the prompt has {len(token_ids)} tokens; data.max_prompt_tokens allows 1 to "
                 f"{self.max_tokens}"
             )
+        has_default_task = self.source and question.task == DEFAULT_TASK
         return Prompt(
-            id=question.id,
+            id=f"{self.source}/{question.id}" if self.source else question.id,
             token_ids=token_ids,
             answer=question.answer,
-            task=question.task,
+            task=self.source if has_default_task else question.task,
             difficulty=question.difficulty,
             demonstration=question.demonstration,
+            source=self.source,
         )
 
 
@@ -264,18 +352,7 @@ def _check_demonstration(question: Question) -> None:
         )
 
 
-def _excluded_rows(bad_rows: BadRows, split: Split) -> ExcludedRows:
-    return ExcludedRows(
-        bad=bad_rows.count,
-        duplicates=split.duplicates,
-        overlapping=split.overlapping,
-        num_reserved=split.num_reserved,
-        examples=tuple(bad_rows.examples),
-        messages=tuple(bad_rows.messages),
-    )
-
-
-def _name_key(settings: DataSettings, path_key: str, other_key: str) -> str:
+def _name_key(settings: DataSettings, section: str, path_key: str, other_key: str) -> str:
     """Return `key=value` of a path, or of another key if the path is not set."""
     key = path_key if getattr(settings, path_key) else other_key
-    return f"data.{key}={getattr(settings, key)}"
+    return f"{section}.{key}={getattr(settings, key)}"

@@ -8,7 +8,6 @@ The first line is a header. Each further line is the rate of one prompt:
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +16,8 @@ import msgspec
 
 from megatron_rl.config.schema import DataSettings, EnvironmentSettings, RewardSettings
 from megatron_rl.contracts.wire_types import Count
+from megatron_rl.prompts.files.reader import FILE_SOURCES, digest_of
+from megatron_rl.prompts.locations import settings_of_source, training_data
 from megatron_rl.prompts.question import PromptDataError
 
 _FORMAT = 2
@@ -67,13 +68,17 @@ def identity_of(settings: DataSettings) -> dict[str, Any]:
     """Return the identity of the data set that the settings name.
 
     A file is identified by its contents, a source that generates questions by its settings. The
-    numbers of training and held-out questions are not part of it.
+    numbers of training and held-out questions and the weights of a mixture are not part of it.
 
-    Raises `PromptDataError` if the file cannot be read.
+    Raises `PromptDataError` if a file cannot be read.
     """
-    if settings.source == "jsonl":
-        assert settings.train_path is not None, "the configuration's rules require it"
-        return {"source": "jsonl", "sha256": _file_digest(settings.train_path)}
+    if settings.source == "mixture":
+        identities = {
+            name: identity_of(settings_of_source(settings, name)) for name in settings.sources
+        }
+        return {"source": "mixture", "sources": identities}
+    if settings.source in FILE_SOURCES:
+        return {"source": settings.source, "sha256": digest_of(training_data(settings))}
     identity: dict[str, Any] = {"source": settings.source, "seed": settings.seed}
     options = {
         "task": settings.task,
@@ -242,17 +247,6 @@ def _differences(first: Header, second: Header) -> list[str]:
         for name, value in second_fields.items()
         if name != "date" and first_fields[name] != value
     ]
-
-
-def _file_digest(path: str) -> str:
-    try:
-        with open(path, "rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-    except OSError as error:
-        raise PromptDataError(
-            f"data.train_path={path}: the file cannot be read ({error.strerror}). Name a JSONL "
-            "file that can be read"
-        ) from error
 
 
 def _decode(line: bytes, kind: type[_T], location: str) -> _T:

@@ -48,9 +48,14 @@ class Question:
 
     def __post_init__(self) -> None:
         if not self.identity:
-            object.__setattr__(self, "identity", " ".join(self.text.casefold().split()))
+            object.__setattr__(self, "identity", identity_of_text(self.text))
         if not self.origin:
             object.__setattr__(self, "origin", self.id)
+
+
+def identity_of_text(text: str) -> str:
+    """Return a text without case and white space, which identifies a question."""
+    return " ".join(text.casefold().split())
 
 
 class Source(Protocol):

@@ -70,6 +70,8 @@ class PromptSource:
     `offer`. It may change between two steps: the current epoch then leaves out what is outside of
     it, and the next epoch goes through the prompts in the range alone.
     initial_beliefs: beliefs of another run from which a new run starts, see `TransferredBeliefs`.
+
+    name: of a source in a mixture, whose epochs have an order of their own.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class PromptSource:
         settings: DataSettings,
         excluded_rows: ExcludedRows | None = None,
         rates: Mapping[str, PassRate] | None = None,
+        *,
+        name: str = "",
     ) -> None:
         self.train = tuple(train)
         self.held_out = tuple(held_out)
@@ -86,6 +90,7 @@ class PromptSource:
         self.rates: Mapping[str, PassRate] = rates or {}
         self.initial_beliefs: BeliefState | None = None
         self._settings = settings
+        self._name = name
         self._epoch = 0
         self._position = 0
         self._order: Sequence[int] = ()
@@ -283,7 +288,8 @@ class PromptSource:
     def _shuffle_epoch(self, indices: Collection[int]) -> list[int]:
         order = list(indices)
         if self._settings.shuffle:
-            random.Random(f"{self._settings.seed}/{self._epoch}").shuffle(order)
+            seed = f"{self._settings.seed}/{self._epoch}"
+            random.Random(f"{seed}/{self._name}" if self._name else seed).shuffle(order)
         return order
 
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
-from megatron_rl.prompts.question import BadRows, PromptDataError, Question
+from megatron_rl.prompts.question import BadRows, PromptDataError, Question, identity_of_text
 
 # One identity in so many belongs to the held-out side.
 _HELD_OUT_DIVISOR = 8
@@ -26,6 +26,7 @@ class Split:
     overlapping: number of training rows left out because their question is held out.
     num_reserved: number of questions that are in neither side, because another data.num_eval holds
     them out.
+    withheld: identities of all questions of the file that never train, whether held out or not.
     """
 
     train: list[Question]
@@ -33,12 +34,15 @@ class Split:
     duplicates: int = 0
     overlapping: int = 0
     num_reserved: int = 0
+    withheld: frozenset[str] = frozenset()
 
 
-def split_generator(questions: Iterable[Question], num_train: int, num_eval: int) -> Split:
+def split_generator(
+    questions: Iterable[Question], num_train: int, num_eval: int, *, section: str = "data"
+) -> Split:
     """Fill both sides from a generator. One identity in eight belongs to the held-out side.
 
-    A question with a repeated text is skipped.
+    A question with a repeated text is skipped. section: that of the keys, for messages.
 
     Raises `PromptDataError` if the generator ends, or yields 20,000 unusable questions in a row,
     before both sides are full.
@@ -65,13 +69,15 @@ def split_generator(questions: Iterable[Question], num_train: int, num_eval: int
         if num_unusable > _MAX_UNUSABLE:
             break
     raise PromptDataError(
-        f"data.num_train={num_train}, data.num_eval={num_eval}: the source has only {len(train)} "
-        f"training and {len(held_out)} held-out questions. Lower these keys, or change the "
-        "source's settings so that it has more questions"
+        f"{section}.num_train={num_train}, {section}.num_eval={num_eval}: the source has only "
+        f"{len(train)} training and {len(held_out)} held-out questions. Lower these keys, or "
+        "change the source's settings so that it has more questions"
     )
 
 
-def hold_out(questions: Sequence[Question], num_eval: int, bad_rows: BadRows) -> Split:
+def hold_out(
+    questions: Sequence[Question], num_eval: int, bad_rows: BadRows, *, section: str = "data"
+) -> Split:
     """Reserve questions of a file for evaluation, and hold `num_eval` of them out.
 
     The file alone decides which questions are reserved: those whose identities have the smallest
@@ -79,6 +85,7 @@ def hold_out(questions: Sequence[Question], num_eval: int, bad_rows: BadRows) ->
     `num_eval` on one file do not train on each other's held-out questions.
 
     A repeated question is used once. If it is repeated with another answer, it is a bad row.
+    section: that of the keys, for messages.
 
     Raises `PromptDataError` if fewer than `num_eval` questions are reserved, or if the file has a
     single question.
@@ -86,18 +93,18 @@ def hold_out(questions: Sequence[Question], num_eval: int, bad_rows: BadRows) ->
     unique, duplicates = _drop_duplicates(questions, bad_rows)
     if len(unique) < 2:
         raise PromptDataError(
-            f"data.num_eval={num_eval}: the file has only {len(unique)} usable question, so none "
-            "is left to train on. Add questions, or name a file of held-out questions in "
-            "data.eval_path"
+            f"{section}.num_eval={num_eval}: the file has only {len(unique)} usable question, so "
+            "none is left to train on. Add questions, or name a file of held-out questions in "
+            f"{section}.eval_path"
         )
     by_rank = sorted(unique, key=lambda question: (_rank(question.identity), question.identity))
     reserve = by_rank[: _reserve_size(by_rank)]
     if num_eval > len(reserve):
         raise PromptDataError(
-            f"data.num_eval={num_eval}: the file reserves {len(reserve)} of its {len(unique)} "
+            f"{section}.num_eval={num_eval}: the file reserves {len(reserve)} of its {len(unique)} "
             "questions for evaluation, so that no run trains on questions that another run holds "
-            f"out. Set at most data.num_eval={len(reserve)}, or name a file of held-out questions "
-            "in data.eval_path"
+            f"out. Set at most {section}.num_eval={len(reserve)}, or name a file of held-out "
+            f"questions in {section}.eval_path"
         )
     reserved_identities = {question.identity for question in reserve}
     held_out_identities = {question.identity for question in reserve[:num_eval]}
@@ -106,6 +113,7 @@ def hold_out(questions: Sequence[Question], num_eval: int, bad_rows: BadRows) ->
         held_out=[question for question in unique if question.identity in held_out_identities],
         duplicates=duplicates,
         num_reserved=len(reserve) - num_eval,
+        withheld=frozenset(reserved_identities),
     )
 
 
@@ -154,6 +162,43 @@ def keep_apart(train: Sequence[Question], held_out: Sequence[Question], bad_rows
         duplicates=train_duplicates + held_out_duplicates,
         overlapping=len(unique_train) - len(distinct_train),
     )
+
+
+def keep_sources_apart(splits: Mapping[str, Split], bad_rows: BadRows) -> dict[str, Split]:
+    """Leave out of every source's training questions what any source holds out or reserves.
+
+    Questions are the same if their identities or their texts are, apart from case and white space.
+    A question whose text is in two sources stays in the first of them.
+    """
+    withheld: set[str] = set()
+    for split in splits.values():
+        withheld |= split.withheld
+        for question in split.held_out:
+            withheld |= {question.identity, identity_of_text(question.text)}
+    first_by_text: dict[str, Question] = {}
+    first_held_out: dict[str, Question] = {}
+    results = {}
+    for name, split in splits.items():
+        train = []
+        for question in split.train:
+            text = identity_of_text(question.text)
+            first = first_by_text.setdefault(text, question)
+            if text in withheld or question.identity in withheld:
+                bad_rows.leave_out(question.origin, "the question is held out in another source")
+            elif first is not question:
+                bad_rows.leave_out(question.origin, f"repeats the question of {first.origin}")
+            else:
+                train.append(question)
+        held_out = [
+            question
+            for question in split.held_out
+            if first_held_out.setdefault(identity_of_text(question.text), question) is question
+        ]
+        num_missing = len(split.train) - len(train)
+        results[name] = replace(
+            split, train=train, held_out=held_out, overlapping=split.overlapping + num_missing
+        )
+    return results
 
 
 def _drop_duplicates(

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from megatron_rl.config.schema import EvalSettings, RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group, RolloutRef, sampled_tokens
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason
+from megatron_rl.credit.source_metrics import groups_by_source
 from megatron_rl.rollouts.messages import GroupRequest
 from megatron_rl.rollouts.pass_at_k import mean_ci95
 from megatron_rl.rollouts.queue import RolloutQueue
@@ -36,6 +37,7 @@ class Accuracy:
     tokens: number of tokens that engines sampled for all of it.
     reward: mean reward over the questions without correctness, None without such questions.
     reward_half_width: of its 95 % confidence interval.
+    sources: accuracy and half width of each source of a mixture, by its name.
     """
 
     accuracy: float | None
@@ -48,12 +50,17 @@ class Accuracy:
     tokens: int = 0
     reward: float | None = None
     reward_half_width: float = 0.0
+    sources: Mapping[str, tuple[float, float]] = field(default_factory=dict)
 
     def __str__(self) -> str:
         losses = f", {self.num_rejected} lost" if self.num_rejected else ""
         size = f"{self.questions} questions x {self.samples // self.questions}"
         parseable = f"{self.parseable:.1%} parseable"
-        return f"{self._means()} ({size}, {parseable}{losses})"
+        by_source = "".join(
+            f", {name} {accuracy:.3f} ± {half_width:.3f}"
+            for name, (accuracy, half_width) in self.sources.items()
+        )
+        return f"{self._means()} ({size}, {parseable}{losses}{by_source})"
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics under `eval/`. An unknown accuracy or reward is left out."""
@@ -64,6 +71,9 @@ class Accuracy:
         if self.reward is not None:
             means["eval/reward"] = self.reward
             means["eval/reward_ci95"] = self.reward_half_width
+        for name, (accuracy, half_width) in self.sources.items():
+            means[f"eval/source/{name}/accuracy"] = accuracy
+            means[f"eval/source/{name}/accuracy_ci95"] = half_width
         return means | {
             "eval/parseable": self.parseable,
             "eval/finished": self.ended_share,
@@ -176,6 +186,7 @@ def accuracy_of(
         tokens=sum(sampled_tokens(group) for group in groups),
         reward=reward[0] if reward else None,
         reward_half_width=reward[1] if reward else 0.0,
+        sources=_accuracy_by_source(graded_groups, samples_per_prompt),
     )
 
 
@@ -203,6 +214,13 @@ def _mean_correctness(groups: Sequence[Group], samples: int) -> tuple[float, flo
     if not groups:
         return None
     return mean_ci95([_correctness(group) / samples for group in groups])
+
+
+def _accuracy_by_source(groups: Sequence[Group], samples: int) -> dict[str, tuple[float, float]]:
+    return {
+        name: mean_ci95([_correctness(group) / samples for group in members])
+        for name, members in groups_by_source(groups).items()
+    }
 
 
 def _mean_reward(groups: Sequence[Group]) -> tuple[float, float] | None:

@@ -13,6 +13,7 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.run_state import SelectorState
+from megatron_rl.credit.source_metrics import source_metrics
 from megatron_rl.prompts.selection.selector import RolloutRequest, Selector, StepSelection
 from megatron_rl.rewards.runner import ABANDONED
 from megatron_rl.rollouts.messages import GroupRequest
@@ -91,7 +92,7 @@ class RolloutBatch:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics under `rollout/`, `reward/` and `select/`."""
+        """Return the metrics under `rollout/`, `reward/` and `select/`, and of each source."""
         rollouts = [rollout for group in self.all_groups for rollout in group.rollouts]
         rejections = self.rejections
         values = {
@@ -104,6 +105,7 @@ class RolloutBatch:
         values |= _reward_metrics(rollouts)
         values |= _length_metrics(rollouts)
         values |= self.selection_metrics
+        values |= source_metrics(self.all_groups)
         values |= {f"rollout/rejected/{reason}": float(n) for reason, n in rejections.items()}
         return values
 

@@ -1,6 +1,6 @@
 import pytest
 
-from megatron_rl.config.rules.method import CAPACITY
+from megatron_rl.config.rules.data import CAPACITY
 from megatron_rl.prompts.factory import EMBEDDED
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.split import split_generator

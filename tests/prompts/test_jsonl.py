@@ -1,7 +1,7 @@
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 
@@ -17,7 +17,9 @@ def write(path: Path, *lines: bytes) -> Path:
     return path
 
 
-def render_loudly(messages: Sequence[Mapping[str, str]]) -> str:
+def render_loudly(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+) -> str:
     parts = [f"{message['role']}: {message['content']}! " for message in messages]
     return "".join(parts) + "assistant:"
 
@@ -144,7 +146,7 @@ def test_malformed_rows_are_named(tmp_path: Path, line: bytes, words: str) -> No
     ("row", "words"),
     [
         ('"messages": [], "answer": 4', "no message for the assistant .* End it with"),
-        ('"messages": [{"role": "user"}], "answer": 4', "missing required field `content`"),
+        ('"messages": [{"role": "user"}], "answer": 4', "'user' has neither `content` nor"),
         (f'"messages": [{ASSISTANT}]', "no message for the assistant"),
         (
             f'"messages": [{USER}, {{"role": "assistant", "content": " "}}]',

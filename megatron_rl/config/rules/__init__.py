@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 from operator import attrgetter
+from typing import Any
 
 from megatron_rl.config.rules.broken_rule import BrokenRule
+from megatron_rl.config.rules.data import check_data, check_pass_rates
 from megatron_rl.config.rules.grid import check_grid, check_split
 from megatron_rl.config.rules.machine import (
     check_engine,
@@ -15,10 +17,8 @@ from megatron_rl.config.rules.machine import (
     check_sequence_length,
 )
 from megatron_rl.config.rules.method import (
-    check_data,
     check_environment,
     check_method,
-    check_pass_rates,
     check_replay,
 )
 from megatron_rl.config.rules.recompute import check_recompute, check_recomputed_modules
@@ -39,7 +39,15 @@ def broken_rules(c: Configuration, facts: LaunchFacts, keys: Collection[str]) ->
     keys: those that the command line sets.
     """
     for key, rule, remedy in _broken_rules(c, facts, keys):
-        yield Refusal(key, attrgetter(key)(c), rule, remedy)
+        yield Refusal(key, _value_of(c, key), rule, remedy)
+
+
+def _value_of(c: Configuration, key: str) -> Any:
+    """Return the value of a key. Those of a source are in the mapping data.sources."""
+    if not key.startswith("data.sources."):
+        return attrgetter(key)(c)
+    name, _, inner = key.removeprefix("data.sources.").partition(".")
+    return getattr(c.data.sources[name], inner)
 
 
 def _broken_rules(

@@ -1,138 +1,19 @@
-"""Rules of the training method: data, environment, algorithm and batch fit together."""
+"""Rules of the training method: environment, algorithm and batch fit together."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from importlib.util import find_spec
 from operator import attrgetter
-from pathlib import Path
 
 from megatron_rl.config.algorithms import CorrectionSettings, EspoSettings, SftSettings
 from megatron_rl.config.rules.broken_rule import BrokenRule
-from megatron_rl.config.schema import Configuration, DataSettings, RewardSettings
-from megatron_rl.contracts.paths import new_directory_problem, path_problem
+from megatron_rl.config.schema import Configuration, RewardSettings
 from megatron_rl.contracts.plugins import PYTHONPATH_REMEDY, missing_module
 
-# The number of different questions that a finite task has on each side of its split, for any seed.
-CAPACITY = {
-    "two_digit_addition": {
-        "data.num_train": ("training", 8_785),
-        "data.num_eval": ("held-out", 1_215),
-    }
-}
-# The only source that reads a key.
-_OWNERS = {
-    "train_path": "jsonl",
-    "eval_path": "jsonl",
-    "task": "reasoning_gym",
-    "task_config": "reasoning_gym",
-}
 # Limits of espo_kernels' entropy groups. Importing them from there would import torch.
 _MAX_FRACTIONS = 15
 _MAX_DENOMINATOR = 1_000_000
-_PROFILE_TOOL = "python launch/profile_prompts.py writes one"
-
-
-def check_data(c: Configuration, keys: Collection[str]) -> Iterator[BrokenRule]:
-    """Yield broken rules about keys of the data source and the number of its questions.
-
-    The number of questions of a file or a generator is known only when it is read. The prompt
-    source then holds the same rules. keys: those that the command line sets.
-    """
-    data = c.data
-    for name, owner in _OWNERS.items():
-        if getattr(data, name) and data.source != owner:
-            rule = f"data.source={data.source} does not read this key"
-            yield BrokenRule(f"data.{name}", rule, f"Remove it, or choose data={owner}")
-    if data.source == "reasoning_gym":
-        yield from _check_generator(data)
-    for key, (side, capacity) in CAPACITY.get(data.source, {}).items():
-        if attrgetter(key)(c) > capacity:
-            rule = f"{data.source} has only {capacity} {side} questions"
-            yield BrokenRule(key, rule, f"Use {key}={capacity}, or data=column_addition")
-    if data.source == "jsonl":
-        yield from _check_files(data, keys)
-    elif c.rollout.prompts_per_step > data.num_train:
-        rule = f"data.num_train={data.num_train} questions cannot fill one step"
-        yield BrokenRule("rollout.prompts_per_step", rule, "Lower it, or raise data.num_train")
-    if _is_same_file(data.train_path, data.eval_path):
-        remedy = "Leave it out: data.num_eval questions are then held out of the training file"
-        yield BrokenRule("data.eval_path", "It is the training file", remedy)
-
-
-def _is_same_file(path: str | None, other: str | None) -> bool:
-    if not path or not other:
-        return False
-    return os.path.realpath(path) == os.path.realpath(other)
-
-
-def _check_generator(data: DataSettings) -> Iterator[BrokenRule]:
-    if data.task is None:
-        rule = "data.source=reasoning_gym needs the name of a generator"
-        yield BrokenRule("data.task", rule, "Give one: data.task=chain_sum")
-    if find_spec("reasoning_gym") is None:
-        yield BrokenRule("data.source", "reasoning-gym is not installed", "Run make extras")
-
-
-def _check_files(data: DataSettings, keys: Collection[str]) -> Iterator[BrokenRule]:
-    if data.train_path is None:
-        rule = "data.source=jsonl needs a file of questions"
-        yield BrokenRule("data.train_path", rule, "Give one: data.train_path=train.jsonl")
-    for key, path, count in (
-        ("data.train_path", data.train_path, "num_train"),
-        ("data.eval_path", data.eval_path, "num_eval"),
-    ):
-        if path is None:
-            continue
-        # An experiment's file may set counts for its own task. On the command line they would have
-        # no effect.
-        if f"data.{count}" in keys and getattr(data, count) != getattr(DataSettings, count):
-            rule = f"All rows of {key} are used, so that this setting has no effect"
-            yield BrokenRule(f"data.{count}", rule, "Remove it")
-        if (problem := path_problem(path, folder=False)) is not None:
-            rule = f"{problem} (from {Path.cwd()})"
-            yield BrokenRule(key, rule, "Give the path of a JSONL file")
-
-
-def check_pass_rates(c: Configuration) -> Iterator[BrokenRule]:
-    """Yield broken rules about the file of pass rates and their range.
-
-    The prompts that the file knows are compared with the data only when it is read.
-    """
-    if c.mode == "profile":
-        yield from _check_new_pass_rates(c.data.pass_rates)
-    elif c.data.pass_rates is not None:
-        problem = path_problem(c.data.pass_rates, folder=False)
-        if problem is not None:
-            rule = f"{problem} (from {Path.cwd()})"
-            yield BrokenRule("data.pass_rates", rule, f"{_PROFILE_TOOL}, or leave it null")
-    limits = c.data.pass_rate_range
-    if limits is None:
-        return
-    if c.mode == "profile" or c.data.pass_rates is None:
-        rule = "The pass rates of the prompts are not known"
-        remedy = f"Leave it null, or give data.pass_rates: {_PROFILE_TOOL}"
-        yield BrokenRule("data.pass_rate_range", rule, remedy)
-    if len(limits) != 2 or limits[0] > limits[1]:
-        rule = "It is [low, high], with low at most high"
-        remedy = "Give such a pair, for example [0.1,0.9]"
-        yield BrokenRule("data.pass_rate_range", rule, remedy)
-
-
-def _check_new_pass_rates(path: str | None) -> Iterator[BrokenRule]:
-    """Yield a broken rule if mode=profile cannot write pass rates to this path."""
-    key = "data.pass_rates"
-    if path is None:
-        rule = "mode=profile writes pass rates to a file"
-        yield BrokenRule(key, rule, "Give data.pass_rates=rates.jsonl")
-    elif Path(path).exists():
-        rule = "mode=profile writes a new file, and this one exists already"
-        yield BrokenRule(key, rule, "Give another name, or remove the file")
-    elif problem := new_directory_problem(str(Path(path).parent)):
-        rule = f"{problem} (from {Path.cwd()})"
-        yield BrokenRule(key, rule, "Give a path where a file can be written")
 
 
 def check_method(c: Configuration) -> Iterator[BrokenRule]:

@@ -100,9 +100,11 @@ def _check_evaluation(c: Configuration) -> Iterator[BrokenRule]:
         rule = "Only mode=eval measures several sets"
         yield BrokenRule("eval.sets", rule, "Use mode=eval, or data.eval_path for one set")
     for name, file in c.eval.sets.items():
-        if not Path(file).expanduser().is_file():
-            rule = f"{name}: there is no such file (from {Path.cwd()})"
-            yield BrokenRule("eval.sets", rule, "Give a JSONL file")
+        if not Path(file).expanduser().exists():
+            rule = f"{name}: there is no such file or folder (from {Path.cwd()})"
+            yield BrokenRule(
+                "eval.sets", rule, "Give a JSONL or Parquet file, or a data set folder"
+            )
 
 
 def check_resume(c: Configuration) -> Iterator[BrokenRule]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -51,6 +52,9 @@ _PATH_KEYS = (
     "data.eval_path",
     "selection.beliefs_from",
 )
+_SOURCES = "data.sources."
+# The paths of a mixture's sources, which have names of their own
+_SOURCE_PATH = re.compile(r"data\.sources\.[^.]+\.(train|eval)_path")
 
 
 class NoCompleteCheckpoint(Failure):
@@ -224,12 +228,19 @@ def checkpoints_at(path: Path) -> list[Path]:
 
 
 def _changes(saved_settings: dict[str, Any], settings: dict[str, Any]) -> dict[str, str]:
-    """The differences as `key: old -> new`, by key. Keys that the checkpoint lacks are equal."""
+    """The differences as `key: old -> new`, by key. Keys that the checkpoint lacks are equal.
+
+    Those of a mixture's sources are no keys that an older version may lack: they differ.
+    """
     changes = {}
     for key, value in settings.items():
-        saved_value = saved_settings.get(key, value)
+        missing_value = None if key.startswith(_SOURCES) else value
+        saved_value = saved_settings.get(key, missing_value)
         if not _is_same(key, value, saved_value):
             changes[key] = f"{key}: {saved_value!r} -> {value!r}"
+    for key in saved_settings.keys() - settings.keys():
+        if key.startswith(_SOURCES):
+            changes[key] = f"{key}: {saved_settings[key]!r} -> no such source"
     return changes
 
 
@@ -242,7 +253,8 @@ def _is_same(key: str, value: Any, saved_value: Any) -> bool:
     """True for values with the same meaning: a path can be written in several ways."""
     if value == saved_value:
         return True
-    if key not in _PATH_KEYS or not isinstance(value, str) or not isinstance(saved_value, str):
+    is_path = key in _PATH_KEYS or _SOURCE_PATH.fullmatch(key) is not None
+    if not is_path or not isinstance(value, str) or not isinstance(saved_value, str):
         return False
     return Path(value).expanduser().resolve() == Path(saved_value).expanduser().resolve()
 

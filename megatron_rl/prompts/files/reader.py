@@ -1,0 +1,113 @@
+"""Reads the questions of a file or folder in any of the supported formats."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.prompts.files.folders import files_of_folder
+from megatron_rl.prompts.files.row import Render, refuse_messages
+from megatron_rl.prompts.files.rows import Rows
+from megatron_rl.prompts.files.tables import RowOrProblem, read_arrow_stream, read_parquet
+from megatron_rl.prompts.jsonl import read_lines_into, require_usable_lines
+from megatron_rl.prompts.question import BadRows, CheckedRows, PromptDataError, Question
+
+FILE_SOURCES = ("jsonl", "parquet", "hf_dataset")
+_PARQUET_BEGINNING = b"PAR1"
+
+
+@dataclass(frozen=True)
+class DataLocation:
+    """A file or folder of questions.
+
+    key: configuration key that names it, for messages. split: of a folder with several splits.
+    side: `train_path` or `eval_path`, by which rows without an id are called.
+    """
+
+    path: str
+    key: str
+    split: str | None = None
+    side: str = "eval_path"
+
+    @property
+    def name(self) -> str:
+        return f"{self.key}={self.path}"
+
+    @property
+    def files(self) -> list[Path]:
+        """All files, in the order of their rows. Raises `PromptDataError`."""
+        path = Path(self.path)
+        return files_of_folder(path, self.split, self.name) if path.is_dir() else [path]
+
+
+def read_questions(
+    location: DataLocation, bad_rows: BadRows, *, render: Render = refuse_messages
+) -> list[Question]:
+    """Read all questions of a file or folder.
+
+    Equal rows give equal questions in every format. A row without an id is called by its number:
+    the line of a JSONL file, or the row of a table, counted over all files of the data set.
+
+    Raises `PromptDataError` if a file cannot be read, or if there is no usable row.
+    """
+    rows = Rows(location.name, CheckedRows(bad_rows), render, id_key=f"data.{location.side}")
+    files = location.files
+    number = 0
+    for file in files:
+        place = f"{file.name} " if len(files) > 1 else ""
+        if _is_table(file):
+            number = _add_table(rows, file, number, place)
+        else:
+            number = read_lines_into(rows, file, location.key, first_number=number, place=place)
+    require_usable_lines(rows)
+    return rows.questions
+
+
+def digest_of(location: DataLocation) -> str:
+    """Return the SHA-256 of a file, or that of the digests of several files.
+
+    Raises `PromptDataError` if a file cannot be read.
+    """
+    digests = [_file_digest(file, location.name) for file in location.files]
+    if len(digests) == 1:
+        return digests[0]
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest()
+
+
+def _add_table(rows: Rows, file: Path, number: int, place: str) -> int:
+    """Add the rows of a table, and return the number of its last row."""
+    for row_number, row in enumerate(_read_table(file, rows.name), 1):
+        number += 1
+        origin = f"{file} row {row_number}"
+        if isinstance(row, ValueError):
+            rows.add_bad(origin, str(row))
+        else:
+            rows.add(row, number, origin, f"{place}row {row_number}")
+    return number
+
+
+def _read_table(file: Path, key: str) -> Iterator[RowOrProblem]:
+    return read_arrow_stream(file, key) if file.suffix == ".arrow" else read_parquet(file, key)
+
+
+def _is_table(file: Path) -> bool:
+    """Return True for tables. A file that cannot be opened is left to the reader of lines."""
+    if file.suffix in (".arrow", ".parquet"):
+        return True
+    try:
+        with file.open("rb") as stream:
+            return stream.read(len(_PARQUET_BEGINNING)) == _PARQUET_BEGINNING
+    except OSError:
+        return False
+
+
+def _file_digest(file: Path, key: str) -> str:
+    try:
+        with file.open("rb") as stream:
+            return hashlib.file_digest(stream, "sha256").hexdigest()
+    except OSError as error:
+        raise PromptDataError(
+            f"{key}: the file cannot be read ({error.strerror}). Name a file that can be read"
+        ) from error

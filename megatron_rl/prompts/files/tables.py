@@ -1,0 +1,206 @@
+"""Rows of Parquet files and Arrow streams, written as the JSON objects of a JSONL file.
+
+A number keeps its value: an integer and a decimal keep their digits, and a float becomes the
+shortest decimal that gives the same float, as in Python's `json`. A null is a key that is missing.
+
+pyarrow is imported when the first table is read. It decodes columns and executes nothing that a
+file contains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from decimal import Decimal
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_rl.prompts.files.row import ROW_KEYS
+from megatron_rl.prompts.question import PromptDataError
+
+_BATCH_ROWS = 256
+_TEXT = ("prompt", "response", "task")
+_NUMBERS = ("answer", "difficulty")
+_NESTED = ("messages", "tools")
+_encoder = msgspec.json.Encoder(decimal_format="number")
+
+RowOrProblem = bytes | ValueError
+"""A row as a JSON object, or the reason why it is none."""
+
+
+def read_parquet(path: Path, key: str) -> Iterator[RowOrProblem]:
+    """Yield the rows of a Parquet file.
+
+    key: `key=path` of the data, for messages. Raises `PromptDataError` if the file cannot be read,
+    or if its columns are not those of questions.
+    """
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        with closing(pyarrow.parquet.ParquetFile(path)) as file:
+            columns = _check_columns(file.schema_arrow, path, key)
+            batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=columns)
+            yield from _rows_of(batches, columns)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _unreadable(path, key, "Parquet", error) from error
+
+
+def read_arrow_stream(path: Path, key: str) -> Iterator[RowOrProblem]:
+    """Yield the rows of a file that `save_to_disk` of the library `datasets` wrote.
+
+    key: `key=path` of the data, for messages. Raises `PromptDataError`, see `read_parquet`.
+    """
+    import pyarrow
+
+    try:
+        with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_stream(source) as stream:
+            columns = _check_columns(stream.schema, path, key)
+            yield from _rows_of(_small_batches(stream, columns), columns)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise _unreadable(path, key, "an Arrow stream", error) from error
+
+
+def _small_batches(stream: Iterable[Any], columns: Sequence[str]) -> Iterator[Any]:
+    for batch in stream:
+        batch.validate(full=True)  # a damaged offset would read outside of the file
+        selection = batch.select(columns)
+        for start in range(0, batch.num_rows, _BATCH_ROWS):
+            yield selection.slice(start, _BATCH_ROWS)
+
+
+def _rows_of(batches: Iterable[Any], columns: Sequence[str]) -> Iterator[RowOrProblem]:
+    for batch in batches:
+        writers = [_Writer(name, batch.schema.field(name).type) for name in columns]
+        for index in range(batch.num_rows):
+            try:
+                yield _encode_row(batch, index, writers)
+            except ValueError as error:
+                yield ValueError(f"the row cannot be decoded ({error})")
+
+
+def _encode_row(batch: Any, index: int, writers: Sequence[_Writer]) -> bytes:
+    row = {}
+    for writer in writers:
+        value = batch.column(writer.name)[index].as_py()
+        if value is not None:
+            row[writer.name] = writer.write(value)
+    return _encoder.encode(row)
+
+
+class _Writer:
+    """Writes the values of one column as JSON.
+
+    kind: pyarrow's type of the column.
+    """
+
+    def __init__(self, name: str, kind: Any) -> None:
+        import pyarrow
+
+        self.name = name
+        self._is_json_text = name in _NESTED and _is_text(kind)
+        # Doubles show digits that a narrower float does not have
+        self._narrow = None
+        if pyarrow.types.is_float32(kind) or pyarrow.types.is_float16(kind):
+            self._narrow = kind.to_pandas_dtype()
+
+    def write(self, value: Any) -> Any:
+        """Return a value that msgspec writes as JSON. Raises ValueError."""
+        if self._is_json_text:
+            return msgspec.json.decode(value)
+        if isinstance(value, Decimal):
+            return msgspec.Raw(format(value, "f").encode())
+        if isinstance(value, float):
+            return msgspec.Raw(self._digits(value).encode())
+        return value
+
+    def _digits(self, value: float) -> str:
+        if self._narrow is not None:
+            value = float(str(self._narrow(value)))
+        digits = repr(value)
+        if "n" in digits:
+            raise ValueError(f"`{self.name}` is {digits}, which is no number. Leave the row out")
+        return digits
+
+
+def _check_columns(schema: Any, path: Path, key: str) -> list[str]:
+    """Return the columns to read, in the order of the file. Raises `PromptDataError`."""
+    names = list(schema.names)
+    columns = [name for name in names if name in ROW_KEYS]
+    if "prompt" not in columns and "messages" not in columns:
+        raise PromptDataError(
+            f"{key}: {path} has neither a column `prompt` nor a column `messages`. It has: "
+            f"{', '.join(map(str, names)) or 'no columns'}. Rename them: python "
+            "launch/convert_rows.py does"
+        )
+    for name in columns:
+        if names.count(name) > 1:
+            raise PromptDataError(f"{key}: {path} has two columns `{name}`. Remove one")
+        kind = schema.field(name).type
+        if problem := _type_problem(name, kind):
+            raise PromptDataError(
+                f"{key}: the column `{name}` of {path} has the type {kind}; it must be {problem}. "
+                "Convert the column"
+            )
+    return columns
+
+
+def _type_problem(name: str, kind: Any) -> str:
+    """Return the types that a column may have, "" if it has one of them."""
+    import pyarrow.types as types
+
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    if types.is_null(kind) or _is_text(kind):
+        return ""
+    if name in _TEXT:
+        return "text"
+    if name == "id":
+        return "" if types.is_integer(kind) else "text or an integer"
+    if name in _NUMBERS:
+        is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
+        return "" if is_number else "text or a number"
+    return "" if _is_json(kind) else "a list of objects, or JSON text"
+
+
+def _is_text(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    kind = kind.value_type if types.is_dictionary(kind) else kind
+    return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
+
+
+def _is_json(kind: Any) -> bool:
+    """Return True if JSON has every value of a nested type: no bytes, no times."""
+    import pyarrow.types as types
+
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _is_json(kind.value_type)
+    if types.is_struct(kind):
+        return all(_is_json(kind.field(index).type) for index in range(kind.num_fields))
+    is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
+    return bool(_is_text(kind) or is_number or types.is_boolean(kind) or types.is_null(kind))
+
+
+def _unreadable(path: Path, key: str, form: str, error: Exception) -> PromptDataError:
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else error
+    return PromptDataError(
+        f"{key}: {path} cannot be read as {form} ({reason}). Copy or write the file again"
+    )
+
+
+def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write rows as a Parquet file. Nested values become JSON text, so that nothing is added."""
+    import pyarrow
+    import pyarrow.parquet
+
+    names = [name for name in ROW_KEYS if any(name in row for row in rows)]
+    columns = {name: [_to_cell(row.get(name)) for row in rows] for name in names}
+    pyarrow.parquet.write_table(pyarrow.table(columns), path)
+
+
+def _to_cell(value: Any) -> str | None:
+    if value is None or isinstance(value, str):
+        return value
+    return _encoder.encode(value).decode()
