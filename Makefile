@@ -12,7 +12,7 @@ export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 TARGET_PYTHON ?= 3.12
-.PHONY: help install extras peers mutants bench gpu-check gpu-bundle train check test test-all lint clean
+.PHONY: help install extras peers mutants bench gpu-check gpu-bundle te-rehearsal train check test test-all lint clean
 PYTEST := $(BIN)/python -m pytest --dist loadfile
 HEAVY  := engine or distributed or chaos or slow
 QUICK  := not gpu and not nightly and not ($(HEAVY))
@@ -58,6 +58,13 @@ gpu-check: ## check the trainer on one GPU in nine minutes: make gpu-check ARGS=
 
 gpu-bundle: install ## download wheels for a GPU machine without network: make gpu-bundle TARGET_PYTHON=3.12
 	requirements/gpu-bundle.sh $(VENV) gpu-bundle $(TARGET_PYTHON)
+
+.venv-te/.requirements: $(wildcard requirements/*constraints.txt requirements/te-rehearsal*)
+	requirements/te-rehearsal.sh .venv-te
+	@touch $@
+
+te-rehearsal: .venv-te/.requirements ## run Transformer Engine's layers without a GPU: make te-rehearsal ARGS="--only steps"
+	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels CUDA_VISIBLE_DEVICES= .venv-te/bin/python -m launch.te_rehearsal $(ARGS)
 
 train: install ## train the quickstart on this machine: make train ARGS="seed=1" NPROC=2
 	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) launch/train_rl.py experiment=quickstart parallel=$(if $(filter 1,$(NPROC)),single,ep2) $(ARGS)

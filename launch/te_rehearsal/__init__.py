@@ -1,0 +1,1 @@
+"""Runs the layers of Transformer Engine on a machine without a GPU."""

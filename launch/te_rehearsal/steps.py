@@ -1,0 +1,178 @@
+"""Runs a training step with both specs: old-policy pass, update with replayed routes, AdamW."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from launch.te_rehearsal.models import GRID, Machine
+from launch.testbed.batches import make_batch
+from launch.testbed.policies import ADAM, make_planner, make_view, train_settings
+from megatron_rl.config.algorithms import GrpoSettings
+from megatron_rl.config.schema import ModelSettings, RolloutSettings
+from megatron_rl.losses.grpo import Grpo
+from megatron_rl.mcore.layer_spec import Spec
+from megatron_rl.mcore.model import build_models, pack_multiple
+from megatron_rl.mcore.optimizer import DistributedAdam, StepResult, wrap_data_parallel
+from megatron_rl.mcore.parallel import RankLayout
+from megatron_rl.mcore.replay import RouteReplay
+from megatron_rl.mcore.weights import iterate_hf_weights, load_hf_weights
+from megatron_rl.mcore.weights.export import hf_tensors
+from megatron_rl.mcore.weights.parameters import placed_parameters
+from megatron_rl.models.families import read_shape
+from megatron_rl.models.route_shape import route_shape
+from megatron_rl.models.shape import ModelShape
+from megatron_rl.training.logprobs import ResponseLogprobs
+from megatron_rl.training.metric_sums import MetricSums
+from megatron_rl.training.micro_batches import Batcher
+from megatron_rl.training.old_policy import compute_old_policy
+from megatron_rl.training.policy import Policy
+from megatron_rl.training.update import update_policy
+
+_ROLLOUTS = 2
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """The results of one optimizer step.
+
+    logprobs: of the old-policy pass, float32 [T]. ratio_deviation: the largest distance of a
+    ratio of the update from 1, which is 0 if both passes are one computation. gradients, weights:
+    by Hugging Face name, weights after the step.
+    """
+
+    logprobs: torch.Tensor
+    ratio_deviation: float
+    gradients: Tensors
+    weights: Tensors
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Distances between two steps, each relative to the norm of the second.
+
+    logprobs: the largest absolute one, in nats.
+    """
+
+    logprobs: float
+    gradients: float
+    movement: float
+
+
+def run_step(
+    machine: Machine, layout: RankLayout, checkpoint: Path, settings: ModelSettings, spec: Spec
+) -> StepOutcome:
+    """Run the old-policy pass and one update of a model over recorded rollouts.
+
+    FP8 is for `te` alone. Raises RuntimeError if the step was not applied.
+    """
+    settings = replace(settings, spec=spec, fp8=settings.fp8 if spec == "te" else None)
+    with machine.acting_as(spec):
+        shape = read_shape(checkpoint)
+        chunks = build_models(shape, settings, GRID, on_gpu=spec == "te")
+        load_hf_weights(chunks, shape, checkpoint)
+        return _train(_policy(shape, chunks), shape, layout, settings)
+
+
+def _train(
+    policy: Policy, shape: ModelShape, layout: RankLayout, settings: ModelSettings
+) -> StepOutcome:
+    refs, rollouts, advantages = make_batch(shape, _ROLLOUTS)
+    by_id = {rollout.rollout_id: rollout for rollout in rollouts}
+    plan = make_planner(GRID, layout, tokens_per_micro_batch=256).plan(0, refs, advantages)
+    by_index = {i: by_id[ref.rollout_id] for i, ref in enumerate(plan.rollouts)}
+    (batches,) = _batcher(shape, layout, settings).optimizer_steps(plan, 0, by_index)
+    objectives = compute_old_policy(policy, batches, MetricSums())
+    optimizer = RecordingAdam(policy, shape)
+    metrics = MetricSums()
+    denominators = plan.optimizer_steps[0].denominators
+    result = update_policy(
+        policy,
+        optimizer,
+        batches,
+        objectives,
+        denominators,
+        dp_size=1,
+        first_step=True,
+        metrics=metrics,
+    )
+    if not result.is_applied:
+        faults = "" if policy.replay is None else policy.replay.take_faults()
+        raise RuntimeError(f"the step was not applied: {faults or 'NaN or Inf'}")
+    return StepOutcome(
+        torch.cat([objective.old_logprobs for objective in objectives]),
+        metrics.values()["policy/first_ratio_deviation"],
+        optimizer.gradients,
+        {name: tensor.float() for name, tensor in iterate_hf_weights(policy.models, shape)},
+    )
+
+
+class RecordingAdam(DistributedAdam):
+    """Records gradients before it applies them.
+
+    Attributes:
+    gradients: by Hugging Face name, float32.
+    """
+
+    def __init__(self, policy: Policy, shape: ModelShape) -> None:
+        models: Any = policy.models
+        super().__init__(models, ADAM, total_steps=10)
+        self.gradients: Tensors = {}
+        self._policy = policy
+        self._shape = shape
+
+    def step(self, *, loss_is_finite: bool) -> StepResult:
+        """Record the gradients and apply them."""
+        self.gradients = _gradients(self._policy, self._shape)
+        return super().step(loss_is_finite=loss_is_finite)
+
+
+def _policy(shape: ModelShape, chunks: list[torch.nn.Module]) -> Policy:
+    models = wrap_data_parallel(chunks)
+    rollout = RolloutSettings(max_new_tokens=32)
+    logprobs = ResponseLogprobs(
+        train_settings(), rollout, vocab_size=shape.vocab_size, tp_group=None
+    )
+    replay = RouteReplay(models) if shape.moe_layers else None
+    return Policy(models=models, logprobs=logprobs, loss=Grpo(GrpoSettings()), replay=replay)
+
+
+def _batcher(shape: ModelShape, layout: RankLayout, settings: ModelSettings) -> Batcher:
+    routes = route_shape(shape) if shape.moe_layers else None
+    view = make_view(shape, GRID, layout)
+    return Batcher(view, routes, layout.device, multiple=pack_multiple(settings))
+
+
+def _gradients(policy: Policy, shape: ModelShape) -> Tensors:
+    gradients: Tensors = {}
+    for parameter in placed_parameters(policy.models, shape):
+        if not parameter.is_frozen:
+            gradient: Any = parameter.weight
+            tensors = hf_tensors(parameter, 0, gradient.main_grad.float(), shape, None)
+            gradients.update({name: tensor.clone() for name, tensor in tensors})
+    return gradients
+
+
+def gap(step: StepOutcome, reference: StepOutcome, start: Tensors) -> Gap:
+    """Measure the distance of a step from another. start: the weights before the step."""
+    return Gap(
+        logprobs=float((step.logprobs - reference.logprobs).abs().max()),
+        gradients=_distance(step.gradients, reference.gradients),
+        movement=_distance(_movement(step, start), _movement(reference, start)),
+    )
+
+
+def _movement(step: StepOutcome, start: Tensors) -> Tensors:
+    return {name: step.weights[name] - tensor.float() for name, tensor in start.items()}
+
+
+def _distance(values: Tensors, reference: Tensors) -> float:
+    """The norm of the differences over the norm of the reference, over all tensors."""
+    if values.keys() != reference.keys():
+        raise ValueError(f"different tensors: {sorted(values.keys() ^ reference.keys())}")
+    error = torch.stack([(values[name] - reference[name]).norm() for name in reference]).norm()
+    return float(error / torch.stack([value.norm() for value in reference.values()]).norm())
