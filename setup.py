@@ -16,7 +16,7 @@ setup(
     package_dir={"espo_kernels": "kernels/espo_kernels"},
     include_package_data=False,
     package_data={
-        "megatron_rl": ["py.typed", "models/assets/**/*"],
+        "megatron_rl": ["py.typed", "models/assets/**/*", "records/report/*.j2"],
         "sglang_bridge": ["py.typed", "cpu_shim/**/*"],
         "espo_kernels": ["py.typed", "**/*.cpp", "**/*.h"],
     },

@@ -1,13 +1,16 @@
-"""Report where the time of a run went, or draw what it measured of its expert routes.
+"""Report what one or several runs reached: a page, the time of a step, or the expert routes.
 
 Examples:
 
+    python launch/report.py runs/NAME
+    python launch/report.py runs/A runs/B --out comparison.html
     python launch/report.py steps runs/NAME
     python launch/report.py heat-maps runs/NAME
 
-Outputs: `steps` prints a Markdown table of seconds by section of a step. `heat-maps` writes
+Outputs: without a command, one HTML page with curves, token account, times, faults and samples.
+`steps` prints a Markdown table of seconds by section of a step. `heat-maps` writes
 runs/NAME/heat_maps/*.png and prints their names; the run needs train.replay_measure_every. The
-run may be finished or running.
+runs may be finished or running.
 """
 
 from __future__ import annotations
@@ -38,6 +41,15 @@ SECTIONS = {
     "sync": True,
 }
 _OTHER = "other"
+_PAGE = "page"
+_PAGE_NAME = "report.html"
+_PAGE_DESCRIPTION = """Write one HTML page about one or several runs, in the same charts.
+
+    python launch/report.py runs/NAME
+    python launch/report.py runs/A runs/B --out comparison.html
+
+Output: RUN/report.html, or report.html for several runs. It needs no network and no other file.
+"""
 _STEPS = """Print the seconds of each section of a step: of the first step, which compiles, and the
 mean of all later steps.
 
@@ -56,16 +68,23 @@ train.replay_measure_every=10 to have such measurements.
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the subcommand and return the exit code."""
+    """Run the command and return the exit code."""
     options = parse_arguments(arguments)
-    reports = {"steps": report_steps, "heat-maps": draw_heat_maps}
+    target = Path()
     try:
-        reports[options.command](options.run)
+        if options.command == _PAGE:
+            target = options.out or default_page(options.runs)
+            write_page(options.runs, target)
+        elif options.command == "steps":
+            report_steps(options.run)
+        else:
+            target = options.run / "heat_maps"
+            draw_heat_maps(options.run)
     except Failure as failure:
         print(failure, file=sys.stderr)
         return failure.exit_code
     except OSError as error:
-        problem = write_problem(error, options.run / "heat_maps")
+        problem = write_problem(error, target)
         if problem is None:
             raise
         print(problem, file=sys.stderr)
@@ -75,9 +94,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. A mistake ends the program with code 2."""
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    if words and words[0] not in (_PAGE, "steps", "heat-maps", "-h", "--help"):
+        words.insert(0, _PAGE)
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
-    commands = parser.add_subparsers(dest="command", required=True, metavar="{steps,heat-maps}")
+    commands = parser.add_subparsers(
+        dest="command", required=True, metavar="{page,steps,heat-maps}"
+    )
+    page = commands.add_parser(
+        _PAGE,
+        help="an HTML page about one or several runs (the default)",
+        description=_PAGE_DESCRIPTION,
+        formatter_class=raw,
+        allow_abbrev=False,
+    )
+    page.add_argument(
+        "runs", metavar="RUN", nargs="+", type=Path, help="directory of a run, such as runs/NAME"
+    )
+    page.add_argument(
+        "--out", metavar="FILE", type=Path, help="the page, instead of RUN/report.html"
+    )
     summaries = {"steps": "seconds by section of a step", "heat-maps": "pictures of the routes"}
     for name, description in (("steps", _STEPS), ("heat-maps", _HEAT_MAPS)):
         command = commands.add_parser(
@@ -90,7 +127,25 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         command.add_argument(
             "run", metavar="RUN", type=Path, help="directory of a run, such as runs/NAME"
         )
-    return parser.parse_args(arguments)
+    return parser.parse_args(words)
+
+
+def default_page(runs: Sequence[Path]) -> Path:
+    """Return the file of the page: in the directory of one run, else in the current directory."""
+    return runs[0] / _PAGE_NAME if len(runs) == 1 else Path(_PAGE_NAME)
+
+
+def write_page(runs: Sequence[Path], file: Path) -> None:
+    """Write the page about some runs and print its name. Raises `RunUnreadable`."""
+    # These imports take a second
+    from megatron_rl.records.report.page import render_page
+    from megatron_rl.records.report.past_run import read_runs
+
+    page = render_page(read_runs(runs))
+    temporary = file.with_name(f"{file.name}.part")
+    temporary.write_text(page)
+    temporary.replace(file)
+    print(file)
 
 
 def report_steps(run: Path) -> None:

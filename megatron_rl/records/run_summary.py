@@ -100,7 +100,7 @@ def summarize_run(directory: Path) -> RunSummary:
 
 
 def closing_lines(directory: Path) -> list[str]:
-    """Return what the user reads at the end of a complete run, and the next command.
+    """Return the lines for the end of a complete run: results, places, and the next command.
 
     A file that cannot be read costs its lines, not the run.
     """
@@ -110,11 +110,7 @@ def closing_lines(directory: Path) -> list[str]:
     weights = sorted(directory.glob("checkpoints/step-*"), key=_step_of)
     place = f"; the weights are in {weights[-1]}" if weights else ""
     lines.append(f"done: metrics, logs and checkpoints are in {directory}{place}")
-    if weights:
-        lines.append(
-            "next: evaluate them with python launch/train_rl.py mode=eval model=hf "
-            f"model.path={weights[-1]}, and the experiment and data of this run"
-        )
+    lines.append(f"next: python launch/report.py {directory}")
     return lines
 
 

@@ -79,9 +79,12 @@ def test_closing_lines_name_the_last_weights_and_the_next_command(tmp_path: Path
         f"done: metrics, logs and checkpoints are in {tmp_path}; "
         f"the weights are in {tmp_path}/checkpoints/step-10"
     )
-    assert f"mode=eval model=hf model.path={tmp_path}/checkpoints/step-10" in command
+    assert command == f"next: python launch/report.py {tmp_path}"
 
 
 def test_damaged_metrics_cost_only_their_lines(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text("{damaged\n")
-    assert closing_lines(tmp_path) == [f"done: metrics, logs and checkpoints are in {tmp_path}"]
+    assert closing_lines(tmp_path) == [
+        f"done: metrics, logs and checkpoints are in {tmp_path}",
+        f"next: python launch/report.py {tmp_path}",
+    ]
