@@ -82,10 +82,15 @@ def test_every_option_of_a_group_sets_only_declared_keys(
     checkpoint: Path, tmp_path: Path, group: str
 ) -> None:
     (tmp_path / "train.jsonl").touch()
+    (tmp_path / "train.parquet").touch()
     plugin = f"{group}.{'source' if group == 'data' else 'name'}=json:JSONDecoder"
     required_overrides = {
         "external": ["engine.urls=['http://127.0.0.1:3']"],
         "jsonl": [f"data.train_path={tmp_path}/train.jsonl"],
+        "parquet": [f"data.train_path={tmp_path}/train.parquet"],
+        "hf_dataset": [f"data.train_path={tmp_path}"],
+        "mixture": ["data.sources={sums: {source: two_digit_addition, weight: 1}}"],
+        "letter_sorting": ["reward.answer=last_line"],
         "reasoning_gym": ["data.task=chain_sum"],
         "sft": ["environment=demonstration", "train.replay=off"],
         "demonstration": ["algo=sft", "train.replay=off"],
