@@ -114,6 +114,18 @@ def test_a_step_of_many_epochs_postpones_each_prompt_once() -> None:
         assert len(postponed_indices) == len(set(postponed_indices)) <= 2
 
 
+def test_a_resumed_run_takes_the_prompts_of_an_uninterrupted_one_in_every_epoch() -> None:
+    whole_run = make_source(10)
+    steps = [ids_of(whole_run.take(3)) for _ in range(12)]
+    for num_steps in range(12):
+        source = make_source(10)
+        for _ in range(num_steps):
+            source.take(3)
+        resumed_source = make_source(10)
+        resumed_source.seek(source.cursor)
+        assert [ids_of(resumed_source.take(3)) for _ in range(12 - num_steps)] == steps[num_steps:]
+
+
 def test_prompts_are_hashed_only_once(monkeypatch: pytest.MonkeyPatch) -> None:
     source = make_source(10)
     cursor = source.cursor
