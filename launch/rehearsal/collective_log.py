@@ -11,7 +11,9 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeWork, ProcessGroup, Work
 from torch.utils._python_dispatch import _disable_current_modes
 
+from launch.rehearsal.code_places import calling_place
 from launch.rehearsal.known_values import KnownValues, tensors_in
+from launch.rehearsal.order.trace import Recorder
 
 _POINT_TO_POINT = ("send", "recv_")
 # The part of its own bytes that a rank sends over its link, for groups of n ranks: f(n).
@@ -49,12 +51,14 @@ class CollectiveLog:
 
     message_shape: the shape of the hidden states that pipeline stages exchange. It answers the
     messages in which Megatron announces a shape.
+    recorder: also records the order, with the waits.
     """
 
     values: KnownValues
     phase: str = ""
     message_shape: tuple[int, ...] = ()
     entries: list[Collective] = field(default_factory=list)
+    recorder: Recorder | None = None
 
     def run(self, func: Any, args: Sequence[Any]) -> Any:
         """Record a collective, write known results, and return what torch expects."""
@@ -62,7 +66,11 @@ class CollectiveLog:
         tensors = tensors_in(args)
         self._record(name, args, tensors)
         self._answer(name, args)
-        work = Work.boxed(FakeWork())
+        fake_work = FakeWork()
+        if self.recorder is not None:
+            group = _group_of(args)
+            fake_work = self.recorder.start(func, args, group, tensors, calling_place())
+        work = Work.boxed(fake_work)
         returns = func._schema.returns
         return work if len(returns) == 1 else (args[0], work)
 
@@ -94,11 +102,15 @@ class CollectiveLog:
         elif name == "recv_":
             for tensor in args[0]:
                 self.values.overwrite(tensor, self._message(tensor))
+        elif name == "broadcast_" and self.recorder is not None:
+            self.recorder.receive(args[0][0], root=int(args[2]))
         elif name not in ("allreduce_", "broadcast_", "barrier", "send", "monitored_barrier_"):
             for tensor in tensors_in(args[0]):
                 self.values.overwrite(tensor, None)
 
     def _message(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        if self.recorder is not None and tensor.device.type == "cpu":
+            return self.recorder.take_mail(tensor.dtype)
         if tensor.dtype != torch.int64 or tensor.numel() != len(self.message_shape):
             return None
         with _disable_current_modes():

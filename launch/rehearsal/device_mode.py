@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections import Counter, defaultdict
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from torch.utils._pytree import tree_map
 from torch.utils.flop_counter import flop_registry
 
+from launch.rehearsal.code_places import calling_functions, calling_place
 from launch.rehearsal.collective_log import CollectiveLog
 from launch.rehearsal.gpus import Gpu
 from launch.rehearsal.known_values import MAX_KNOWN_ELEMENTS, KnownValues, tensors_in
@@ -23,7 +23,6 @@ _aten = torch.ops.aten
 _HOST_ANSWERS = {"_true_on_all_ranks": 1, "layer_disagreement": 0, "layer_load": 0}
 _MAX_REAL_FLOATS = 1 << 12
 _SIZED_BY_VALUES = ("aten::nonzero", "aten::masked_select", "aten::repeat_interleave")
-_OWN_FOLDERS = ("/megatron_rl/", "/espo_kernels/", "/megatron/core/")
 
 
 class UnknownValue(Exception):
@@ -39,6 +38,8 @@ class DeviceMode(TorchDispatchMode):
     host_reads: how often the host waited for the device, by place.
     flops: of matrix products, by phase. seconds: by phase, the sum over operations of the larger of
     their arithmetic and their memory traffic at the GPU's peak rates.
+    host_answers: values of unknown numbers by the name of a function that reads them. They come
+    before the answers that every rehearsal gives.
     """
 
     def __init__(self, gpu: Gpu) -> None:
@@ -50,6 +51,7 @@ class DeviceMode(TorchDispatchMode):
         self.host_reads: Counter[str] = Counter()
         self.flops: Counter[str] = Counter()
         self.seconds: defaultdict[str, float] = defaultdict(float)
+        self.host_answers: dict[str, float | int] = {}
         self._gpu = gpu
 
     @property
@@ -110,13 +112,17 @@ class DeviceMode(TorchDispatchMode):
 
     def _answer(self, tensor: torch.Tensor) -> float | int | bool:
         """The value of unknown numbers that the host reads: 1.0, unless they are integers."""
+        functions = calling_functions()
+        for function in functions:
+            if function in self.host_answers:
+                return self.host_answers[function]
         if tensor.dtype.is_floating_point or tensor.dtype is torch.bool:
             return 1
-        for function in _calling_functions():
+        for function in functions:
             if function in _HOST_ANSWERS:
                 return _HOST_ANSWERS[function]
         raise UnknownValue(
-            f"{_calling_place()}: the host reads integers of shape {tuple(tensor.shape)} that "
+            f"{calling_place()}: the host reads integers of shape {tuple(tensor.shape)} that "
             "depend on weights. This part cannot be rehearsed"
         )
 
@@ -136,7 +142,7 @@ class DeviceMode(TorchDispatchMode):
         self._count_host_read()
         deciding = leaves[1:] if func._schema.name == "aten::masked_select" else leaves
         if any(self.values.get(leaf) is None for leaf in deciding):
-            raise UnknownValue(f"{_calling_place()}: {func} has a size that depends on weights")
+            raise UnknownValue(f"{calling_place()}: {func} has a size that depends on weights")
         if all(self.values.get(leaf) is not None for leaf in leaves):
             value = self.values.run(func, args, options)
             return self._on_device(value, leaves[0].device)
@@ -157,7 +163,7 @@ class DeviceMode(TorchDispatchMode):
                 continue
             value = self.values.get(index)
             if value is None:
-                raise UnknownValue(f"{_calling_place()}: a mask that depends on weights")
+                raise UnknownValue(f"{calling_place()}: a mask that depends on weights")
             self._count_host_read()
             with _disable_current_modes():
                 columns = value.nonzero(as_tuple=True)
@@ -219,7 +225,7 @@ class DeviceMode(TorchDispatchMode):
             self.meter.add(tensor)
 
     def _count_host_read(self) -> None:
-        self.host_reads[_calling_place()] += 1
+        self.host_reads[calling_place()] += 1
 
 
 def _max_elements(dtype: torch.dtype) -> int:
@@ -233,25 +239,3 @@ def _is_view(func: Any) -> bool:
         result.alias_info is not None and not result.alias_info.is_write
         for result in func._schema.returns
     )
-
-
-def _calling_functions() -> list[str]:
-    names: list[str] = []
-    frame = sys._getframe(1)
-    while frame is not None and len(names) < 40:
-        names.append(frame.f_code.co_name)
-        frame = frame.f_back  # type: ignore[assignment]
-    return names
-
-
-def _calling_place() -> str:
-    """The innermost line of the trainer, of its kernels or of Megatron that is running."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        file = frame.f_code.co_filename
-        for folder in _OWN_FOLDERS:
-            if folder in file:
-                path = file[file.rindex(folder) + 1 :]
-                return f"{path}:{frame.f_lineno} {frame.f_code.co_name}"
-        frame = frame.f_back  # type: ignore[assignment]
-    return "elsewhere"

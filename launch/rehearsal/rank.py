@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from launch.rehearsal.collective_log import Collective
 from launch.rehearsal.cuda_guard import RehearsalUnavailable
 from launch.rehearsal.device_mode import DeviceMode
 from launch.rehearsal.gpus import Gpu
+from launch.rehearsal.order.trace import Recorder
 from launch.rehearsal.synthetic_batches import Routing, make_rollout, make_routes
 from launch.rehearsal.torch_stand_ins import (
     DEVICE,
@@ -102,19 +104,33 @@ def rehearse_rank(c: Configuration, place: Place, workload: Workload) -> RankRep
     `RehearsalUnavailable` for a part that cannot be rehearsed.
     """
     shape = read_shape(c.model.path)
+    with stand_in(place) as (mode, launches):
+        report = _RankRehearsal(c, shape, place, mode).run(workload)
+    report.launches.extend(launches)
+    return report
+
+
+@contextlib.contextmanager
+def stand_in(
+    place: Place, recorder: Recorder | None = None
+) -> Iterator[tuple[DeviceMode, list[str]]]:
+    """Let this process be one rank of a cluster. Yields its device and the launches of kernels.
+
+    recorder: records the order of collectives. Raises `RehearsalUnavailable` for an operation
+    whose shapes torch cannot tell.
+    """
     mode = DeviceMode(place.gpu)
+    mode.log.recorder = recorder
     stand_in_for_cuda(place.gpu, place.gpus_per_node)
     compat.install()
     stand_in_for_random_states()
     stand_in_for_tensor_methods(mode)
-    join_as(place.rank, place.world_size)
+    join_as(place.rank, place.world_size, recorder)
     with without_triton_launches() as launches, mode.fake_mode, mode:
         try:
-            report = _RankRehearsal(c, shape, place, mode).run(workload)
+            yield mode, launches
         except NotImplementedError as error:
             raise RehearsalUnavailable(f"torch has no shapes for an operation: {error}") from error
-    report.launches.extend(launches)
-    return report
 
 
 class _RankRehearsal:
@@ -130,7 +146,7 @@ class _RankRehearsal:
         self._mode = mode
         self._memory: dict[str, dict[str, int]] = {}
         mode.set_phase(SETUP)
-        self._layout = parallel.initialize(c.parallel, seed=c.seed, job=_job(place))
+        self._layout = parallel.initialize(c.parallel, seed=c.seed, job=job_of(place))
         loss = open_loss(c.algo, shape)
         self._worker = build_worker(c, shape, loss, self._layout, Path("rollouts"))
         self._label_model()
@@ -245,7 +261,8 @@ class _RankRehearsal:
         return self._worker.batcher.pack(rollouts, [1.0] * len(rollouts))
 
 
-def _job(place: Place) -> Job:
+def job_of(place: Place) -> Job:
+    """The place of the rank among all ranks."""
     control_group = dist.group.WORLD
     assert control_group is not None
     return Job(

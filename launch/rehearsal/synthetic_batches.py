@@ -38,12 +38,14 @@ def make_routes(
 ) -> Routes:
     """Draw the experts of each row, without replacement, as [rows, num_layers, topk].
 
-    balanced: every expert gets the same number of rows, but for rounding. skewed: expert i is
-    chosen in proportion to 1 / (i + 1) ** 0.5, so that the first ones get several times the mean.
+    balanced: in each layer every expert gets the same number of rows, but for rounding. skewed:
+    expert i is chosen in proportion to 1 / (i + 1) ** 0.5, so that the first ones get several times
+    the mean.
     """
     size = (rows, num_layers)
     if routing == "balanced":
-        first = np.arange(rows * num_layers).reshape(size) * shape.topk
+        # Each layer by itself: with a stride of all layers some would use few of the experts
+        first = (np.arange(rows)[:, None] + np.arange(num_layers)) * shape.topk
         experts = (first[..., None] + np.arange(shape.topk)) % shape.num_experts
         return _as_routes(experts, shape)
     # The largest keys of Gumbel noise plus log-weights are a draw without replacement

@@ -16,9 +16,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map
 
+from launch.rehearsal.code_places import calling_place
 from launch.rehearsal.device_mode import DeviceMode
 from launch.rehearsal.gpus import Gpu
 from launch.rehearsal.known_values import VALUE_ATTRIBUTE
+from launch.rehearsal.order.trace import Recorder
 from megatron_rl.mcore.cpu.torch_cuda import (
     MEMORY_COUNTERS,
     NO_OPERATIONS,
@@ -140,19 +142,34 @@ def stand_in_for_random_states() -> None:
     library._set_cuda_rng_state = lambda *_, **__: None
 
 
-def join_as(rank: int, world_size: int) -> None:
+def join_as(rank: int, world_size: int, recorder: Recorder | None = None) -> None:
     """Join a job of ranks that do not exist. Its groups move nothing."""
     groups: Any = dist
     make_group = dist.new_group
 
-    def new_group(ranks: Any = None, *_: Any, **__: Any) -> Any:
-        return make_group(ranks, backend="fake")
+    def new_group(ranks: Any = None, *_: Any, group_desc: str | None = None, **__: Any) -> Any:
+        group = make_group(ranks, backend="fake", group_desc=group_desc)
+        if recorder is not None:
+            members = range(world_size) if ranks is None else ranks
+            recorder.add_group(members, group_desc or "", group, calling_place())
+        return group
 
     def gather_objects(results: list[Any], value: Any, group: Any = None) -> None:
+        if recorder is not None:
+            recorder.start_objects("all_gather_object", group, calling_place())
         results[:] = [value] * len(results)
+
+    def broadcast_objects(_values: list[Any], src: int = 0, group: Any = None, **__: Any) -> None:
+        if recorder is not None:
+            recorder.start_objects("broadcast_object_list", group, calling_place(), root=src)
+
+    def wait_for_all(group: Any = None, *_: Any, **__: Any) -> None:
+        dist.barrier(group)
 
     groups.new_group = groups.distributed_c10d.new_group = new_group
     groups.all_gather_object = gather_objects
+    groups.broadcast_object_list = broadcast_objects
+    groups.monitored_barrier = wait_for_all  # torch has it for gloo alone
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
 
 

@@ -30,6 +30,14 @@ def test_balanced_routes_load_all_experts_alike() -> None:
     assert np.ptp(loads("balanced")) <= 1
 
 
+@pytest.mark.parametrize("num_layers", [1, 2, 8, 12])
+def test_balanced_routes_load_all_experts_of_each_layer_alike(num_layers: int) -> None:
+    routes = make_routes(320, num_layers, SHAPE, "balanced", np.random.default_rng(0))
+    for layer in range(num_layers):
+        load = np.bincount(routes[:, layer].ravel(), minlength=SHAPE.num_experts)
+        assert np.ptp(load) <= 1, layer
+
+
 def test_skewed_routes_load_the_first_expert_most() -> None:
     load = loads("skewed")
     assert load[0] > 1.4 * load.mean()
