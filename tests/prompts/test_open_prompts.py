@@ -333,6 +333,27 @@ def test_unknown_options_of_a_user_defined_source_are_refused(tokenizer: Tokeniz
         open_source(f"{__name__}:FixedQuestions", tokenizer, options={"nmae": "few"})
 
 
+def test_rows_without_an_id_are_named_by_their_line_in_the_file(
+    tokenizer: Tokenizer, tmp_path: Path, held_out_file: str
+) -> None:
+    """Bad rows, repeated ones and empty lines count."""
+    path = write(
+        tmp_path / "t.jsonl",
+        '{"prompt": "1+1=", "answer": 2}',
+        "",
+        "no JSON",
+        '{"prompt": "1+1=", "answer": 2}',
+        '{"prompt": "2+2=", "answer": 4, "id": "own"}',
+        '{"prompt": "5+2=", "answer": 7}',
+    )
+    source = open_source(
+        "jsonl", tokenizer, train_path=path, eval_path=held_out_file, on_bad_row="skip"
+    )
+    ids = [prompt.id for prompt in source.train]
+    assert ids == ["data.train_path:1", "own", "data.train_path:6"]
+    assert [prompt.id for prompt in source.held_out] == ["data.eval_path:1"]
+
+
 class WithoutQuestions:
     """Lacks the method `questions`."""
 
