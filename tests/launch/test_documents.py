@@ -17,6 +17,7 @@ from launch.profile_prompts import settings_of
 from launch.studies import replay_gaps, simulate_selection
 from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.config.cli import compose
+from megatron_rl.config.keys import declared_keys
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.prompts.jsonl import read_jsonl
@@ -190,3 +191,18 @@ def test_the_readme_is_a_front_page() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 110
     assert len(text.split()) <= 1000
+
+
+def test_keys_on_the_page_for_users_of_other_trainers_exist() -> None:
+    """The last column of its tables names our keys: `section.key`, also with a value."""
+    keys = set(declared_keys())
+    unknown_keys = set()
+    count = 0
+    for line in (DOCS / "migration.md").read_text().splitlines():
+        if line.startswith("| "):
+            for word in re.findall(r"`([a-z_.]+\.[a-z_.]+)(?:=[^`]*)?`", line.split("|")[2]):
+                count += 1
+                if word not in keys:
+                    unknown_keys.add(word)
+    assert count > 50
+    assert unknown_keys == set()
