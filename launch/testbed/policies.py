@@ -13,12 +13,13 @@ from megatron_rl.config.schema import (
     RolloutSettings,
     TrainSettings,
 )
-from megatron_rl.losses import open_loss
+from megatron_rl.losses import Regularization, open_loss
 from megatron_rl.mcore.model import build_models
 from megatron_rl.mcore.optimizer import wrap_data_parallel
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.mcore.weights import load_hf_weights
+from megatron_rl.mcore.weights.reference import ReferenceWeights
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.shape import ModelShape
@@ -55,6 +56,8 @@ def make_policy(
 ) -> tuple[ModelShape, Policy]:
     """Load a checkpoint into Megatron's model with replay, for data parallelism. Collective.
 
+    A KL penalty needs `algo.kl.reference`.
+
     tp_group, cp_group: groups that share the vocabulary and the sequences, from the rank's layout.
     """
     shape = read_shape(checkpoint)
@@ -64,11 +67,26 @@ def make_policy(
     load_hf_weights(chunks, shape, checkpoint)
     models = wrap_data_parallel(chunks)
     rollout = RolloutSettings(max_new_tokens=32, temperature=temperature)
-    groups = {"tp_group": tp_group, "cp_group": cp_group}
-    logprobs = ResponseLogprobs(train_settings(), rollout, vocab_size=shape.vocab_size, **groups)
-    replay = RouteReplay(models, source) if shape.moe_layers else None
+    regularization = Regularization(algo)
+    logprobs = ResponseLogprobs(
+        train_settings(),
+        rollout,
+        vocab_size=shape.vocab_size,
+        tp_group=tp_group,
+        cp_group=cp_group,
+        entropy_grad=regularization.entropy_grad,
+    )
+    reference = None
+    if algo.kl.coef:
+        path = Path(algo.kl.reference or checkpoint)
+        reference = ReferenceWeights.read(models, shape, path, key="algo.kl.reference")
     return shape, Policy(
-        models=models, logprobs=logprobs, loss=open_loss(algo, shape), replay=replay
+        models=models,
+        logprobs=logprobs,
+        loss=open_loss(algo, shape),
+        replay=RouteReplay(models, source) if shape.moe_layers else None,
+        regularization=regularization,
+        reference=reference,
     )
 
 

@@ -36,6 +36,19 @@ class CorrectionSettings(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class KlSettings(Section):
+    """A penalty on the divergence from a frozen reference policy.
+
+    `losses/regularization.py` has the formula.
+    """
+
+    # The weight of the penalty in the loss. 0: no penalty, and no reference.
+    coef: NotNegative = 0.0
+    # A checkpoint in Hugging Face format of the same model. null: the start checkpoint.
+    reference: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class AlgoSettings(Section):
     """The keys of all algorithms. `name` chooses the loss; its own keys are in the subclasses."""
 
@@ -45,6 +58,9 @@ class AlgoSettings(Section):
     # Divides group advantages by the group's standard deviation.
     normalize_std: bool = True
     correction: CorrectionSettings = field(default_factory=CorrectionSettings)
+    kl: KlSettings = field(default_factory=KlSettings)
+    # The weight of the mean entropy in the objective. 0: no bonus.
+    entropy_coef: NotNegative = 0.0
     # A control experiment: verdicts are shuffled across the batch, so that nothing can be learned.
     permute_rewards: bool = False
 
@@ -67,6 +83,19 @@ class GspoSettings(AlgoSettings):
     name: Literal["gspo"] = "gspo"
     clip_low: OpenShare = 3e-4
     clip_high: Annotated[float, Gt(0)] = 4e-4
+
+
+@dataclass(frozen=True, kw_only=True)
+class CispoSettings(AlgoSettings):
+    """CISPO: clipped token-level ratios as weights of the log-likelihood. Every token keeps its
+    gradient.
+    """
+
+    name: Literal["cispo"] = "cispo"
+    # Weights are at least 1 - clip_low. 1: no lower limit, as in the paper.
+    clip_low: Annotated[float, Gt(0), Le(1)] = 1.0
+    # Weights are at most 1 + clip_high. The paper gives no number.
+    clip_high: Annotated[float, Gt(0)] = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,6 +134,7 @@ class CustomAlgoSettings(AlgoSettings):
 ALGORITHMS: dict[str, type[AlgoSettings]] = {
     "grpo": GrpoSettings,
     "gspo": GspoSettings,
+    "cispo": CispoSettings,
     "espo": EspoSettings,
     "sft": SftSettings,
     "custom": CustomAlgoSettings,

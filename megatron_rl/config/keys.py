@@ -12,7 +12,7 @@ from typing import Any, get_type_hints
 from hydra.core.config_store import ConfigStore
 from omegaconf import OmegaConf
 
-from megatron_rl.config.algorithms import ALGORITHMS, CorrectionSettings
+from megatron_rl.config.algorithms import ALGORITHMS, CorrectionSettings, KlSettings
 from megatron_rl.config.schema import Configuration, SelectionExpertSettings, SourceSettings
 from megatron_rl.contracts.refusal import Refusal
 
@@ -23,6 +23,7 @@ SECTIONS: dict[str, Any] = {
 # The sections within a section.
 INNER_SECTIONS: dict[str, Any] = {
     "algo.correction": CorrectionSettings,
+    "algo.kl": KlSettings,
     "selection.expert": SelectionExpertSettings,
 }
 

@@ -89,12 +89,14 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
 
     optimizer_steps: number of optimizer steps so far.
     settings: every key of the configuration, with its value.
+    reference: digest of the weights of the KL penalty's reference. Empty without a penalty.
     """
 
     position: LoopState
     optimizer_steps: Count
     world_size: Count
     settings: dict[str, Any]
+    reference: str = ""
     format: int = STATE_FORMAT
 
     @property

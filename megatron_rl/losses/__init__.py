@@ -11,12 +11,14 @@ from megatron_rl.losses.interface import (
 )
 from megatron_rl.losses.mismatch import rollout_mismatch
 from megatron_rl.losses.registry import open_loss
+from megatron_rl.losses.regularization import Regularization
 
 __all__ = [
     "Correction",
     "LossResult",
     "Objective",
     "PolicyLoss",
+    "Regularization",
     "ResponseTokens",
     "TokenRatios",
     "mean_of",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from megatron_rl.config.algorithms import (
     AlgoSettings,
+    CispoSettings,
     CustomAlgoSettings,
     EspoSettings,
     GrpoSettings,
@@ -11,6 +12,7 @@ from megatron_rl.config.algorithms import (
     SftSettings,
 )
 from megatron_rl.contracts.plugins import load_plugin
+from megatron_rl.losses.cispo import Cispo
 from megatron_rl.losses.grpo import Grpo
 from megatron_rl.losses.gspo import Gspo
 from megatron_rl.losses.interface import PolicyLoss
@@ -29,6 +31,8 @@ def open_loss(algo: AlgoSettings, shape: ModelShape) -> PolicyLoss:
             return Grpo(algo)
         case GspoSettings():
             return Gspo(algo)
+        case CispoSettings():
+            return Cispo(algo)
         case SftSettings():
             return Sft()
         case EspoSettings():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -10,7 +11,7 @@ import torch.distributed as dist
 
 from megatron_rl.config.schema import Configuration
 from megatron_rl.environments.environment import open_environment
-from megatron_rl.losses import Correction, PolicyLoss, open_loss
+from megatron_rl.losses import Correction, PolicyLoss, Regularization, open_loss
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.job import Job
 from megatron_rl.mcore.model import build_models, pack_multiple
@@ -18,9 +19,11 @@ from megatron_rl.mcore.optimizer import DistributedAdam, wrap_data_parallel
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.mcore.weights import initialize_hf_weights, load_hf_weights
+from megatron_rl.mcore.weights.reference import ReferenceWeights
 from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.rank_view import RankView
+from megatron_rl.run.checkpoints.reference import reference_path
 from megatron_rl.run.setup import RunSetup
 from megatron_rl.run.supervision.open_parts import OpenParts
 from megatron_rl.training.logprobs import ResponseLogprobs
@@ -62,19 +65,17 @@ def build_worker(
     """
     models = wrap_data_parallel(_load_chunks(c, shape))
     view = RankView.for_rank(shape.num_layers, c.parallel, **layout.ranks)
-    logprobs = ResponseLogprobs(c.train, c.rollout, vocab_size=shape.vocab_size, **layout.groups)
-    updates = c.train.total_steps * c.train.optimizer_steps_per_batch
     moe_rows = view.moe_rows(shape.moe_layers)
-    replay = None
-    if c.train.replay != "off":
-        replay = RouteReplay(models, c.train.replay)
-        replay.require_layers([shape.moe_layers[row] for row in moe_rows])
+    policy = _open_policy(c, shape, models, loss, layout)
+    if policy.replay is not None:
+        policy.replay.require_layers([shape.moe_layers[row] for row in moe_rows])
+    updates = c.train.total_steps * c.train.optimizer_steps_per_batch
     routes = route_shape(shape) if c.train.replay == "rollout" else None
     return Worker(
         layout=layout,
         receivers=gather_receivers(layout, moe_rows),
         shape=shape,
-        policy=Policy(models, logprobs, loss, replay, Correction(c.algo.correction)),
+        policy=policy,
         optimizer=DistributedAdam(models, c.optimizer, total_steps=updates),
         batcher=Batcher(view, routes, layout.device, multiple=pack_multiple(c.model)),
         model=c.model,
@@ -87,6 +88,36 @@ def build_worker(
     )
 
 
+def _open_policy(
+    c: Configuration,
+    shape: ModelShape,
+    models: Sequence[torch.nn.Module],
+    loss: PolicyLoss,
+    layout: RankLayout,
+) -> Policy:
+    """Combine the model with its loss, replay and regularization.
+
+    models: with the weights of the start checkpoint.
+    """
+    regularization = Regularization(c.algo)
+    logprobs = ResponseLogprobs(
+        c.train,
+        c.rollout,
+        vocab_size=shape.vocab_size,
+        entropy_grad=regularization.entropy_grad,
+        **layout.groups,
+    )
+    return Policy(
+        models=models,
+        logprobs=logprobs,
+        loss=loss,
+        replay=None if c.train.replay == "off" else RouteReplay(models, c.train.replay),
+        correction=Correction(c.algo.correction),
+        regularization=regularization,
+        reference=_open_reference(c, shape, models),
+    )
+
+
 def _load_chunks(c: Configuration, shape: ModelShape) -> list[torch.nn.Module]:
     """Build this rank's chunks of the model with their first weights."""
     chunks = build_models(shape, c.model, c.parallel)
@@ -95,6 +126,21 @@ def _load_chunks(c: Configuration, shape: ModelShape) -> list[torch.nn.Module]:
     else:
         initialize_hf_weights(chunks, shape, seed=c.seed)
     return chunks
+
+
+def _open_reference(
+    c: Configuration, shape: ModelShape, models: Sequence[torch.nn.Module]
+) -> ReferenceWeights | None:
+    """Copy the reference's weights to host memory; None without a KL penalty.
+
+    models: with the weights of the start checkpoint.
+    """
+    path = reference_path(c)
+    if path is None:
+        return None
+    if c.algo.kl.reference is None:
+        return ReferenceWeights(models, shape)
+    return ReferenceWeights.read(models, shape, path, key="algo.kl.reference")
 
 
 def _compile(worker: Worker, job: Job) -> None:

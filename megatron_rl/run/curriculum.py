@@ -168,5 +168,11 @@ def apply_phase(worker: Worker, c: Configuration) -> None:
     if not isinstance(c.algo, CustomAlgoSettings):
         loss = open_loss(c.algo, worker.shape)
     vocab_size = worker.shape.vocab_size
-    logprobs = ResponseLogprobs(c.train, c.rollout, vocab_size=vocab_size, **worker.layout.groups)
+    logprobs = ResponseLogprobs(
+        c.train,
+        c.rollout,
+        vocab_size=vocab_size,
+        entropy_grad=worker.policy.regularization.entropy_grad,
+        **worker.layout.groups,
+    )
     worker.set_objective(loss, logprobs, c.optimizer.lr)

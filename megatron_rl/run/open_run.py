@@ -24,6 +24,7 @@ from megatron_rl.records.run_directory import RunDirectory, run_directory_path
 from megatron_rl.records.run_lock import mark_run_alive
 from megatron_rl.run.checkpoints.belief_transfer import read_transferred_beliefs
 from megatron_rl.run.checkpoints.disk_space import require_disk_space
+from megatron_rl.run.checkpoints.reference import identify_reference
 from megatron_rl.run.checkpoints.resume import ResumePoint, find_resume_point, open_run_directory
 from megatron_rl.run.checkpoints.resumed_directory import claim_directory, is_complete
 from megatron_rl.run.data import RunData
@@ -65,7 +66,7 @@ def open_run(
     Returns the directory of the run and the loop of this rank, which runs to the end of the run.
     Raises the error of reading the data, `PluginError`, `RunDirectoryTaken`, `NotEnoughDiskSpace`,
     `BeliefsUnavailable`, `PromptDataError`, `BadRecording` and `CheckpointOfOtherRun` on rank 0,
-    and `NoCompleteCheckpoint` on all ranks.
+    and `NoCompleteCheckpoint` and `ReferenceChanged` on all ranks.
     """
     progress = supervision.progress
     shape = read_shape(c.model.path)
@@ -74,6 +75,7 @@ def open_run(
     data = _require_inputs(c, read_data, job, supervision)
     directory = _agree_on_directory(c.run, job)
     resume_point = _find_resume_point(c.run.resume, directory, job, supervision)
+    reference_digest = _identify_reference(c, resume_point, job, supervision)
     opening = _open_directory(c, data, shape, job, resume_point, directory)
     _accompany(directory, supervision)
     for line in opening.log_lines:
@@ -95,6 +97,7 @@ def open_run(
         directory=directory,
         data=data,
         progress=progress,
+        reference_digest=reference_digest,
     )
     return directory, _open_loop(setup, engines, supervision)
 
@@ -163,6 +166,14 @@ def _find_resume_point(
             _run_on_rank_zero(job, claim)
     with progress.task("comparing the checkpoint with its hashes"):
         return find_resume_point(resume, directory, job)
+
+
+def _identify_reference(
+    c: Configuration, resume_point: ResumePoint, job: Job, supervision: Supervision
+) -> str:
+    """Return the digest of the KL penalty's reference, empty without one (a collective)."""
+    with supervision.progress.task("hashing the weights of the reference"):
+        return identify_reference(c, resume_point, job)
 
 
 def _open_directory(

@@ -18,6 +18,7 @@ class RunSetup:
     """Everything that a rank knows before Megatron is imported.
 
     data: on rank 0 alone.
+    reference_digest: of the weights of the KL penalty's reference, empty without one.
     """
 
     configuration: Configuration
@@ -27,6 +28,7 @@ class RunSetup:
     directory: RunDirectory
     data: RunData | None
     progress: Progress
+    reference_digest: str = ""
 
     @property
     def run_data(self) -> RunData:

@@ -21,6 +21,7 @@ class ResponseLogprobs:
     vocab_size: without padding.
     tp_group: the ranks that share the vocabulary, None if it is not split.
     cp_group: the ranks that share the sequences, None if they are not split.
+    entropy_grad: True if gradients flow through the entropies, too.
     """
 
     def __init__(
@@ -31,12 +32,14 @@ class ResponseLogprobs:
         vocab_size: int,
         tp_group: dist.ProcessGroup | None,
         cp_group: dist.ProcessGroup | None = None,
+        entropy_grad: bool = False,
     ) -> None:
         self._temperature = rollout.temperature
         self._vocab_size = vocab_size
         self._chunk_tokens = train.logit_chunk_tokens
         self._tp_group = tp_group
         self._cp_group = cp_group
+        self._entropy_grad = entropy_grad
 
     def __call__(
         self, logits: torch.Tensor, batch: MicroBatch
@@ -77,6 +80,7 @@ class ResponseLogprobs:
                 temperature=self._temperature,
                 vocab_size=self._vocab_size,
                 tp_group=self._tp_group,
+                entropy_grad=self._entropy_grad,
                 inplace_backward=True,  # the chunk is a copy that nothing else reads
                 check_values=False,  # an exception on one rank would leave the others waiting
             )

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field
 
 import torch
 
-from megatron_rl.config.algorithms import CorrectionSettings
-from megatron_rl.losses import Correction, PolicyLoss
+from megatron_rl.config.algorithms import AlgoSettings, CorrectionSettings
+from megatron_rl.losses import Correction, PolicyLoss, Regularization
 from megatron_rl.mcore.replay import RouteReplay
+from megatron_rl.mcore.weights.reference import ReferenceWeights
 from megatron_rl.training.logprobs import ResponseLogprobs
 
 
@@ -19,6 +20,7 @@ class Policy:
 
     models: this rank's chunks.
     replay: None if the routers choose experts themselves in every pass.
+    reference: the weights of the KL penalty's reference, None without a penalty.
     """
 
     models: Sequence[torch.nn.Module]
@@ -26,3 +28,7 @@ class Policy:
     loss: PolicyLoss
     replay: RouteReplay | None
     correction: Correction = field(default_factory=lambda: Correction(CorrectionSettings()))
+    regularization: Regularization = field(
+        default_factory=lambda: Regularization(AlgoSettings(name=""))
+    )
+    reference: ReferenceWeights | None = None

@@ -23,6 +23,7 @@ def update_policy(
     objectives: Sequence[BatchObjective],
     denominators: Denominators,
     *,
+    reference_logprobs: Sequence[torch.Tensor] = (),
     dp_size: int,
     first_step: bool,
     metrics: MetricSums,
@@ -33,6 +34,7 @@ def update_policy(
     ones.
 
     objectives: of `batches`, in order.
+    reference_logprobs: of the trained tokens of each micro-batch, [T]. Empty without a KL penalty.
     first_step: True if no weight has changed since the old-policy pass. Ratios other than 1 are
     then noise, which is measured.
 
@@ -41,8 +43,15 @@ def update_policy(
     """
 
     def policy_loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
-        logprob, _ = policy.logprobs(logits, batches[index])
-        result = objectives[index](logprob, denominators)
+        logprob, entropy = policy.logprobs(logits, batches[index])
+        result = policy.regularization.add(
+            objectives[index](logprob, denominators),
+            logprob,
+            entropy,
+            reference_logprobs=reference_logprobs[index] if reference_logprobs else None,
+            weights=batches[index].weights,
+            denominators=denominators,
+        )
         noise = objectives[index].deviation(logprob) if first_step else {}
         metrics.add(result.sums, result.maxima | noise)
         return result.loss, result.loss.detach().clone()
@@ -55,11 +64,18 @@ def update_policy(
         forward_only=False,
         replay=policy.replay,
     )
-    total = float(sum(losses)) if losses else 0.0
-    has_replay_faults = policy.replay is not None and policy.replay.has_faults
-    result = optimizer.step(loss_is_finite=math.isfinite(total) and not has_replay_faults)
     if losses:
-        metrics.add_mean("train/loss", total, 1.0 / dp_size)
+        metrics.add_mean("train/loss", float(sum(losses)), 1.0 / dp_size)
+    result = _apply(policy, optimizer, losses)
     if result.is_applied:
         metrics.add_mean("train/grad_norm", result.grad_norm, 1.0)
     return result
+
+
+def _apply(
+    policy: Policy, optimizer: DistributedAdam, losses: Sequence[torch.Tensor]
+) -> StepResult:
+    """Apply the gradients unless a loss or a replayed route is at fault. Collective."""
+    total = float(sum(losses)) if losses else 0.0
+    has_replay_faults = policy.replay is not None and policy.replay.has_faults
+    return optimizer.step(loss_is_finite=math.isfinite(total) and not has_replay_faults)

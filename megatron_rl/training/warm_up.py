@@ -43,7 +43,15 @@ def warm_up(worker: Worker) -> None:
     )
     objective = worker.policy.loss.prepare(response)
     denominators = Denominators(sequences=_SEQUENCES, tokens=_TOKENS)
-    objective(logprobs, denominators).loss.backward()
+    result = worker.policy.regularization.add(
+        objective(logprobs, denominators),
+        logprobs,
+        entropies,
+        reference_logprobs=logprobs,
+        weights=batch.advantages,
+        denominators=denominators,
+    )
+    result.loss.backward()
 
 
 def _num_logit_columns(worker: Worker) -> int | None:

@@ -46,6 +46,7 @@ from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.micro_batches import Batcher, MicroBatch
 from megatron_rl.training.old_policy import BatchObjective, compute_old_policy
 from megatron_rl.training.policy import Policy
+from megatron_rl.training.reference_policy import compute_reference_logprobs
 from megatron_rl.training.replay.replay_effect import measure_replay
 from megatron_rl.training.replay.update_routes import with_update_routes
 from megatron_rl.training.samples.gathering import gather_samples
@@ -207,17 +208,25 @@ class Worker:
                     self.layout.control_group,
                     metrics,
                 )
+        reference_logprobs: list[torch.Tensor] = []
+        if self.policy.reference is not None:
+            with stopwatch.section("reference"):
+                reference_logprobs = compute_reference_logprobs(self.policy, steps)
         with stopwatch.section("train"):
-            return self._update(plan, steps, objectives, metrics)
+            return self._update(plan, steps, objectives, reference_logprobs, metrics)
 
     def _update(
         self,
         plan: StepPlan,
         steps: Sequence[Sequence[MicroBatch]],
         objectives: Sequence[BatchObjective],
+        reference_logprobs: Sequence[torch.Tensor],
         metrics: MetricSums,
     ) -> list[float]:
-        """Run the optimizer steps until one is not applied. objectives: of all micro-batches."""
+        """Run the optimizer steps until one is not applied.
+
+        objectives, reference_logprobs: of all micro-batches.
+        """
         learning_rates: list[float] = []
         position = 0
         for step, batches in zip(plan.optimizer_steps, steps, strict=True):
@@ -227,6 +236,7 @@ class Worker:
                 batches,
                 objectives[position : position + len(batches)],
                 step.denominators,
+                reference_logprobs=reference_logprobs[position : position + len(batches)],
                 dp_size=self.layout.dp_size,
                 first_step=not learning_rates,
                 metrics=metrics,

@@ -40,6 +40,7 @@ def test_every_experiment_is_accepted_as_shipped(experiment: str) -> None:
         ("grpo", algorithms.GrpoSettings),
         ("gspo", algorithms.GspoSettings),
         ("espo", algorithms.EspoSettings),
+        ("cispo", algorithms.CispoSettings),
         ("sft", algorithms.SftSettings),
     ],
 )

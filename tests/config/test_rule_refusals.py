@@ -148,6 +148,25 @@ METHOD = [
     ("model.hidden_dropout=0.1", "model.hidden_dropout=0.1", "another policy"),
     ("model.hidden_dropout=0.1", "model.hidden_dropout=0.1", "random"),
 ]
+REGULARIZATION = [
+    ("algo=cispo algo.alpha=1", "algo.alpha=1", "algo=espo"),
+    ("algo=cispo algo.clip_low=1.5", "algo.clip_low=1.5", "at most 1"),
+    ("algo.kl.reference=x", "algo.kl.reference=x", NO_EFFECT),
+    ("algo.kl.coef=1 algo.kl.reference=nowhere", "algo.kl.reference=nowhere", "no such"),
+    ("algo.kl.coef=-1", "algo.kl.coef=-1", "at least 0"),
+    ("algo.entropy_coef=-1", "algo.entropy_coef=-1", "at least 0"),
+    ("algo=sft algo.kl.coef=1", "algo.kl.coef=1.0", "demonstrations"),
+    ("algo=sft algo.entropy_coef=1", "algo.entropy_coef=1.0", "demonstrations"),
+    ("environment=demonstration algo.kl.coef=1", "algo.kl.coef=1.0", "demonstrations"),
+    ("algo.kl.coef=1 credit.all_correct=keep", "algo.kl.coef=1.0", "credit.all_correct=drop"),
+    (
+        "algo.entropy_coef=1 credit.all_incorrect=keep",
+        "algo.entropy_coef=1.0",
+        "credit.all_incorrect=drop",
+    ),
+    ("algo.kl.coef=1 model.init=random", "algo.kl.reference=null", "random"),
+    ("algo.kl.coef=1 model.fp8=blockwise", "algo.kl.coef=1.0", "model.fp8=null"),
+]
 MODES = [
     ("run.root=''", "run.root=''", "names no directory"),
     ("mode=train_only", "rollout.recording=null", "recorded"),
@@ -237,7 +256,7 @@ LOGGER = [
     ("logger.profile_steps=[1,999]", "logger.profile_steps=[1, 999]", "train.total_steps"),
     ("logger.profile_steps=[1] mode=eval", "logger.profile_steps=[1]", "mode=eval"),
 ]
-CASES = PARALLEL + ENGINES + DATA + METHOD + MODES + CREDIT + SELECTION + LOGGER
+CASES = PARALLEL + ENGINES + DATA + METHOD + REGULARIZATION + MODES + CREDIT + SELECTION + LOGGER
 
 
 @pytest.mark.parametrize(

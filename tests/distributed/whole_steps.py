@@ -41,7 +41,6 @@ from megatron_rl.training.micro_batches import Batcher, MicroBatch
 from megatron_rl.training.worker import Worker, gather_receivers
 from tests.support.judged_batches import judged_groups
 from tests.support.layouts import (
-    ALGORITHMS,
     BATCH,
     BATCHES,
     CREDIT,
@@ -51,6 +50,7 @@ from tests.support.layouts import (
     TEMPERATURE,
     TOTAL_STEPS,
     LayoutCase,
+    algorithm_settings,
 )
 from tests.support.recordings import read_rollouts
 from tests.support.router_calls import RouterCalls
@@ -90,7 +90,7 @@ def build(
     shape, policy = make_policy(
         checkpoint,
         grid,
-        ALGORITHMS[case.algorithm],
+        algorithm_settings(case, directory),
         recompute=case_layout.recompute,
         dtype=case_layout.dtype,
         temperature=TEMPERATURE,
@@ -148,7 +148,7 @@ def plan_batches(
     case: LayoutCase, layout: RankLayout, directory: Path, store: RolloutStore
 ) -> Iterator[StepPlan]:
     """Plan the batches one after the other. The rollouts are stored in rank 0's memory."""
-    credit = Credit(ALGORITHMS[case.algorithm], CREDIT, seed=0)
+    credit = Credit(algorithm_settings(case, directory), CREDIT, seed=0)
     planner = make_planner(
         LAYOUTS[case.layout].parallel,
         layout,
@@ -184,7 +184,11 @@ def train(
         assert all(len(step.micro_batches[0]) >= min_batches for step in plan.optimizer_steps)
         outcome = worker.train(plan)
         assert outcome.finite and outcome.optimizer_steps == STEPS_PER_BATCH
-        num_calls += adam.routers.check(batcher.last_steps, with_recomputation=with_recomputation)
+        num_calls += adam.routers.check(
+            batcher.last_steps,
+            with_recomputation=with_recomputation,
+            forward_passes=1 if worker.policy.reference is None else 2,
+        )
         result = {
             "steps": ids_by_step(plan),
             "advantages": advantages_by_id(plan),

@@ -198,7 +198,7 @@ def losses_of_single_tokens(
     return torch.stack(losses)
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "espo"])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "espo", "cispo"])
 @pytest.mark.parametrize("kind", ["tis", "icepop", "mis"])
 def test_each_tokens_loss_and_gradient_are_multiplied_by_its_weight(
     make_response: Callable[..., tuple[torch.Tensor, ResponseTokens]], name: str, kind: Any

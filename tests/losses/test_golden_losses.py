@@ -16,7 +16,7 @@ GOLDEN = tomllib.loads((Path(__file__).parents[1] / "golden" / "policy_losses.to
 SETTINGS = ("clip_low", "clip_high", "alpha", "fractions", "min_clip")
 
 
-@pytest.mark.parametrize("name", ["grpo", "gspo", "espo"])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "espo", "cispo"])
 def test_losses_match_golden_numbers(name: str) -> None:
     golden: dict[str, Any] = GOLDEN[name]
     algo = ALGORITHMS[name](**{key: golden[key] for key in SETTINGS if key in golden})

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.config.algorithms import (
     AlgoSettings,
+    CispoSettings,
     EspoSettings,
     GrpoSettings,
     GspoSettings,
@@ -25,10 +26,18 @@ ResponseMaker = Callable[..., tuple[torch.Tensor, ResponseTokens]]
 GRPO = GrpoSettings(clip_low=0.2, clip_high=0.28)
 GSPO = GspoSettings(clip_low=0.05, clip_high=0.08)
 ESPO = EspoSettings(alpha=0.2, min_clip=0.01)
+CISPO = CispoSettings(clip_low=0.2, clip_high=0.28)
 VOCABULARY = 48
-SETTINGS: dict[str, AlgoSettings] = {"grpo": GRPO, "gspo": GSPO, "espo": ESPO, "sft": SftSettings()}
+SETTINGS: dict[str, AlgoSettings] = {
+    "grpo": GRPO,
+    "gspo": GSPO,
+    "espo": ESPO,
+    "cispo": CISPO,
+    "sft": SftSettings(),
+}
 ALL = list(SETTINGS)
-RATIOS = ["grpo", "gspo", "espo"]
+RATIOS = ["grpo", "gspo", "espo", "cispo"]
+TOKEN_MEANS = ("grpo", "cispo", "sft")  # the losses that are divided by tokens
 LENGTHS = st.lists(st.integers(0, 7), min_size=1, max_size=5).filter(any)
 GENERATED = settings(
     max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
@@ -74,6 +83,13 @@ def grpo_sum(response: Sequence) -> float:
     return sum(surrogate(math.exp(x), a, GRPO.clip_low, GRPO.clip_high) for x, a in pairs)
 
 
+def cispo_sum(response: Sequence) -> float:
+    terms = zip(response.log_ratios, response.advantages, response.logprobs, strict=True)
+    low = 1 - CISPO.clip_low
+    high = 1 + CISPO.clip_high
+    return sum(min(max(math.exp(x), low), high) * a * logprob for x, a, logprob in terms)
+
+
 def gspo_sum(response: Sequence) -> float:
     length = len(response.log_ratios)
     ratio = math.exp(sum(response.log_ratios) / length)
@@ -97,6 +113,7 @@ SUMS: dict[str, Callable[[Sequence], float]] = {
     "grpo": grpo_sum,
     "gspo": gspo_sum,
     "espo": espo_sum,
+    "cispo": cispo_sum,
     "sft": lambda response: sum(response.logprobs),
 }
 
@@ -117,7 +134,7 @@ def loop(
             entropies=response.old_entropies[window].tolist(),
         )
         total += SUMS[name](sequence)
-    return -total / (denominators.tokens if name in ("grpo", "sft") else denominators.sequences)
+    return -total / (denominators.tokens if name in TOKEN_MEANS else denominators.sequences)
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -150,9 +167,10 @@ def test_sums_of_weights_of_one_give_the_same_bits_as_counts(
     assert loss.equal(other_loss) and gradient.equal(other_gradient)
 
 
-@pytest.mark.parametrize("name", ALL)
+@pytest.mark.parametrize("name", ["grpo", "gspo", "espo", "sft"])
 def test_gradients_are_derivatives_of_the_value(make_response: ResponseMaker, name: str) -> None:
-    # This holds for one advantage per sequence.
+    # This holds for one advantage per sequence. It does not hold for CISPO, whose weights are
+    # constants.
     logprobs, response = make_response([3, 1, 6], seed=4, spread=0.02)
     objective = build(name).prepare(response)
     assert torch.autograd.gradcheck(lambda x: objective(x, counts(response)).loss, (logprobs,))
@@ -292,7 +310,7 @@ def denominators_of_tokens(name: str, response: ResponseTokens) -> torch.Tensor:
     """Return what each token's gradient is divided by, in a batch of two sequences."""
     denominators = torch.zeros_like(response.advantages)
     for start, end in pairwise(response.cu_seqlens.tolist()):
-        if name == "grpo":
+        if name in TOKEN_MEANS:
             denominators[start:end] = len(denominators)
         elif name == "gspo":
             denominators[start:end] = 2 * (end - start)
@@ -301,6 +319,22 @@ def denominators_of_tokens(name: str, response: ResponseTokens) -> torch.Tensor:
             for group in groups:
                 denominators[[start + t for t in group]] = 2 * len(groups) * len(group)
     return denominators
+
+
+@GENERATED
+@given(lengths=LENGTHS, seed=st.integers(0, 10_000), spread=st.sampled_from([0.05, 0.3, 2.0]))
+def test_every_token_of_cispo_keeps_the_gradient_of_its_weight(
+    make_response: ResponseMaker, lengths: list[int], seed: int, spread: float
+) -> None:
+    """Clipped tokens, too. With clip_low=1 weights have no lower limit, as in the paper."""
+    logprobs, response = make_response(lengths, seed, spread=spread)
+    for algo, low in ((CISPO, 0.8), (CispoSettings(clip_high=0.28), 0.0)):
+        objective = open_loss(algo, shape_of(VOCABULARY)).prepare(response)
+        result = objective(logprobs, Denominators(sequences=7, tokens=31))
+        (gradient,) = torch.autograd.grad(result.loss, logprobs)
+        weight = (logprobs.detach() - response.old_logprobs).exp().clamp(low, 1.28)
+        torch.testing.assert_close(gradient, -weight * response.advantages / 31)
+        assert (gradient != 0).all()
 
 
 def test_gspo_equals_its_sequence_form(make_response: ResponseMaker) -> None:

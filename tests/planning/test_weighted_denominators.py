@@ -6,7 +6,13 @@ import msgspec
 import pytest
 import torch
 
-from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GrpoSettings, GspoSettings
+from megatron_rl.config.algorithms import (
+    AlgoSettings,
+    CispoSettings,
+    EspoSettings,
+    GrpoSettings,
+    GspoSettings,
+)
 from megatron_rl.config.schema import CreditSettings, ParallelSettings, TrainSettings
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.step_plan import Denominators, ExtraRollout, StepPlan
@@ -16,7 +22,7 @@ from megatron_rl.planning.step_planner import StepPlanner
 from tests.losses.shapes import shape_of
 from tests.support.groups import group
 
-ALGORITHMS = [GrpoSettings(), GspoSettings(), EspoSettings(min_clip=0.2)]
+ALGORITHMS = [GrpoSettings(), GspoSettings(), EspoSettings(min_clip=0.2), CispoSettings()]
 
 
 def plan_of(

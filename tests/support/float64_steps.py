@@ -1,15 +1,21 @@
 """Whole training steps in float64, written from the formulas.
 
-Advantages, GRPO, ESPO, clipping, learning-rate schedule, AdamW.
+Advantages, GRPO, ESPO, CISPO, KL penalty, entropy bonus, clipping, learning-rate schedule, AdamW.
 """
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 
-from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GrpoSettings
+from megatron_rl.config.algorithms import (
+    AlgoSettings,
+    CispoSettings,
+    EspoSettings,
+    GrpoSettings,
+)
 from megatron_rl.config.schema import OptimizerSettings
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.rollout import Rollout
@@ -159,6 +165,7 @@ class Float64Trainer:
             }
         for step in steps:
             loss = self._loss(step, sequences, old_values, advantages, weights, means)
+            loss = loss + self._regularization(step, sequences, advantages, weights, means)
             means.add("train/loss", loss.detach())
             tensors = list(self.model.weights.values())
             self._update(torch.autograd.grad(loss, tensors, materialize_grads=True))
@@ -189,15 +196,52 @@ class Float64Trainer:
             loss = loss - objective.sum() / denominator
         return loss
 
+    def _regularization(
+        self,
+        step: Sequence[str],
+        sequences: Mapping[str, Sequence64],
+        advantages: Mapping[str, tuple[float, float]],
+        weights: Mapping[str, float],
+        means: Means,
+    ) -> torch.Tensor:
+        """Return coef · KL - entropy_coef · H of an optimizer step.
+
+        Both are sums over all tokens, divided by the weighted tokens of mixed groups.
+        """
+        total = torch.zeros((), dtype=torch.float64)
+        if not self.algo.kl.reference:
+            return total
+        reference = Float64Model.read(Path(self.algo.kl.reference))
+        mixed_ids = [name for name in step if advantages[name][1] == 0]
+        denominator = sum(weights[name] * len(sequences[name].rows) for name in mixed_ids)
+        for name in step:
+            terms = self._terms(sequences[name], reference, means)
+            total = total + weights[name] * terms.sum() / denominator
+        return total
+
+    def _terms(self, sequence: Sequence64, reference: Float64Model, means: Means) -> torch.Tensor:
+        """Return coef · (e^x - x - 1) - entropy_coef · H of each token, x = log π_ref - log π."""
+        logprob, entropy = self._logprobs(sequence)
+        with torch.no_grad():
+            reference_logprob, _ = self._logprobs(sequence, model=reference)
+        log_ratio = reference_logprob - logprob
+        kl = log_ratio.exp() - log_ratio - 1
+        means.add("policy/kl_reference", kl.detach())
+        means.add("policy/current_entropy", entropy.detach())
+        return self.algo.kl.coef * kl - self.algo.entropy_coef * entropy
+
     def _count(self, tokens: torch.Tensor) -> int:
-        """Return what a sequence adds to the denominator: its tokens for GRPO, 1 for ESPO."""
-        return len(tokens) if isinstance(self.algo, GrpoSettings) else 1
+        """Return what a sequence adds to the denominator: 1 for ESPO, else its tokens."""
+        return 1 if isinstance(self.algo, EspoSettings) else len(tokens)
 
     def _logprobs(
-        self, sequence: Sequence64, means: Means | None = None
+        self,
+        sequence: Sequence64,
+        means: Means | None = None,
+        model: Float64Model | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (logprob, entropy) of the trained tokens."""
-        logits, num_different = self.model.logits(sequence.inputs, sequence.routes)
+        """Return (logprob, entropy) of the trained tokens. model: None for the trained one."""
+        logits, num_different = (model or self.model).logits(sequence.inputs, sequence.routes)
         logp = (logits[sequence.rows] / self.temperature).log_softmax(-1)
         if means is not None and sequence.routes is not None:
             num_rows = sequence.routes[..., 0].numel()
@@ -221,16 +265,30 @@ class Float64Trainer:
         advantages: torch.Tensor,
         means: Means,
     ) -> torch.Tensor:
-        """Return the objective of each token for GRPO, and of the sequence for ESPO."""
+        """Return the objective of the sequence for ESPO, and of each token for the others."""
+        if isinstance(self.algo, CispoSettings):
+            ratio = (logprob - old_logprob).exp().detach()
+            return _cispo_weights(ratio, self.algo, means) * advantages * logprob
         if isinstance(self.algo, GrpoSettings):
             ratio = (logprob - old_logprob).exp()
             return _clip(ratio, advantages, self.algo.clip_low, self.algo.clip_high, means)
         assert isinstance(self.algo, EspoSettings)
+        return self._espo_objective(self.algo, logprob, old_logprob, entropy, advantages, means)
+
+    def _espo_objective(
+        self,
+        algo: EspoSettings,
+        logprob: torch.Tensor,
+        old_logprob: torch.Tensor,
+        entropy: torch.Tensor,
+        advantages: torch.Tensor,
+        means: Means,
+    ) -> torch.Tensor:
         parts = []
-        for group in _entropy_groups(entropy, self.algo.fractions[0]):
+        for group in _entropy_groups(entropy, algo.fractions[0]):
             max_entropy = math.log(self.model.config["vocab_size"])
-            width = self.algo.alpha * float(entropy[group].mean()) / max_entropy
-            width = max(self.algo.min_clip, width)
+            width = algo.alpha * float(entropy[group].mean()) / max_entropy
+            width = max(algo.min_clip, width)
             group_ratio = (logprob - old_logprob)[group].mean().exp().detach()
             ratio = group_ratio * (logprob[group] - logprob[group].detach()).exp()
             parts.append(_clip(ratio, advantages[group], width, width, means).mean())
@@ -287,6 +345,16 @@ def _token_advantages(
         return torch.full_like(entropies, advantage)
     values = alpha * entropies if alpha > 0 else alpha * (entropies.max() - entropies)
     return weight * values.clamp(-1, 1)
+
+
+def _cispo_weights(ratio: torch.Tensor, algo: CispoSettings, means: Means) -> torch.Tensor:
+    """Return clip(r, 1 - clip_low, 1 + clip_high) of each token."""
+    low = 1 - algo.clip_low
+    high = 1 + algo.clip_high
+    means.add("policy/clip_fraction_low", (ratio < low).double())
+    means.add("policy/clip_fraction_high", (ratio > high).double())
+    means.add("policy/ratio_mean", ratio)
+    return ratio.clamp(low, high)
 
 
 def _clip(

@@ -3,10 +3,17 @@
 The launcher refuses every kind of layout that is not here.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from megatron_rl.config.algorithms import EspoSettings, GrpoSettings
+from megatron_rl.config.algorithms import (
+    AlgoSettings,
+    CispoSettings,
+    EspoSettings,
+    GrpoSettings,
+    KlSettings,
+)
 from megatron_rl.config.schema import CreditSettings, Dtype, OptimizerSettings, ParallelSettings
 from tests.support.float64_model import DENSE, MIXTRAL
 
@@ -19,9 +26,15 @@ MODELS: dict[str, dict[str, Any]] = {
     "dense": DENSE,
     "mixtral": MIXTRAL,
 }
-ALGORITHMS = {
+ALGORITHMS: dict[str, AlgoSettings] = {
     "grpo": GrpoSettings(clip_low=0.03, clip_high=0.05),
     "espo": EspoSettings(alpha=0.012, min_clip=3e-3),
+}
+# CISPO with a KL penalty and an entropy bonus, large enough to change every step
+REGULARIZED: dict[str, AlgoSettings] = {
+    "cispo": CispoSettings(
+        clip_low=0.03, clip_high=0.05, kl=KlSettings(coef=0.1), entropy_coef=0.1
+    ),
 }
 CREDIT = CreditSettings(all_correct="zvp", all_incorrect="zvp", zvp_alpha=0.1)
 OPTIMIZER = OptimizerSettings(
@@ -175,6 +188,33 @@ OTHER_FAMILIES = {
 # Layouts by ranks. This family has no float64 model, so that two ranks are compared with one.
 DEEPSEEK = {1: ("one-none",), 2: ("ep2-none", "pp2-none")}
 BOTH_ALGORITHMS = ("one-none", "tp2_ep2-none")
+REGULARIZED_LAYOUTS = (
+    "one-none",
+    "dp2-none",
+    "ep2-none",
+    "tp2-full",
+    "pp2-selective",
+    "pp2_vpp2-none",
+    "cp2-none",
+    "tp2_ep2-bfloat16",
+    "cp2_ep2-bfloat16",
+    "tp2_pp2_ep2-full",
+    "tp2_cp2_ep2-full",
+)
+
+
+def algorithm_settings(case: "LayoutCase", directory: Path) -> AlgoSettings:
+    """Return the settings of a case. directory: holds the models and the references."""
+    if case.algorithm in ALGORITHMS:
+        return ALGORITHMS[case.algorithm]
+    settings = REGULARIZED[case.algorithm]
+    reference = str(reference_of(directory / case.model))
+    return replace(settings, kl=replace(settings.kl, reference=reference))
+
+
+def reference_of(checkpoint: Path) -> Path:
+    """Return the directory of a checkpoint's reference."""
+    return checkpoint.with_name(f"{checkpoint.name}_reference")
 
 
 @dataclass(frozen=True)
@@ -197,8 +237,8 @@ class LayoutCase:
 def cases_of(ranks: int) -> list[LayoutCase]:
     """Return the cases on `ranks` processes.
 
-    Every layout runs with one algorithm in turn, some with both. Some also run with tied embeddings
-    or with another family of models.
+    Every layout runs with one algorithm in turn, some with both. Some also run with CISPO, a KL
+    penalty and an entropy bonus, with tied embeddings, or with another family of models.
     """
     names = [name for name, layout in LAYOUTS.items() if layout.ranks == ranks]
     cases = {
@@ -206,6 +246,11 @@ def cases_of(ranks: int) -> list[LayoutCase]:
     }
     for name in set(BOTH_ALGORITHMS) & set(names):
         cases |= {LayoutCase(name, algorithm) for algorithm in ALGORITHMS}
+    cases |= {
+        LayoutCase(name, algorithm)
+        for name in set(REGULARIZED_LAYOUTS) & set(names)
+        for algorithm in REGULARIZED
+    }
     cases |= {LayoutCase(name, "grpo", "tied") for name in set(TIED) & set(names)}
     for model, layouts in OTHER_FAMILIES.items():
         cases |= {LayoutCase(name, "grpo", model) for name in set(layouts) & set(names)}

@@ -27,11 +27,20 @@ class RouterCalls:
                 )
             )
 
-    def check(self, steps: Sequence[Sequence[MicroBatch]], *, with_recomputation: bool) -> int:
+    def check(
+        self,
+        steps: Sequence[Sequence[MicroBatch]],
+        *,
+        with_recomputation: bool,
+        forward_passes: int = 1,
+    ) -> int:
         """Check the calls since the last check, and return their number.
 
-        They must be an old-policy pass over all micro-batches, and then each step. Recomputation
-        runs each forward pass of a step without gradients, and once more with gradients.
+        They must be passes without gradients over all micro-batches, and then each step.
+        Recomputation runs each forward pass of a step without gradients, and once more with
+        gradients.
+
+        forward_passes: 1 for that of the old policy, 2 with that of a reference.
 
         Raises `AssertionError`.
         """
@@ -43,7 +52,7 @@ class RouterCalls:
             ]
             assert len(routes) == len(batches)
             recomputed_routes = routes if with_recomputation else []
-            expected_routes = {False: [*routes, *recomputed_routes], True: routes}
+            expected_routes = {False: routes * forward_passes + recomputed_routes, True: routes}
             for with_gradients, pass_routes in expected_routes.items():
                 maps = [routing_map for grad, routing_map in calls if grad is with_gradients]
                 _check_maps(f"router {column}, gradients {with_gradients}", maps, pass_routes)

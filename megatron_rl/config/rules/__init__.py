@@ -23,6 +23,7 @@ from megatron_rl.config.rules.method import (
 )
 from megatron_rl.config.rules.recompute import check_recompute, check_recomputed_modules
 from megatron_rl.config.rules.state import check_mode, check_resume, check_unread_keys
+from megatron_rl.config.rules.regularization import check_regularization
 from megatron_rl.config.rules.zero_variance import check_credit, check_selection
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.launch_facts import LaunchFacts
@@ -81,6 +82,7 @@ def _check_settings(
     yield from check_pass_rates(c)
     yield from check_replay(c)
     yield from check_recompute(c.model, facts)
+    yield from check_regularization(c)
 
 
 def _check_model(

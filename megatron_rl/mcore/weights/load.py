@@ -18,13 +18,21 @@ _MISMATCH = "config.json and the weights do not belong together"
 
 
 @torch.no_grad()
-def load_hf_weights(models: Sequence[torch.nn.Module], shape: ModelShape, path: str | Path) -> None:
+def load_hf_weights(
+    models: Sequence[torch.nn.Module],
+    shape: ModelShape,
+    path: str | Path,
+    *,
+    key: str = "model.path",
+) -> None:
     """Copy the checkpoint at `path` into the models' parameters, converted to their dtypes.
+
+    key: the setting that names `path`, for messages.
 
     Raises `CheckpointError` for missing or damaged files and for shapes that do not fit the model.
     """
     ep_rank = parallel_state.get_expert_model_parallel_rank()
-    with CheckpointReader(Path(path)) as tensors:
+    with CheckpointReader(Path(path), key) as tensors:
         for parameter in placed_parameters(models, shape):
             layout = parameter.layout(ep_rank)
             parts = [tensors.read(name) for name in layout.hf_names]

@@ -41,6 +41,7 @@ class CheckpointManager:
     configuration: every key of the configuration with its value. optimizer_steps: returns the
     number of optimizer steps so far. stop: the request of a signal. stop_file: a file that asks
     the run to stop when it exists. last_saved_step: the step of the newest checkpoint.
+    reference: digest of the weights of the KL penalty's reference, empty without one.
     """
 
     settings: RunSettings
@@ -52,6 +53,7 @@ class CheckpointManager:
     stop: StopRequest
     stop_file: Path
     last_saved_step: int | None = None
+    reference: str = ""
     _is_saving: bool = False
 
     @property
@@ -78,6 +80,7 @@ class CheckpointManager:
             optimizer_steps=self.optimizer_steps(),
             world_size=self.world_size,
             settings=self.configuration,
+            reference=self.reference,
         )
         in_background = self.settings.background_saves and not last and not self.stop_requested
         watch = Stopwatch()

@@ -47,6 +47,7 @@ _FIXED_KEYS = (
 _FIXED_KEYS_OF_MEASUREMENTS = ("model.path", "model.init")
 _PATH_KEYS = (
     "model.path",
+    "algo.kl.reference",
     "rollout.recording",
     "data.train_path",
     "data.eval_path",

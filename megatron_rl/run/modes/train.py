@@ -116,4 +116,5 @@ def checkpoint_manager(setup: RunSetup, parts: LoopParts) -> CheckpointManager:
         stop=parts.stop,
         stop_file=setup.directory.path / STOP_FILE,
         last_saved_step=saved_step,
+        reference=setup.reference_digest,
     )
