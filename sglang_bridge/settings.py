@@ -198,6 +198,11 @@ def server_refusals(settings: ServerSettings, device: Literal["cpu", "cuda"]) ->
             yield Refusal("engine.extra_args", settings.extra_args, rule, remedy)
 
 
+def named_options() -> tuple[str, ...]:
+    """The options of SGLang that these rules name."""
+    return (*_RESERVED, *(name for names in _UNSUPPORTED.values() for name in names))
+
+
 class RunningOption(NamedTuple):
     """An unsupported option with which a server runs, such as `--enable-eplb`.
 

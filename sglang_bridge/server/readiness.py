@@ -46,7 +46,7 @@ def require_external_engines(
                 f"engine.urls: {engine.url} answers but refuses requests ({error}); "
                 "engine.key_file must hold its keys"
             ) from error
-        _require_settings(engine, info, settings.dtype, return_routes=return_routes)
+        require_settings(engine, info, settings.dtype, return_routes=return_routes)
 
 
 def _wait_until_ready(engine: Engine, admin: AdminClient, deadline: float, timeout: float) -> None:
@@ -81,12 +81,12 @@ def _connection_failure(address: tuple[str, int]) -> str | None:
         return None
 
 
-def _require_settings(
+def require_settings(
     engine: Engine, info: dict[str, Any], dtype: str, *, return_routes: bool
 ) -> None:
-    """Compare a running server's `/server_info` with the declared settings.
+    """Compare a server's `/server_info` with the declared settings.
 
-    It must also run in a way that weight updates support.
+    It must also run in a way that weight updates support. Raises `EngineUnhealthy`.
     """
     if return_routes:
         _require_routes(engine, info)

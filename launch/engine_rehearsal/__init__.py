@@ -1,0 +1,1 @@
+"""Rehearses the start of an SGLang engine on GPUs, and its loading of weights, without a GPU."""
