@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 
@@ -14,6 +15,7 @@ from megatron_rl.contracts.group import ENDLESS, NO_RESPONSE
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason, Rollout
 from megatron_rl.contracts.routes import RouteShape
+from megatron_rl.environments.chat_turns import ChatTurns
 from megatron_rl.environments.rollout_builder import RolloutBuilder, RolloutRejected
 from megatron_rl.models.tokenizer import Tokenizer
 from sglang_bridge.generation import Generation
@@ -63,6 +65,7 @@ class Episode:
 
     generate: sends a request to an engine.
     threads: where replies are checked and decoded. None: the event loop's default executor.
+    chat_turns: renders messages, None for an environment without `chat_roles`.
     """
 
     def __init__(
@@ -76,6 +79,7 @@ class Episode:
         sample_index: int = 0,
         rejected_tokens: Counter[str] | None = None,
         threads: Executor | None = None,
+        chat_turns: ChatTurns | None = None,
     ) -> None:
         self.prompt = prompt
         self.text = ""
@@ -87,6 +91,7 @@ class Episode:
         self._tokenizer = tokenizer
         self._rules = rules
         self._threads = threads
+        self._chat_turns = chat_turns
         self._builder = RolloutBuilder(rollout_id, prompt, sample_index, rules.routes)
 
     async def respond(self) -> Response:
@@ -126,6 +131,21 @@ class Episode:
         Raises `UnknownText`.
         """
         self._builder.observe(list(self._tokenizer.encode(text)))
+
+    def observe_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
+        """Add messages of a chat after a response, up to where the model's next one begins.
+
+        The chat template of the model renders them, so the environment writes no special tokens.
+        They are read like the text of `observe`.
+
+        Raises ValueError for roles that are not in the environment's `chat_roles`, and
+        `UnknownText`.
+        """
+        if self._chat_turns is None:
+            raise ValueError(
+                "the environment names no roles. Set chat_roles = ('tool',) in its class"
+            )
+        self._builder.observe(list(self._chat_turns.tokens_after_response(messages)))
 
     def demonstrate(self, text: str) -> None:
         """Add a demonstration and an end-of-sequence token.

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from megatron_rl.contracts.group import ENDLESS, NO_RESPONSE, Verdict
@@ -20,7 +21,11 @@ from megatron_rl.contracts.plugins import hide_values
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.routes import RouteError
-from megatron_rl.environments.environment import for_evaluation, open_environment
+from megatron_rl.environments.environment import (
+    for_evaluation,
+    open_chat_turns,
+    open_environment,
+)
 from megatron_rl.environments.episode import Episode, EpisodeRules
 from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.models.tokenizer import Tokenizer
@@ -82,7 +87,7 @@ class EpisodeRunner:
 
     report: sends a message to rank 0.
     threads: decode and check replies.
-    Raises `PluginError` and `TokenizerError` on opening.
+    Raises `PluginError`, `TokenizerError` and `TemplateRerenders` on opening.
     """
 
     def __init__(
@@ -97,6 +102,9 @@ class EpisodeRunner:
         self._threads = threads
         self._tokenizer = Tokenizer.from_directory(configuration.model_path)
         self._environment = open_environment(configuration.environment)
+        self._chat_turns = open_chat_turns(
+            self._environment, Path(configuration.model_path), self._tokenizer
+        )
         self._environment_calls = self._open_calls(
             f"environment.name={configuration.environment.name}"
         )
@@ -203,6 +211,7 @@ class EpisodeRunner:
             sample_index=index,
             rejected_tokens=rejected_tokens,
             threads=self._threads,
+            chat_turns=self._chat_turns,
         )
 
     def _describe(self, outcome: Outcome[Any]) -> tuple[str, str]:

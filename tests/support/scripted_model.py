@@ -8,6 +8,7 @@ import numpy as np
 
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.routes import RouteShape
+from megatron_rl.environments.chat_turns import ChatTurns
 from megatron_rl.environments.episode import Episode, EpisodeRules
 from megatron_rl.models.tokenizer import Tokenizer
 from sglang_bridge.generation import FinishReason, Generation, VersionSpan
@@ -95,10 +96,13 @@ def open_episode(
     routes: RouteShape | None = ROUTES,
     train_truncated: bool = True,
     prompt: Prompt = PROMPT,
+    chat_turns: ChatTurns | None = None,
 ) -> Episode:
     rules = EpisodeRules(
         sampling=Sampling(max_new_tokens=budget, temperature=1.0),
         routes=routes,
         train_truncated=train_truncated,
     )
-    return Episode(prompt, model.generate, TOKENIZER, rules, rollout_id="g/0")
+    return Episode(
+        prompt, model.generate, TOKENIZER, rules, rollout_id="g/0", chat_turns=chat_turns
+    )

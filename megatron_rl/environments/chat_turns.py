@@ -1,0 +1,124 @@
+"""Messages that an environment adds to a chat after a response, as the chat template writes them.
+
+Tokens are never taken back: the text of new messages follows the tokens that the model sampled.
+This is what the template itself would render only if it never changes the text of earlier messages.
+Some templates do: they drop reasoning from earlier messages, or end the last message differently.
+Such a template is refused before the run starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import takewhile
+from typing import Any
+
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.models.chat_template import ChatTemplate
+from megatron_rl.models.tokenizer import Tokenizer
+
+ChatMessage = Mapping[str, Any]
+
+_QUESTION = {"role": "user", "content": "probe question"}
+_ANSWER_TEXT = "probe answer"
+_ANSWER = {"role": "assistant", "content": _ANSWER_TEXT}
+_CALL = {
+    "role": "assistant",
+    "content": "",
+    "tool_calls": [{"type": "function", "function": {"name": "probe", "arguments": {"a": 1}}}],
+}
+# Both ways in which chats hold reasoning
+_REASONING = (
+    {"role": "assistant", "content": f"<think>\nprobe thought\n</think>\n\n{_ANSWER_TEXT}"},
+    {"role": "assistant", "content": _ANSWER_TEXT, "reasoning_content": "probe thought"},
+)
+_EXCERPT = 24  # characters
+
+
+class TemplateRerenders(Failure, ValueError):
+    """A chat template cannot append messages to a chat."""
+
+    exit_code = ExitCode.REFUSED
+
+
+class ChatTurns:
+    """Renders the messages that follow a response.
+
+    roles: those of the messages.
+
+    Raises `TemplateRerenders` if the template refuses these roles, or renders earlier messages
+    differently once others follow them.
+    """
+
+    def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, roles: Sequence[str]) -> None:
+        self._template = template
+        self._tokenizer = tokenizer
+        self._roles = tuple(roles)
+        for conversation in _probes(self._roles):
+            self._check_appends(conversation)
+
+    def tokens_after_response(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+        """Return the tokens from the end of a response to the beginning of the next one.
+
+        They begin after the end-of-sequence token, which the model has sampled.
+
+        Raises ValueError for other roles than those of the environment, and `UnknownText`.
+        """
+        for message in messages:
+            if message.get("role") not in self._roles:
+                raise ValueError(
+                    f"the role {message.get('role')!r} is not one of the environment's chat_roles "
+                    f"{self._roles}. Add it there, so that the chat template is checked for it"
+                )
+        text = self._render([_QUESTION, _ANSWER, *messages])
+        ids = self._tokenizer.encode(text[text.index(_ANSWER_TEXT) + len(_ANSWER_TEXT) :])
+        return ids[1:] if ids and ids[0] in self._tokenizer.eos_ids else ids
+
+    def _check_appends(self, conversation: Sequence[ChatMessage]) -> None:
+        """Raise `TemplateRerenders` unless each message only adds text."""
+        for length in range(1, len(conversation)):
+            messages = conversation[: length + 1]
+            longer = self._render(messages, add_generation_prompt=False)
+            is_answered = messages[-1]["role"] == "assistant"
+            shorter = self._render(messages[:-1], add_generation_prompt=is_answered)
+            if not longer.startswith(shorter):
+                raise self._difference(shorter, longer, messages)
+
+    def _render(
+        self, messages: Sequence[ChatMessage], *, add_generation_prompt: bool = True
+    ) -> str:
+        try:
+            return self._template.render(messages, add_generation_prompt=add_generation_prompt)
+        except ValueError as error:
+            roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
+            raise TemplateRerenders(
+                f"{self._template.file}: the chat template cannot render messages of the roles "
+                f"{roles} ({error}). Use a template for these roles, or add text with "
+                "episode.observe"
+            ) from error
+
+    def _difference(
+        self, shorter: str, longer: str, messages: Sequence[ChatMessage]
+    ) -> TemplateRerenders:
+        pairs = zip(shorter, longer, strict=False)
+        position = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        roles = " → ".join(message["role"] for message in messages)
+        window = slice(position, position + _EXCERPT)
+        return TemplateRerenders(
+            f"{self._template.file}: the chat template changes the text of earlier messages when "
+            f"another one follows ({roles}). From character {position} on, {shorter[window]!r} "
+            f"becomes {longer[window]!r}. The environment adds messages to tokens that stay as "
+            "they are, so the model would train on other text than the template renders. Use a "
+            "template that only appends, such as one that keeps the reasoning of earlier messages, "
+            "or add text with episode.observe"
+        )
+
+
+def _probes(roles: Sequence[str]) -> Iterator[list[ChatMessage]]:
+    """Yield conversations with each role, with reasoning, and with tool calls."""
+    for role in roles:
+        addition = {"role": role, "content": "probe addition"}
+        yield [_QUESTION, _ANSWER, addition, _ANSWER, addition, _ANSWER]
+        for answer in _REASONING:
+            yield [_QUESTION, answer, addition, answer, addition]
+        if role == "tool":
+            yield [_QUESTION, _CALL, addition, _CALL, addition, _ANSWER]
