@@ -32,7 +32,6 @@ NOT_REHEARSED = (
     "the communication of Transformer Engine: tensor, sequence and context parallelism",
     "FP8 under tensor parallelism, whose ranks share their largest values",
     "FlashAttention in place of cuDNN's fused attention",
-    "gradient accumulation within matrix products (Apex)",
     "CUDA graphs and streams",
 )
 

@@ -63,7 +63,7 @@ class Machine:
         """Build the model without data, at any size."""
         cuda: Any = torch.cuda
         current_device = cuda.current_device
-        cuda.current_device = lambda: torch.device("meta")
+        cuda.current_device = lambda: "meta"  # Transformer Engine compares with the text
         try:
             with self.acting_as(spec), torch.device("meta"):
                 return build_models(shape, replace(settings, spec=spec), GRID, on_gpu=True)

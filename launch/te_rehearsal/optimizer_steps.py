@@ -1,11 +1,15 @@
-"""Answers for operations over lists of tensors: Adam, norms and scaling, in plain torch."""
+"""Answers for operations over lists of tensors, and for Apex's accumulation, in plain torch."""
 
 from __future__ import annotations
 
+import importlib.machinery
+import sys
+import types
 from collections.abc import Sequence
 
 import torch
 
+APEX_ACCUMULATION = "fused_weight_gradient_mlp_cuda"
 Lists = Sequence[Sequence[torch.Tensor]]
 
 
@@ -54,3 +58,19 @@ def multi_tensor_scale(chunk_size: int, skip: torch.Tensor, lists: Lists, scale:
         if not source.isfinite().all():
             skip.fill_(1)
         target.copy_(source.float() * scale)
+
+
+def accumulate_weight_gradient(
+    rows: torch.Tensor, gradient: torch.Tensor, main_gradient: torch.Tensor
+) -> None:
+    """Add the gradient of a weight to its sum, float32 [N, K]. rows: [M, K]. gradient: [M, N]."""
+    product = gradient.reshape(-1, gradient.shape[-1]).float().T
+    main_gradient.add_(product @ rows.reshape(-1, rows.shape[-1]).float())
+
+
+def provide_apex_accumulation() -> None:
+    """Make Apex's module importable, which the CUDA image has, before Megatron looks for it."""
+    module = types.ModuleType(APEX_ACCUMULATION)
+    module.__spec__ = importlib.machinery.ModuleSpec(APEX_ACCUMULATION, None)
+    vars(module)["wgrad_gemm_accum_fp32"] = accumulate_weight_gradient
+    sys.modules[APEX_ACCUMULATION] = module

@@ -15,7 +15,7 @@ from launch.te_rehearsal.families import FAMILIES, write_full_config, write_tiny
 from launch.te_rehearsal.models import Machine, differences, export_differences
 from launch.te_rehearsal.pretended_cuda import BLACKWELL, HOPPER
 from launch.te_rehearsal.report import Report
-from launch.te_rehearsal.steps import Gap, StepOutcome, gap, run_step
+from launch.te_rehearsal.steps import Gap, StepOutcome, cast_difference, gap, run_step
 from megatron_rl.config.schema import ModelSettings
 from megatron_rl.mcore.layer_spec import Spec
 from megatron_rl.mcore.parallel import RankLayout
@@ -134,6 +134,13 @@ def check_fp8(stage: Stage) -> None:
                 outcome = stage.step(family, "te", dtype="bfloat16", fp8=recipe)
                 measured_gap = gap(outcome, reference, start)
                 _report_gap(stage.report, f"{family} {recipe}", outcome, measured_gap, FP8)
+            for family in ("qwen3", "qwen3_moe"):
+                difference = _cast_difference(stage, family, recipe)
+                stage.report.add(
+                    f"{family} {recipe} weights after a step",
+                    difference == 0,
+                    f"logprobs differ by {difference:.2g} from a new model's",
+                )
             stage.report.add(f"{recipe} without padding", *_refusal_of_odd_rows(stage, recipe))
 
 
@@ -156,6 +163,13 @@ def _report_gap(report: Report, name: str, outcome: StepOutcome, distance: Gap, 
     is_ok = outcome.ratio_deviation == 0 and all(value <= bound for _, value, bound in pairs)
     texts = [f"{key} {value:.2g} (at most {bound:.2g})" for key, value, bound in pairs]
     report.add(name, is_ok, f"{', '.join(texts)}, first ratio - 1 {outcome.ratio_deviation:.2g}")
+
+
+def _cast_difference(stage: Stage, family: str, recipe: str) -> float:
+    path = stage.tiny_model(family)
+    options: dict[str, Any] = {"dtype": "bfloat16", "fp8": recipe, "spec": "te"}
+    settings = ModelSettings(path=str(path), **options)
+    return cast_difference(stage.layout, path, settings)
 
 
 def _refusal_of_odd_rows(stage: Stage, recipe: str) -> tuple[bool, str]:

@@ -21,6 +21,8 @@ os.environ.update(_ENVIRONMENT)
 
 import torch  # noqa: E402 - it reads the environment
 
+from launch.te_rehearsal.optimizer_steps import provide_apex_accumulation  # noqa: E402
+
 HOPPER = (9, 0)
 BLACKWELL = (10, 0)
 
@@ -44,6 +46,7 @@ class PretendedCuda:
         cuda.get_device_name = lambda *_: "pretended"
         cuda.is_current_stream_capturing = lambda: False
         cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_: None
+        provide_apex_accumulation()
         from megatron_rl.mcore import compat
 
         compat.install()  # the branch for GPUs

@@ -13,6 +13,7 @@ from launch.testbed.batches import make_batch
 from launch.testbed.policies import ADAM, make_planner, make_view, train_settings
 from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.config.schema import ModelSettings, RolloutSettings
+from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses.grpo import Grpo
 from megatron_rl.mcore.layer_spec import Spec
 from megatron_rl.mcore.model import build_models, pack_multiple
@@ -27,12 +28,13 @@ from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.training.logprobs import ResponseLogprobs
 from megatron_rl.training.metric_sums import MetricSums
-from megatron_rl.training.micro_batches import Batcher
+from megatron_rl.training.micro_batches import Batcher, MicroBatch
 from megatron_rl.training.old_policy import compute_old_policy
 from megatron_rl.training.policy import Policy
 from megatron_rl.training.update import update_policy
 
 _ROLLOUTS = 2
+_TOKENS = 40  # a rollout has 9 to 40, so that each is a micro-batch
 Tensors = dict[str, torch.Tensor]
 
 
@@ -78,18 +80,50 @@ def run_step(
         return _train(_policy(shape, chunks), shape, layout, settings)
 
 
+def cast_difference(layout: RankLayout, checkpoint: Path, settings: ModelSettings) -> float:
+    """Return the largest change in nats if the casts of weights were made anew after a step.
+
+    Compares the log-probabilities after a step with those of a new model with the same weights.
+    Transformer Engine keeps the casts of weights between the micro-batches of a step.
+    """
+    shape = read_shape(checkpoint)
+    policies = []
+    for _ in range(2):
+        chunks = build_models(shape, settings, GRID, on_gpu=True)
+        load_hf_weights(chunks, shape, checkpoint)
+        policies.append(_policy(shape, chunks))
+    policy, other = policies
+    _train(policy, shape, layout, settings)
+    with torch.no_grad():
+        pairs = zip(policy.models[0].parameters(), other.models[0].parameters(), strict=True)
+        for weight, copy in pairs:
+            copy.copy_(weight)
+    batches, _ = _batches(shape, layout, settings)
+    passes = [compute_old_policy(one, batches, MetricSums()) for one in policies]
+    before, after = (torch.cat([o.old_logprobs for o in objectives]) for objectives in passes)
+    return float((before - after).abs().max())
+
+
+def _batches(
+    shape: ModelShape, layout: RankLayout, settings: ModelSettings
+) -> tuple[list[MicroBatch], Denominators]:
+    refs, rollouts, advantages = make_batch(shape, _ROLLOUTS)
+    by_id = {rollout.rollout_id: rollout for rollout in rollouts}
+    plan = make_planner(GRID, layout, tokens_per_micro_batch=_TOKENS).plan(0, refs, advantages)
+    by_index = {i: by_id[ref.rollout_id] for i, ref in enumerate(plan.rollouts)}
+    (batches,) = _batcher(shape, layout, settings).optimizer_steps(plan, 0, by_index)
+    return batches, plan.optimizer_steps[0].denominators
+
+
 def _train(
     policy: Policy, shape: ModelShape, layout: RankLayout, settings: ModelSettings
 ) -> StepOutcome:
-    refs, rollouts, advantages = make_batch(shape, _ROLLOUTS)
-    by_id = {rollout.rollout_id: rollout for rollout in rollouts}
-    plan = make_planner(GRID, layout, tokens_per_micro_batch=256).plan(0, refs, advantages)
-    by_index = {i: by_id[ref.rollout_id] for i, ref in enumerate(plan.rollouts)}
-    (batches,) = _batcher(shape, layout, settings).optimizer_steps(plan, 0, by_index)
+    batches, denominators = _batches(shape, layout, settings)
+    if len(batches) < 2:
+        raise RuntimeError("gradients of one micro-batch do not add up")
     objectives = compute_old_policy(policy, batches, MetricSums())
     optimizer = RecordingAdam(policy, shape)
     metrics = MetricSums()
-    denominators = plan.optimizer_steps[0].denominators
     result = update_policy(
         policy,
         optimizer,
