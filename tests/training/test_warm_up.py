@@ -7,10 +7,17 @@ import pytest
 import torch
 
 from launch.testbed.policies import TWO_DIGIT_ADDITION, train_settings
-from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GspoSettings, SftSettings
+from megatron_rl.config.algorithms import (
+    AlgoSettings,
+    CispoSettings,
+    EspoSettings,
+    GspoSettings,
+    KlSettings,
+    SftSettings,
+)
 from megatron_rl.config.schema import ModelSettings, ParallelSettings, RolloutSettings
 from megatron_rl.contracts.step_plan import Denominators
-from megatron_rl.losses import Objective, ResponseTokens, open_loss
+from megatron_rl.losses import Objective, Regularization, ResponseTokens, open_loss
 from megatron_rl.models.families import read_shape
 from megatron_rl.planning.rank_view import RankView
 from megatron_rl.training.logprobs import ResponseLogprobs
@@ -37,7 +44,14 @@ class Loss:
 
 
 @pytest.mark.parametrize(
-    "algo", [EspoSettings(), GspoSettings(), SftSettings()], ids=lambda a: a.name
+    "algo",
+    [
+        EspoSettings(),
+        GspoSettings(),
+        SftSettings(),
+        CispoSettings(kl=KlSettings(coef=0.1), entropy_coef=0.1),
+    ],
+    ids=lambda a: a.name,
 )
 def test_kernels_run_forward_and_backward_without_the_model(algo: AlgoSettings) -> None:
     shape = read_shape(TWO_DIGIT_ADDITION)
@@ -48,12 +62,19 @@ def test_kernels_run_forward_and_backward_without_the_model(algo: AlgoSettings) 
     view = RankView.for_rank(shape.num_layers, ParallelSettings(), pp_rank=0, cp_rank=0, tp_rank=0)
     rollout = RolloutSettings(max_new_tokens=4)
     loss = Loss(open_loss(algo, shape))
+    regularization = Regularization(algo)
     logprobs = ResponseLogprobs(
-        train_settings(), rollout, vocab_size=shape.vocab_size, tp_group=None
+        train_settings(),
+        rollout,
+        vocab_size=shape.vocab_size,
+        tp_group=None,
+        entropy_grad=regularization.entropy_grad,
     )
     worker: Any = SimpleNamespace(
         layout=SimpleNamespace(device=torch.device("cpu")),
-        policy=SimpleNamespace(models=[model], logprobs=logprobs, loss=loss),
+        policy=SimpleNamespace(
+            models=[model], logprobs=logprobs, loss=loss, regularization=regularization
+        ),
         batcher=Batcher(view, None, torch.device("cpu")),
         model=ModelSettings(path=str(TWO_DIGIT_ADDITION)),
     )
