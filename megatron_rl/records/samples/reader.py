@@ -6,27 +6,19 @@ for sample in read_samples(Path("runs/NAME")):
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.records.samples.columns import UnknownFormat, from_table
+from megatron_rl.records.samples.files import sample_steps, samples_file
 from megatron_rl.records.samples.sample import Sample
-from megatron_rl.records.samples.writer import FOLDER, SUFFIX, samples_file
 
 
 class SamplesUnreadable(Failure):
     """A file of samples is damaged, or another version wrote it."""
 
     exit_code = ExitCode.REFUSED
-
-
-def sample_steps(run: Path) -> list[int]:
-    """Return the steps of a run that have samples, ascending."""
-    names = (file.name for file in (run / FOLDER).glob(f"step-*{SUFFIX}"))
-    matches = (re.fullmatch(rf"step-(\d+){re.escape(SUFFIX)}", name) for name in names)
-    return sorted(int(match[1]) for match in matches if match is not None)
 
 
 def read_samples(run: Path, step: int | None = None) -> Iterator[Sample]:

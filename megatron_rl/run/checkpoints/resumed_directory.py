@@ -27,6 +27,7 @@ from megatron_rl.records.run_directory import (
     is_run_directory,
 )
 from megatron_rl.records.run_lock import claim_run
+from megatron_rl.records.samples.files import move_samples
 from megatron_rl.run.stopping import ending_key
 
 _PATIENCE_SECONDS = 30.0
@@ -89,7 +90,8 @@ def reopen_directory(directory: RunDirectory, settings: str, position: LoopState
     """Prepare the claimed directory of a run that resumes. Rank 0 only.
 
     settings: the new config.yaml. position: the state to resume from, None to start from the
-    beginning. Records of later steps, exit.json and a changed config.yaml move to `resumed/N/`.
+    beginning. Records and samples of later steps, exit.json and a changed config.yaml move to
+    `resumed/N/`.
     """
     path = directory.path
     step = None
@@ -99,6 +101,7 @@ def reopen_directory(directory: RunDirectory, settings: str, position: LoopState
             step -= 1  # the resumed run evaluates this step, and writes its record again
     archive = _next_folder(path / _ARCHIVE)
     truncate_metrics(directory.metrics_file, archive / "metrics.jsonl", step)
+    move_samples(path, archive, after_step=0 if position is None else position.step)
     for name in _FILES_TO_ARCHIVE:
         _move(path / name, archive)
     if step is None:

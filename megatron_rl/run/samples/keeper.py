@@ -12,9 +12,10 @@ from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.credit.assign import BatchCredit
 from megatron_rl.models.tokenizer import Tokenizer
+from megatron_rl.records.samples.files import samples_file
 from megatron_rl.records.samples.parts import SamplePart, TokenPart, ValuePart
 from megatron_rl.records.samples.sample import Sample, SampleKind
-from megatron_rl.records.samples.writer import samples_file, write_samples
+from megatron_rl.records.samples.writer import encode, write_samples
 from megatron_rl.records.write_errors import write_problem
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.run.modes.mode import LoopParts
@@ -117,6 +118,7 @@ def open_samples(setup: RunSetup, parts: LoopParts) -> SampleKeeper | None:
     c = setup.configuration
     if not c.samples.every:
         return None
+    encode([])  # imports a slow library now, and not in the first step
     return SampleKeeper(
         settings=c.samples,
         seed=c.seed,

@@ -15,6 +15,7 @@ from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.past_run import read_metrics, read_settings
 from megatron_rl.records.run_directory import RunDirectory, RunDirectoryTaken, to_yaml
 from megatron_rl.records.run_lock import mark_run_alive
+from megatron_rl.records.samples.files import sample_steps
 from megatron_rl.run.checkpoints.resumed_directory import (
     claim_directory,
     is_complete,
@@ -23,6 +24,7 @@ from megatron_rl.run.checkpoints.resumed_directory import (
 from tests.support.checkpoints import make_state
 from tests.support.disk_log import DiskLog
 from tests.support.past_runs import make_run_directory
+from tests.support.samples import make_sample, write_step
 
 
 def make_configuration(root: Path, *overrides: str) -> Configuration:
@@ -56,6 +58,20 @@ def test_records_after_the_checkpoint_are_moved(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in lines[:2]] == [4, 5]
     assert lines[2:] == ['{"step": 6, "tr']
     assert read_exit_record(directory.path) is None
+
+
+def test_samples_after_the_checkpoint_are_moved(tmp_path: Path) -> None:
+    """The checkpoint's step keeps its samples, even if its evaluation is still to be done."""
+    directory = write_steps(tmp_path, 5)
+    for step in (1, 3, 5):
+        write_step(directory.path, step, [make_sample(step=step)])
+    settings = to_yaml(make_configuration(tmp_path))
+    reopen_directory(directory, settings, position_after(3, unevaluated_metrics={"a": 1.0}))
+    assert sample_steps(directory.path) == [1, 3]
+    assert sample_steps(directory.path / "resumed/001") == [5]
+    reopen_directory(directory, settings, None)
+    assert sample_steps(directory.path) == []
+    assert sample_steps(directory.path / "resumed/002") == [1, 3]
 
 
 def test_the_record_of_a_step_that_owes_its_evaluation_is_written_again(tmp_path: Path) -> None:
