@@ -294,6 +294,35 @@ def test_changed_settings_are_listed_or_refused(tmp_path: Path) -> None:
         resume_point.changed_settings(c)
 
 
+def mixture_overrides(tmp_path: Path, sources: str) -> tuple[str, ...]:
+    (tmp_path / "sums.jsonl").touch()
+    return ("data=mixture", f"data.sources={{{sources}}}")
+
+
+def test_another_mixture_is_refused_by_the_key_that_differs(tmp_path: Path) -> None:
+    sums = f"sums: {{source: jsonl, train_path: {tmp_path}/sums.jsonl, weight: 1}}"
+    more = "more: {source: two_digit_addition, weight: 1}"
+    overrides = mixture_overrides(tmp_path, f"{sums}, {more}")
+    settings = flat_configuration(make_configuration(tmp_path, *overrides))
+    resume_point = ResumePoint(tmp_path, make_state(5, settings))
+    same = overrides[1].replace(f"{tmp_path}/sums", f"{tmp_path}/./sums")
+    assert not resume_point.changed_settings(make_configuration(tmp_path, "data=mixture", same))
+    for other, words in (
+        (
+            f"{sums}, {more.replace('weight: 1', 'weight: 2')}",
+            r"sources\.more\.weight: 1\.0 -> 2\.0",
+        ),
+        (sums, r"sources\.more\.weight: 1\.0 -> no such source"),
+        (
+            f"{sums}, {more}, {more.replace('more', 'new')}",
+            r"sources\.new\.source: None -> 'two_digit_addition'",
+        ),
+    ):
+        c = make_configuration(tmp_path, *mixture_overrides(tmp_path, other))
+        with pytest.raises(CheckpointOfOtherRun, match=words):
+            resume_point.changed_settings(c)
+
+
 def test_two_spellings_of_a_path_are_the_same_setting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
