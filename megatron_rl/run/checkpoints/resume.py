@@ -26,7 +26,7 @@ from megatron_rl.run.checkpoints.manifest import (
 )
 from megatron_rl.run.checkpoints.resumed_directory import reopen_directory
 from megatron_rl.run.checkpoints.state_file import read_state
-from megatron_rl.run.checkpoints.store import CheckpointStore
+from megatron_rl.run.checkpoints.store import CheckpointStore, step_of
 from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 
 if TYPE_CHECKING:
@@ -211,8 +211,9 @@ def open_run_directory(
     reopen_directory(directory, to_yaml(c), None if state is None else state.position)
     if resume_point.checkpoint is not None:
         store = CheckpointStore(directory.checkpoints)
+        resumed_step = step_of(resume_point.checkpoint) or 0
         for checkpoint in store.checkpoints():
-            if checkpoint.name > resume_point.checkpoint.name:
+            if (step_of(checkpoint) or 0) > resumed_step:
                 store.set_aside(checkpoint)
 
 
