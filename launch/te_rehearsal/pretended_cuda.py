@@ -21,7 +21,7 @@ os.environ.update(_ENVIRONMENT)
 
 import torch  # noqa: E402 - it reads the environment
 
-from launch.te_rehearsal.optimizer_steps import provide_apex_accumulation  # noqa: E402
+from launch.te_rehearsal.compiled.optimizer_steps import provide_apex_accumulation  # noqa: E402
 
 HOPPER = (9, 0)
 BLACKWELL = (10, 0)

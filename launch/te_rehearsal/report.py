@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launch.te_rehearsal.call_log import CallLog
+from launch.te_rehearsal.compiled.call_log import CallLog
 
 _BEGIN = "<!-- calls: make te-rehearsal -->"
 _END = "<!-- end of calls -->"

@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from launch.te_rehearsal.call_log import CallLog
+from launch.te_rehearsal.compiled.call_log import CallLog
 from launch.te_rehearsal.pretended_cuda import PretendedCuda
 
 
@@ -23,7 +23,13 @@ def start() -> Rehearsal:
     cuda = PretendedCuda()
     import transformer_engine.pytorch  # noqa: F401 - it loads the extension
 
-    from launch.te_rehearsal import attention, matrix_products, norms, optimizer_steps, quantizers
+    from launch.te_rehearsal.compiled import (
+        attention,
+        matrix_products,
+        norms,
+        optimizer_steps,
+        quantizers,
+    )
 
     extension: Any = sys.modules["transformer_engine_torch"]
     stand_ins: dict[str, Any] = {

@@ -90,7 +90,7 @@ def test_a_wrong_argument_for_compiled_code_is_caught(
 ) -> None:
     import transformer_engine.pytorch.module._common as common
 
-    from launch.te_rehearsal.signatures import SignatureMismatch
+    from launch.te_rehearsal.compiled.signatures import SignatureMismatch
 
     (model,) = machine.build(read_shape(tiny), settings_of(tiny), "te")
     assert forward(model).isfinite().all()
@@ -102,7 +102,7 @@ def test_a_wrong_argument_for_compiled_code_is_caught(
 def test_a_function_without_stand_in_is_named(rehearsal: Any) -> None:
     import sys
 
-    from launch.te_rehearsal.call_log import NotRehearsed
+    from launch.te_rehearsal.compiled.call_log import NotRehearsed
 
     with pytest.raises(NotRehearsed, match="silu"):
         sys.modules["transformer_engine_torch"].silu(torch.ones(1), None)
@@ -147,7 +147,7 @@ def test_blockwise_casts_are_read_as_transformer_engine_reads_them(rehearsal: An
 
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
-    from launch.te_rehearsal.quantizers import operand, quantize
+    from launch.te_rehearsal.compiled.quantizers import operand, quantize
 
     extension = sys.modules["transformer_engine_torch"]
     generator = torch.Generator().manual_seed(0)

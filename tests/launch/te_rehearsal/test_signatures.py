@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from launch.te_rehearsal.signatures import SignatureMismatch, read_signature, split_top
+from launch.te_rehearsal.compiled.signatures import SignatureMismatch, read_signature, split_top
 
 
 class DType:

@@ -9,7 +9,13 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from launch.te_rehearsal import attention, matrix_products, norms, optimizer_steps, quantizers
+from launch.te_rehearsal.compiled import (
+    attention,
+    matrix_products,
+    norms,
+    optimizer_steps,
+    quantizers,
+)
 
 BOUNDS = torch.tensor([0, 5, 6, 14], dtype=torch.int32)
 ROWS = 16  # two more than the sequences have

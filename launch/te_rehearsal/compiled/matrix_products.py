@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from launch.te_rehearsal.quantizers import operand, torch_dtype
+from launch.te_rehearsal.compiled.quantizers import operand, torch_dtype
 
 
 def generic_gemm(

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from launch.te_rehearsal.quantizers import torch_dtype
+from launch.te_rehearsal.compiled.quantizers import torch_dtype
 
 
 def rmsnorm_fwd(

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from launch.te_rehearsal.signatures import Signature, read_signature
+from launch.te_rehearsal.compiled.signatures import Signature, read_signature
 
 Answer = Callable[..., Any]
 
