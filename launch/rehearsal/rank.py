@@ -97,6 +97,14 @@ class RankReport:
         return sum(self.peak.values()) <= self.place.gpu.memory
 
 
+_running_modes: list[DeviceMode] = []
+
+
+def current_phase() -> str:
+    """The part of the step that this process rehearses."""
+    return (_running_modes and _running_modes[-1].phase) or "importing Megatron"
+
+
 def rehearse_rank(c: Configuration, place: Place, workload: Workload) -> RankReport:
     """Build the rank of the configured model and run one step.
 
@@ -121,6 +129,7 @@ def stand_in(
     """
     mode = DeviceMode(place.gpu)
     mode.log.recorder = recorder
+    _running_modes.append(mode)
     stand_in_for_cuda(place.gpu, place.gpus_per_node)
     compat.install()
     stand_in_for_random_states()
@@ -233,15 +242,11 @@ class _RankRehearsal:
         c = self._c
         rollouts = c.rollout.prompts_per_step * c.rollout.samples_per_prompt
         of_rank = rollouts / (self._layout.dp_size * c.train.optimizer_steps_per_batch)
-        available = max(1, round(of_rank / self._sequences()))
+        available = max(1, round(of_rank / len(self._lengths())))
         if number is not None:
             return number
         fills_pipeline = c.parallel.pp * (c.parallel.vpp or 1) + 1 if c.parallel.pp > 1 else 2
         return min(available, fills_pipeline) if c.parallel.pp == 1 else fills_pipeline
-
-    def _sequences(self) -> int:
-        """The longest rollouts that fit into a micro-batch."""
-        return max(1, self._c.train.tokens_per_micro_batch // self._longest())
 
     def _longest(self) -> int:
         return self._c.data.max_prompt_tokens + self._c.rollout.max_new_tokens
@@ -251,14 +256,21 @@ class _RankRehearsal:
         view = RankView.for_rank(self._shape.num_layers, self._c.parallel, **self._layout.ranks)
         layers = len(view.moe_rows(self._shape.moe_layers))
         rollouts = []
-        for index in range(self._sequences()):
-            routes = make_routes(self._longest() - 1, layers, self._shape, routing, generator)
-            rollouts.append(
-                make_rollout(
-                    index, self._c.data.max_prompt_tokens, self._c.rollout.max_new_tokens, routes
-                )
-            )
+        for index, length in enumerate(self._lengths()):
+            routes = make_routes(length - 1, layers, self._shape, routing, generator)
+            prompt = min(self._c.data.max_prompt_tokens, length - 1)
+            rollouts.append(make_rollout(index, prompt, length - prompt, routes))
         return self._worker.batcher.pack(rollouts, [1.0] * len(rollouts))
+
+    def _lengths(self) -> list[int]:
+        """The tokens of the rollouts of a micro-batch, which fill its budget of inputs.
+
+        They are as long as the settings allow, but for the last one.
+        """
+        longest = self._longest()
+        budget = max(self._c.train.tokens_per_micro_batch, longest - 1)
+        whole, rest = divmod(budget, longest - 1)
+        return [longest] * whole + [rest + 1] * (rest > 0)
 
 
 def job_of(place: Place) -> Job:

@@ -55,6 +55,18 @@ def _memory_lines(report: RankReport) -> Iterator[str]:
     limit = report.place.gpu.memory / GIB
     verdict = "fits into" if report.fits else "DOES NOT FIT into"
     yield f"the largest is {total / GIB:.2f} GiB, which {verdict} the GPU's {limit:.2f} GiB"
+    if not report.fits:
+        yield _describe_shortage(report, total - report.place.gpu.memory)
+
+
+def _describe_shortage(report: RankReport, shortage: int) -> str:
+    """Name the rank, the phase and the kind of memory. shortage: bytes that the GPU lacks."""
+    phase = max(report.memory, key=lambda name: sum(report.memory[name].values()))
+    kind = max(report.peak, key=lambda name: report.peak[name])
+    return (
+        f"rank {report.place.rank} lacks {shortage / GIB:.2f} GiB in phase {phase!r}: its largest "
+        f"kind is {kind} with {report.peak[kind] / GIB:.2f} GiB"
+    )
 
 
 def _work_lines(report: RankReport) -> Iterator[str]:

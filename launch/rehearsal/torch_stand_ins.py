@@ -98,6 +98,31 @@ def stand_in_for_tensor_methods(mode: DeviceMode) -> None:
     fake.tolist = read_list
     fake.numpy = read_array
     torch.nn.Module._apply = _apply_to_parameters  # type: ignore[method-assign]
+    functions: Any = torch.nn.functional
+    functions.scaled_dot_product_attention = _attend_efficiently
+
+
+def _attend_efficiently(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+) -> torch.Tensor:
+    """Attend with the kernel that a GPU takes for any dtype, which keeps no scores.
+
+    A CPU build of torch would choose plain products for tensors on a GPU. attn_mask: bool.
+    """
+    bias = None
+    if attn_mask is not None:
+        bias = torch.zeros_like(attn_mask, dtype=query.dtype)
+        bias = bias.expand(*query.shape[:3], key.shape[2])
+    output: torch.Tensor = torch.ops.aten._scaled_dot_product_efficient_attention(
+        query, key, value, bias, query.requires_grad, dropout_p, is_causal, scale=scale
+    )[0]
+    return output
 
 
 def _apply_to_parameters(

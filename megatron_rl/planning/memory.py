@@ -32,6 +32,13 @@ _CHECKPOINT_BYTES = 12
 _GATHERING_BYTES = 8
 # Expert indices fit into one byte up to this number of experts, else they take two.
 _MAX_ONE_BYTE_EXPERTS = 256
+# Values of the width inside a feed-forward layer: gate and input, copies of both, their product.
+# An expert multiplies the product by its weight.
+_DENSE_COPIES = 5
+_EXPERT_COPIES = 6
+_ROUTED_COPIES = 4
+_ROUTER_BYTES = 4
+_LOGIT_COPIES = 2
 _ON_HOST = ("host_routes", "host_save")
 
 
@@ -39,6 +46,8 @@ _ON_HOST = ("host_routes", "host_save")
 class RankMemory:
     """Bytes that a rank of pipeline stage `stage` needs on its device.
 
+    activations: what a stage keeps until its backward passes, and the peak of one layer's backward
+    pass. logits: what the logits take beyond that peak; they are freed before it.
     save: bytes that a save needs on the device beyond the activations and logits, which are freed
     before it.
     host_routes, host_save: bytes in the host's memory, for the routes of a batch and while a
@@ -145,12 +154,9 @@ def rank_memory(c: Configuration, shape: ModelShape, *, world_size: int, stage: 
     # The distributed optimizer shares its state among the ranks with the same weights.
     dense_copies = world_size // (p.tp * p.pp)
     expert_copies = world_size // (_expert_ranks(p) * p.pp)
-    optimizer_share = math.ceil(parameters.dense / dense_copies) + math.ceil(
-        parameters.experts / expert_copies
-    )
+    optimizer_share = _share(parameters, dense_copies, expert_copies)
     routes, host_routes = _route_bytes(c, shape, world_size=world_size, stage=stage)
-    activations = _activations(c, shape, rows, stage)
-    logits = _logit_bytes(c, shape, logits_rows)
+    activations, logits = _activations(c, shape, rows, stage, logits_rows)
     device_save = _gather_bytes(c, parameters, dense_copies, expert_copies)
     return RankMemory(
         stage=stage,
@@ -166,6 +172,12 @@ def rank_memory(c: Configuration, shape: ModelShape, *, world_size: int, stage: 
     )
 
 
+def _share(parameters: RankParameters, dense_copies: int, expert_copies: int) -> int:
+    """Return the number of parameters whose optimizer state a rank holds."""
+    dense = math.ceil(parameters.dense / dense_copies)
+    return dense + math.ceil(parameters.experts / expert_copies)
+
+
 def _micro_batch_tokens(c: Configuration) -> int:
     """Return the input tokens of the largest micro-batch.
 
@@ -175,9 +187,14 @@ def _micro_batch_tokens(c: Configuration) -> int:
     return max(c.train.tokens_per_micro_batch, longest_rollout - 1)
 
 
-def _logit_bytes(c: Configuration, shape: ModelShape, rows: int) -> int:
-    """Count the bytes of the logits, a copy of them, and their gradient."""
-    return 3 * rows * math.ceil(shape.vocab_size / c.parallel.tp) * BYTES[c.model.dtype]
+def _logit_bytes(c: Configuration, shape: ModelShape, rows: int) -> float:
+    """Count the bytes of the logits and a copy of them, and of the norm before.
+
+    Their gradients take the places of both.
+    """
+    size = BYTES[c.model.dtype]
+    logits = _LOGIT_COPIES * rows * math.ceil(shape.vocab_size / c.parallel.tp) * size
+    return logits + rows / c.parallel.tp * shape.hidden_size * (_norm_bytes(size) + size)
 
 
 def _optimizer_bytes(dtype: Dtype) -> int:
@@ -276,44 +293,105 @@ def _in_flight(p: ParallelSettings, stage: int) -> float:
     return p.pp * (1 + (p.pp - 1) / (p.pp * num_chunks))
 
 
-def _activations(c: Configuration, shape: ModelShape, rows: int, stage: int) -> int:
-    """Estimate the bytes that autograd saves in a stage's layers, as in arXiv 2205.05198.
+def _activations(
+    c: Configuration, shape: ModelShape, rows: int, stage: int, logits_rows: int
+) -> tuple[int, int]:
+    """Estimate the bytes of the activations, and those of the logits beyond a layer's peak."""
+    layer_peak = _layer_peak(c, shape, rows, stage)
+    activations = math.ceil(_held_layers(c, shape, rows, stage) + layer_peak)
+    return activations, max(0, math.ceil(_logit_bytes(c, shape, logits_rows) - layer_peak))
 
-    Full recomputation saves the input of each layer and everything in one layer. The estimate
-    assumes that tokens are spread evenly over the experts.
+
+def _held_layers(c: Configuration, shape: ModelShape, rows: int, stage: int) -> float:
+    """Estimate the bytes that a stage keeps until the backward passes of its micro-batches.
+
+    Full recomputation keeps the input of each layer and the output of the last one.
+    """
+    p = c.parallel
+    layers = _layers(shape, p, stage)
+    in_flight = _in_flight(p, stage)
+    if c.model.recompute == "full":
+        boundaries = len(layers) + (p.vpp or 1)
+        row_bytes = shape.hidden_size * BYTES[c.model.dtype]
+        return in_flight * boundaries * (rows / p.tp) * row_bytes
+    return in_flight * sum(
+        _saved_bytes(c, shape, rows, is_moe=layer in shape.moe_layers) for layer in layers
+    )
+
+
+def _layer_peak(c: Configuration, shape: ModelShape, rows: int, stage: int) -> float:
+    """Estimate the bytes that one layer's backward pass takes beyond what the stage keeps.
+
+    It takes most when it begins. Full recomputation then also holds what the layer saved.
+    """
+    peaks = []
+    for layer in set(_layers(shape, c.parallel, stage)):
+        is_moe = layer in shape.moe_layers
+        peak = _passing_bytes(c, shape, rows, is_moe=is_moe)
+        if c.model.recompute == "full":
+            peak += _saved_bytes(c, shape, rows, is_moe=is_moe)
+        peaks.append(peak)
+    return max(peaks)
+
+
+def _saved_bytes(c: Configuration, shape: ModelShape, rows: int, *, is_moe: bool) -> float:
+    """Estimate the bytes that autograd saves in one layer of the `local` spec.
+
+    The estimate assumes that tokens are spread evenly over the experts. Every line was compared
+    with a rehearsal (tests/launch/rehearsal/test_memory_estimates.py).
     """
     p = c.parallel
     size = BYTES[c.model.dtype]
-    layers = _layers(shape, p, stage)
-    layer_values = [
-        _layer_activations(shape, p, rows, is_moe=layer in shape.moe_layers) for layer in layers
-    ]
-    in_flight = _in_flight(p, stage)
-    if c.model.recompute == "full":
-        inputs = in_flight * len(layers) * (rows / p.tp) * shape.hidden_size
-        return math.ceil(size * (inputs + max(layer_values)))
-    return math.ceil(size * in_flight * sum(layer_values))
-
-
-def _layer_activations(shape: ModelShape, p: ParallelSettings, rows: int, *, is_moe: bool) -> float:
-    """Estimate the number of values that autograd saves in one layer."""
-    width = shape.hidden_size
     split_rows = rows / p.tp  # sequence parallelism
-    attention_values = 2 * split_rows * width + _attention_values(shape, rows) / p.tp
+    width = shape.hidden_size
+    norms = 2 * split_rows * width * (_norm_bytes(size) + size)
     if not is_moe:
-        dense = 2 * split_rows * width + 3 * rows * shape.ffn_hidden_size / p.tp
-        return attention_values + dense
-    routed_experts = split_rows * shape.topk * (2 * width + 3 * shape.moe_ffn_hidden_size)
-    shared_expert = 3 * rows * shape.shared_ffn_hidden_size / p.tp
-    return attention_values + (2 * split_rows * width + routed_experts + shared_expert)
+        inner = _DENSE_COPIES * rows * shape.ffn_hidden_size / p.tp
+        return norms + _attention_bytes(c, shape, rows) + size * inner
+    routed_rows = split_rows * shape.topk
+    expert_ranks = p.etp or p.default_etp
+    experts = routed_rows * (expert_ranks * width + _EXPERT_COPIES * shape.moe_ffn_hidden_size)
+    shared_expert = _DENSE_COPIES * rows * shape.shared_ffn_hidden_size / p.tp
+    router = 2 * _ROUTER_BYTES * split_rows * shape.num_experts
+    return norms + _attention_bytes(c, shape, rows) + size * (experts + shared_expert) + router
 
 
-def _attention_values(shape: ModelShape, rows: int) -> int:
-    """Count queries, keys and values before and after rotation, and the output."""
-    heads = shape.num_attention_heads
-    groups = shape.num_key_value_heads
-    latent = 0
+def _passing_bytes(c: Configuration, shape: ModelShape, rows: int, *, is_moe: bool) -> float:
+    """Estimate the bytes that live during a layer's backward pass and are not saved.
+
+    Each row has two gradients, the sum after attention and, with experts, their sum. Each routed
+    row is there before it is sent, as it arrives, as it returns and in the order of its token.
+    """
+    split_rows = rows / c.parallel.tp
+    values = (3 + is_moe) * split_rows * shape.hidden_size
+    if is_moe:
+        values += _ROUTED_COPIES * split_rows * shape.topk * shape.hidden_size
+    return values * BYTES[c.model.dtype]
+
+
+def _norm_bytes(size: int) -> int:
+    """Return the bytes of each value inside an RMSNorm, which computes in float32.
+
+    They are the normalized value and a copy of one of lower precision.
+    """
+    return 4 if size == 4 else 8
+
+
+def _attention_bytes(c: Configuration, shape: ModelShape, rows: int) -> float:
+    """Estimate the bytes of queries, keys, values and outputs that one layer saves."""
+    size = BYTES[c.model.dtype]
+    heads = shape.num_attention_heads * shape.head_dim
+    groups = shape.num_key_value_heads * shape.head_dim
+    per_row = 0.0
     if shape.latent is not None:
-        latent = (shape.latent.q_rank or 0) + 2 * shape.latent.kv_rank
-    per_row = 2 * (heads + 2 * groups) * shape.head_dim + heads * shape.head_dim + latent
-    return rows * per_row
+        per_row += size * ((shape.latent.q_rank or 0) + 2 * shape.latent.kv_rank)
+    if shape.qk_norm:
+        per_row += _norm_bytes(size) * (heads + groups)
+    if size == 2 and c.parallel.cp == 1:
+        # Variable-length attention: queries and keys after rotation, values, outputs
+        per_row += size * (2 * heads + 2 * groups)
+    else:
+        # Padded attention: the projection, then queries, keys and values of all heads in padded
+        # sequences, outputs there and outputs in packed order
+        per_row += size * (heads + 2 * groups + 5 * heads)
+    return rows * per_row / c.parallel.tp

@@ -7,6 +7,7 @@ import pytest
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration, ParallelSettings
+from megatron_rl.config.values import Dtype
 from megatron_rl.models.parameter_count import num_parameters
 from megatron_rl.models.shape import LatentAttention, ModelShape
 from megatron_rl.planning.memory import (
@@ -116,9 +117,9 @@ def test_a_save_gathers_weights_and_moments_in_host_memory() -> None:
 def test_a_resume_takes_host_memory_without_saves() -> None:
     c = make_settings(ep=2)
     parameters = rank_parameters(SMALL, ParallelSettings(ep=2), 0)
-    resumed = replace(c, run=replace(c.run, resume="auto"))
-    assert memory_of(resumed).host_save == 12 * parameters.total
-    assert memory_of(resumed).save == 0
+    resuming = replace(c, run=replace(c.run, resume="auto"))
+    assert memory_of(resuming).host_save == 12 * parameters.total
+    assert memory_of(resuming).save == 0
 
 
 def test_a_background_save_also_copies_the_share_that_a_rank_writes() -> None:
@@ -148,9 +149,14 @@ def test_a_save_gathers_the_largest_buffer_on_the_device() -> None:
 
 
 def test_last_stage_has_the_logits() -> None:
+    """Two copies and the norm before them, less the peak of a layer that comes later."""
     c = make_settings(pp=2)
-    assert memory_of(c, world_size=2, stage=0).logits == 0
-    assert memory_of(c, world_size=2, stage=1).logits == 3 * 100 * 10 * 4
+    shape = replace(SMALL, vocab_size=1000)
+    assert rank_memory(c, shape, world_size=2, stage=0).logits == 0
+    logits = 2 * 1000 * 4 + 8 * (4 + 4)
+    last = rank_memory(c, shape, world_size=2, stage=1)
+    assert last.logits == 100 * (logits - passing_bytes())
+    assert memory_of(c, world_size=2, stage=1).logits == 0, "a small vocabulary takes less"
 
 
 def test_a_rollout_beyond_the_budget_needs_the_memory_of_its_own_micro_batch() -> None:
@@ -159,7 +165,9 @@ def test_a_rollout_beyond_the_budget_needs_the_memory_of_its_own_micro_batch() -
     small_budget = replace(c, train=replace(c.train, tokens_per_micro_batch=10))
     fitting_budget = replace(c, train=replace(c.train, tokens_per_micro_batch=19))
     assert memory_of(small_budget) == memory_of(fitting_budget)
-    assert memory_of(small_budget).logits == 3 * 19 * 10 * 4
+    expert_layer, dense_layer = layer_bytes()
+    rows = 3 * expert_layer + dense_layer + passing_bytes()
+    assert memory_of(small_budget).activations == 19 * rows
 
 
 def test_stages_have_the_routes_of_their_layers() -> None:
@@ -172,36 +180,55 @@ def test_stages_have_the_routes_of_their_layers() -> None:
     assert many_experts.routes == 2 * last.routes
 
 
-def test_full_recomputation_saves_inputs_and_one_layer() -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_full_recomputation_saves_inputs_and_one_layer(dtype: Dtype) -> None:
     c = make_settings()
-    attention = 2 * 8 + 2 * 8 * 4 + 4 * 4
-    experts = 2 * 8 + 2 * (2 * 8 + 3 * 16)
-    dense = 2 * 8 + 3 * 32
+    c = replace(c, model=replace(c.model, dtype=dtype))
+    expert_layer, dense_layer = layer_bytes(dtype)
+    passing = passing_bytes(dtype)
+    size = 4 if dtype == "float32" else 2
     full = memory_of(replace(c, model=replace(c.model, recompute="full")), world_size=1)
-    assert full.activations == 4 * 100 * (4 * 8 + attention + max(experts, dense))
+    assert full.activations == 100 * (size * 5 * 8 + expert_layer + passing)
     without = memory_of(c, world_size=1)
-    assert without.activations == 4 * 100 * (4 * attention + 3 * experts + dense)
+    assert without.activations == 100 * (3 * expert_layer + dense_layer + passing)
 
 
-def layer_values(tp: int) -> tuple[float, float]:
-    """Values that one row saves in a layer with experts and in a dense one.
+# Bytes of each row by hand. Norms: normalized values in float32, with a copy of bfloat16 ones, and
+# their results. Attention in bfloat16: queries and keys after rotation, values and outputs. In
+# float32: the projection, four padded tensors of all heads, and outputs in packed order.
+ROUTER_BYTES = 2 * 4 * 4
+SAVED = {
+    "float32": 2 * 8 * (4 + 4) + 4 * (16 + 8) + 4 * (16 + 2 * 8 + 5 * 16),
+    "bfloat16": 2 * 8 * (8 + 2) + 8 * (16 + 8) + 2 * (2 * 16 + 2 * 8),
+}
 
-    Sequence parallelism splits the rows between the modules. The modules see all rows, each with a
-    share of their width.
+
+def layer_bytes(dtype: str = "float32", tp: int = 1) -> tuple[float, float]:
+    """Bytes that one row saves in a layer with experts and in a dense one.
+
+    Without expert parallelism tensor parallelism also splits the experts: each of its ranks gets
+    the tokens of all.
     """
-    attention = 2 * 8 + 2 * 8 * 4 + 4 * 4
-    experts = 2 * 8 + 2 * (2 * 8 + 3 * 16)
-    dense = 2 * 8 + 3 * 32
-    return (attention + experts) / tp, (attention + dense) / tp
+    size = 4 if dtype == "float32" else 2
+    experts = size * 2 * (tp * 8 + 6 * 16) + ROUTER_BYTES
+    dense = size * 5 * 32
+    return (SAVED[dtype] + experts) / tp, (SAVED[dtype] + dense) / tp
+
+
+def passing_bytes(dtype: str = "float32", tp: int = 1) -> float:
+    """Bytes that one row takes in the backward pass of a layer with experts."""
+    size = 4 if dtype == "float32" else 2
+    return size * (4 * 8 + 4 * 2 * 8) / tp
 
 
 def test_tensor_parallelism_splits_all_activations() -> None:
     c = make_settings(tp=2, sequence_parallel=True)
-    expert_layer, dense_layer = layer_values(tp=2)
+    expert_layer, dense_layer = layer_bytes(tp=2)
     without = memory_of(c, world_size=2)
-    assert without.activations == 4 * 100 * (3 * expert_layer + dense_layer)
+    passing = passing_bytes(tp=2)
+    assert without.activations == 100 * (3 * expert_layer + dense_layer + passing)
     full = memory_of(replace(c, model=replace(c.model, recompute="full")), world_size=2)
-    assert full.activations == 4 * 100 * (4 * 8 / 2 + max(expert_layer, dense_layer))
+    assert full.activations == 100 * (4 * 5 * 8 / 2 + expert_layer + passing)
 
 
 def test_shared_experts_save_their_inner_values() -> None:
@@ -212,7 +239,7 @@ def test_shared_experts_save_their_inner_values() -> None:
             rank_memory(c, with_shared_expert, world_size=tp, stage=0).activations
             - memory_of(c, world_size=tp).activations
         )
-        assert difference == 4 * 3 * 100 * 3 * 24 / tp
+        assert difference == 4 * 3 * 100 * 5 * 24 / tp
 
 
 @pytest.mark.parametrize(("q_rank", "width"), [(None, 2 * 6), (5, 5 + 2 * 6)])
@@ -227,10 +254,11 @@ def test_latent_attention_saves_its_small_vectors(q_rank: int | None, width: int
 
 
 def test_context_parallelism_splits_rows_and_not_the_routes_of_the_host() -> None:
-    one = memory_of(make_settings(), world_size=4)
-    two = memory_of(make_settings(cp=2), world_size=4)
+    shape = replace(SMALL, vocab_size=1000)
+    one = rank_memory(make_settings(), shape, world_size=4, stage=0)
+    two = rank_memory(make_settings(cp=2), shape, world_size=4, stage=0)
     assert two.activations == one.activations / 2
-    assert two.logits == one.logits / 2
+    assert two.logits == one.logits / 2 > 0
     assert two.host_routes == 2 * one.host_routes, "half as many ranks share the rollouts"
     assert two.routes == one.routes
 
@@ -251,22 +279,23 @@ def test_early_stages_hold_more_micro_batches() -> None:
     """Stage 0 of 3 holds three, the last stage one."""
     shape = replace(SMALL, num_layers=3, moe_layers=(0, 1, 2))
     c = make_settings(pp=3)
-    expert_layer, _ = layer_values(tp=1)
+    expert_layer, _ = layer_bytes()
+    passing = passing_bytes()
     activations = [
         rank_memory(c, shape, world_size=3, stage=stage).activations for stage in range(3)
     ]
-    assert activations == [4 * 100 * expert_layer * in_flight for in_flight in (3, 2, 1)]
+    assert activations == [100 * (expert_layer * count + passing) for count in (3, 2, 1)]
 
 
 def test_interleaved_chunks_hold_more_micro_batches() -> None:
     """The factor is 1 + (p - 1) / (p v) for p stages of v chunks."""
     shape = replace(SMALL, num_layers=12, moe_layers=tuple(range(12)))
     c = make_settings(pp=3, vpp=2)
-    expert_layer, _ = layer_values(tp=1)
+    expert_layer, _ = layer_bytes()
     for stage in range(3):
         memory = rank_memory(c, shape, world_size=3, stage=stage)
         assert memory.activations == pytest.approx(
-            4 * 100 * 4 * expert_layer * 3 * (1 + 2 / 6), abs=1
+            100 * (4 * expert_layer * 3 * (1 + 2 / 6) + passing_bytes()), abs=1
         )
 
 
