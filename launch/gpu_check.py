@@ -5,6 +5,7 @@ Examples:
     python launch/gpu_check.py            every stage on the first GPU
     python launch/gpu_check.py --small    every stage small, on the CPU
     python launch/gpu_check.py --small --only kernels
+    python launch/gpu_check.py --pretended      small stages on a CUDA device in the CPU's memory
 
 A stage is a process with a time limit, and the others run when one fails. It needs no network,
 engine or compiled library of the trainer: docs/gpu.md lists its requirements.
@@ -52,6 +53,14 @@ STAGES = {
     "fp8_training": 90,
     "engine": 180,
 }
+# Why a stage cannot run on launch/pretended_device
+NOT_PRETENDED = {
+    "machine": "it describes a GPU",
+    "kernels": "Triton compiles its kernels for a GPU",
+    "bench": "it measures a GPU",
+    "fp8_training": "Transformer Engine needs a GPU",
+    "engine": "SGLang needs a GPU",
+}
 
 
 @dataclass
@@ -82,7 +91,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
             remaining = options.budget - (time.monotonic() - start)
             print(f"{stage} ...", end=" ", flush=True)
             limit = min(STAGES[stage], remaining)
-            outcome = run_stage(stage, limit, Path(scratch) / stage, small=options.small)
+            if options.pretended and stage in NOT_PRETENDED:
+                outcome = Outcome(stage, "skipped", NOT_PRETENDED[stage])
+            else:
+                outcome = run_stage(
+                    stage,
+                    limit,
+                    Path(scratch) / stage,
+                    small=options.small,
+                    on_pretended=options.pretended,
+                )
             outcomes.append(outcome)
             print(f"{outcome.status} after {outcome.seconds:.0f} s {outcome.reason}", flush=True)
     print("\n".join(table(outcomes)))
@@ -99,6 +117,9 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
         allow_abbrev=False,
     )
     parser.add_argument("--small", action="store_true", help="run small stages on the CPU")
+    parser.add_argument(
+        "--pretended", action="store_true", help="run small stages on launch/pretended_device"
+    )
     parser.add_argument("--only", nargs="+", choices=list(STAGES), help="run these stages only")
     parser.add_argument(
         "--budget", type=float, default=BUDGET_S, help="seconds for all stages (default: 540)"
@@ -106,16 +127,22 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--out", type=Path, help="JSON file (default: a new file in launch/results/gpu_check)"
     )
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    options.small |= options.pretended
+    return options
 
 
-def run_stage(stage: str, limit: float, scratch: Path, *, small: bool) -> Outcome:
+def run_stage(
+    stage: str, limit: float, scratch: Path, *, small: bool, on_pretended: bool = False
+) -> Outcome:
     """Run one stage in its own process group, which is killed at the limit in seconds."""
     if limit <= 0:
         return Outcome(stage, "not started", "the budget is spent")
     scratch.mkdir(parents=True)
     options = ["--scratch", str(scratch), "--limit", str(limit), *(["--small"] if small else [])]
-    command = [sys.executable, "-m", f"launch.gpu_stages.{stage}", *options]
+    module = f"launch.gpu_stages.{stage}"
+    pretend = ["-m", "launch.pretended_device"] if on_pretended else ["-m"]
+    command = [sys.executable, *pretend, module, *options]
     log = scratch / "log.txt"
     start = time.monotonic()
     is_late = False
@@ -193,7 +220,8 @@ def write_record(outcomes: Sequence[Outcome], options: argparse.Namespace) -> Pa
         (outcome.values for outcome in outcomes if outcome.stage == "machine"), {}
     )
     device = re.sub(r"\W+", "-", str(machine.get("device") or "unknown")).strip("-").lower()
-    name = f"{'small-' if options.small else ''}{device}-{now:%Y-%m-%d-%H%M}.json"
+    kind = "pretended-" if options.pretended else "small-" if options.small else ""
+    name = f"{kind}{device}-{now:%Y-%m-%d-%H%M}.json"
     file: Path = options.out or RESULTS / name
     file.parent.mkdir(parents=True, exist_ok=True)
     record = {"date": now.isoformat(timespec="seconds"), "small": options.small, "machine": machine}

@@ -30,42 +30,49 @@ def load_cuda_guard() -> None:
     It is compiled once for each version of torch, in about two seconds. Raises
     `RehearsalUnavailable` without a C++ compiler, or if torch was imported already.
     """
+    load_library(_SOURCE)
+
+
+def load_library(source: Path) -> ctypes.CDLL:
+    """Compile a library of torch's headers if needed, and load it as `load_cuda_guard` does."""
     if "torch" in sys.modules:
         raise RehearsalUnavailable("torch was imported before the rehearsal began")
     spec = find_spec("torch")
     if spec is None or spec.origin is None:
         raise RehearsalUnavailable("torch is not installed. Run make install")
     torch_directory = Path(spec.origin).parent
-    library = _library_path()
+    library = _library_path(source)
     if not library.exists():
-        _compile(torch_directory, library)
+        _compile(source, torch_directory, library)
     for name in _TORCH_LIBRARIES:
         ctypes.CDLL(str(torch_directory / "lib" / name), mode=ctypes.RTLD_GLOBAL)
-    ctypes.CDLL(str(library))
+    return ctypes.CDLL(str(library))
 
 
-def _library_path() -> Path:
+def _library_path(source: Path) -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME", "~/.cache")).expanduser()
-    key = hashlib.sha256(_SOURCE.read_bytes()).hexdigest()[:12]
+    key = hashlib.sha256(source.read_bytes()).hexdigest()[:12]
     version = importlib.metadata.version("torch")
-    return cache / "megatron_rl" / f"cuda_guard-{version}-{key}.so"
+    return cache / "megatron_rl" / f"{source.stem}-{version}-{key}.so"
 
 
-def _compile(torch_directory: Path, library: Path) -> None:
+def _compile(source: Path, torch_directory: Path, library: Path) -> None:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++")
     if compiler is None:
         raise RehearsalUnavailable(
-            "the rehearsal compiles launch/rehearsal/cuda_guard.cpp once, and no C++ compiler was "
+            f"the rehearsal compiles {source} once, and no C++ compiler was "
             "found. Install one (Debian: apt install g++), or set CXX=/path/to/compiler"
         )
     library.parent.mkdir(parents=True, exist_ok=True)
     partial = library.with_name(f"{library.name}.{os.getpid()}")
-    command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", str(_SOURCE)]
-    command += [f"-I{torch_directory / 'include'}", f"-L{torch_directory / 'lib'}"]
+    command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", str(source)]
+    include = torch_directory / "include"
+    command += [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}"]
+    command += [f"-L{torch_directory / 'lib'}"]
     command += ["-lc10", "-ltorch_cpu", "-o", str(partial)]
     result = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     if result.returncode:
         raise RehearsalUnavailable(
-            f"{compiler} cannot compile {_SOURCE.name}: {result.stderr.strip()[-600:]}"
+            f"{compiler} cannot compile {source.name}: {result.stderr.strip()[-600:]}"
         )
     os.replace(partial, library)  # another process may compile it at the same time

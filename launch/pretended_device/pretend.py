@@ -1,0 +1,73 @@
+"""Makes this process believe that it has GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from launch.pretended_device.host_waits import HostWaits
+from launch.pretended_device.library import DeviceLibrary
+
+if TYPE_CHECKING:
+    from launch.pretended_device.torch_cuda import TorchCuda
+
+
+@dataclass(frozen=True)
+class PretendedDevice:
+    """The device of this process.
+
+    waits: how often the host waited for it. cuda: the calls of `torch.cuda`.
+    """
+
+    library: DeviceLibrary
+    waits: HostWaits
+    cuda: TorchCuda
+
+
+_devices: list[PretendedDevice] = []
+
+
+def current() -> PretendedDevice:
+    """Return the device of this process. Raises RuntimeError without one."""
+    if not _devices:
+        raise RuntimeError("this process has no pretended device: call pretend() first")
+    return _devices[0]
+
+
+def pretend() -> PretendedDevice:
+    """Give this process eight CUDA devices. Call it before torch is imported.
+
+    Raises `RehearsalUnavailable` without a C++ compiler, or if torch was imported already.
+    """
+    library = DeviceLibrary()
+    from launch.pretended_device.attention import (
+        install_dense_attention,
+        install_varlen_attention,
+    )
+    from launch.pretended_device.kernels import install_kernels
+    from launch.pretended_device.nccl import install_nccl
+    from launch.pretended_device.torch_cuda import TorchCuda
+
+    waits = HostWaits()
+    library.on_wait(waits.record)
+    cuda = TorchCuda(library)
+    cuda.install()
+    install_nccl()
+    install_kernels()
+    install_dense_attention()
+    install_varlen_attention(waits)
+    _leave_functions_uncompiled()
+    device = PretendedDevice(library, waits, cuda)
+    _devices.append(device)
+    return device
+
+
+def _leave_functions_uncompiled() -> None:
+    """Let `torch.compile` return functions unchanged: its code for a GPU cannot run here."""
+    import torch
+
+    def keep(function: Any = None, **_: Any) -> Any:
+        return function if function is not None else keep
+
+    library: Any = torch
+    library.compile = keep
