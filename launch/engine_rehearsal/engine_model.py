@@ -71,9 +71,18 @@ class _WithoutMemory(TorchFunctionMode):
 
 def load_rank(arguments: Any, rank: int, specs: Sequence[TensorSpec]) -> RankLoad:
     """Build the model of one rank and load the tensors into it. arguments: resolved."""
+    try:
+        model = _build(arguments, rank)
+    except Exception as problem:  # SGLang's layers raise anything for sizes that they cannot split
+        return RankLoad(
+            rank=rank, num_bytes=0, parameters=[], transfers=[], warnings=[], error=str(problem)
+        )
+    return _load(model, rank, specs)
+
+
+def _load(model: Any, rank: int, specs: Sequence[TensorSpec]) -> RankLoad:
     log = TransferLog()
     lines = LogLines()
-    model = _build(arguments, rank)
     executors: Any = concurrent.futures
     executor = executors.ThreadPoolExecutor
     executors.ThreadPoolExecutor = _OneThread

@@ -98,7 +98,7 @@ def weight_findings(
     """Compare what the ranks of the engine keep with what the trainer sends."""
     for load in ranks:
         if load.error:
-            yield Finding(f"rank {load.rank}", f"SGLang's loader ends at {load.error}")
+            yield Finding(f"rank {load.rank}", f"SGLang cannot load it: {load.error}")
         for warning in load.warnings:
             yield Finding(f"rank {load.rank}", f"SGLang warns: {warning}")
         for parameter in load.parameters:
