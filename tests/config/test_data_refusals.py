@@ -9,6 +9,7 @@ from tests.support.configurations import accept, refusals
 PARQUET = "data=parquet data.train_path={0}/t.parquet"
 FOLDER = "data=hf_dataset data.train_path={0}/folder"
 SUMS = "source: jsonl, train_path: {0}/t.jsonl, weight: 1"
+LAST_LINE = "reward.answer=last_line"
 LETTERS = "letters: {{source: letter_sorting, weight: 1}}"
 
 
@@ -34,10 +35,8 @@ def overrides_of(text: str, files: Path) -> list[str]:
         ("data=jsonl data.train_path={0}/folder", "data.train_path", "data=hf_dataset"),
         ("data=hf_dataset data.train_path={0}/t.parquet", "data.train_path", "Use data=parquet"),
         ("data=hf_dataset data.train_path={0}/t.jsonl", "data.train_path", "Use data=jsonl"),
-        ("data=hf_dataset data.train_path={0}/no", "data.train_path", "There is no such file"),
         ("data=parquet data.train_path={0}/no.parquet", "data.train_path", "no such file"),
         ("data=parquet", "data.train_path", "data.train_path=train.parquet"),
-        (PARQUET + " data.split=train", "data.split", "a file, which has no splits"),
         (PARQUET + " data.eval_split=test", "data.eval_split", "a file, which has no splits"),
         (FOLDER + " data.eval_split=train", "data.eval_split", "It is the training split"),
         (FOLDER + " data.split=a data.eval_split=a", "data.eval_split", "training split"),
@@ -79,38 +78,77 @@ def test_files_and_folders_are_refused_by_key(
 def test_files_and_folders_of_all_formats_are_accepted(
     checkpoint: Path, files: Path, overrides: str
 ) -> None:
-    accept(checkpoint, *overrides_of(overrides, files), "reward.answer=last_line")
+    accept(checkpoint, *overrides_of(overrides, files), LAST_LINE)
 
 
-@pytest.mark.parametrize(
-    ("sources", "key", "words"),
-    [
-        ("sums: {{" + SUMS.replace("1", "0") + "}}", "sums.weight", "Must be greater than 0"),
-        ("sums: {{" + SUMS.replace("1", "-2") + "}}", "sums.weight", "Must be greater than 0"),
-        ("sums: {{" + SUMS.replace("1", "nan") + "}}", "sums.weight", "finite number"),
-        ("sums: {{" + SUMS.replace("1", "inf") + "}}", "sums.weight", "finite number"),
-        ("sums: {{" + SUMS.replace("1", "true") + "}}", "sums.weight", "Must be a number"),
-        ("sums: {{" + SUMS.replace("weight", "wieght") + "}}", "sums.wieght", "sums.weight"),
-        ("sums: {{source: jsonl, weight: 1}}", "sums.train_path", "Give one"),
-        ("sums: {{source: csv, weight: 1}}", "sums.source", "Must be one of column_addition"),
-        ("sums: {{" + SUMS + ", task: a}}", "sums.task", "use source=reasoning_gym"),
-        ("sums: {{" + SUMS + ", options: {{a: 1}}}}", "sums.options", "user-defined class"),
-        ("sums: {{source: 'no_such:A', weight: 1}}", "sums.source", "no_such"),
-        ("sums: {{source: mixture, weight: 1}}", "sums.source", "Must be one of"),
-        ("a.b: {{" + SUMS + "}}", None, "only letters, digits"),
-        ("sums: 3", "sums", "Must be a group of keys"),
-        (
-            "a: {{" + SUMS + "}}, b: {{" + SUMS + "}}",
-            None,
-            "a and b read the same training file",
-        ),
-    ],
-)
-def test_sources_of_a_mixture_are_refused_by_key(
-    checkpoint: Path, files: Path, sources: str, key: str | None, words: str
-) -> None:
-    text = f"data.sources={{{{{sources}}}}}".format(files)
-    results = refusals(checkpoint, "data=mixture", text, "reward.answer=last_line")
-    expectation = f"data.sources.{key}" if key else "data.sources"
-    texts = {r.key: f"{r.rule}. {r.remedy}" for r in results}
-    assert words in texts[expectation], texts
+def refusals_of_sources(checkpoint: Path, files: Path, **sources: str) -> dict[str, str]:
+    """Rule and remedy of every refusal of a mixture, by the key after data.sources."""
+    text = ", ".join(f"{name}: {{{value}}}" for name, value in sources.items())
+    text = text.replace("FILE", f"source: jsonl, train_path: {files}/t.jsonl")
+    results = refusals(checkpoint, "data=mixture", f"data.sources={{{text}}}", LAST_LINE)
+    return {
+        result.key.removeprefix("data.sources."): f"{result.rule}. {result.remedy}"
+        for result in results
+    }
+
+
+def test_types_of_all_sources_are_refused_by_key(checkpoint: Path, files: Path) -> None:
+    texts = refusals_of_sources(
+        checkpoint,
+        files,
+        zero="FILE, weight: 0",
+        negative="FILE, weight: -2",
+        nan="FILE, weight: nan",
+        infinite="FILE, weight: inf",
+        boolean="FILE, weight: true",
+        typo="FILE, wieght: 1",
+        csv="source: csv, weight: 1",
+        nested="source: mixture, weight: 1",
+    )
+    words = {
+        "zero.weight": "Must be greater than 0",
+        "negative.weight": "Must be greater than 0",
+        "nan.weight": "Must be a finite number",
+        "infinite.weight": "Must be a finite number",
+        "boolean.weight": "Must be a number",
+        "typo.wieght": "Did you mean data.sources.typo.weight?",
+        "typo.weight": "",
+        "csv.source": "Must be one of column_addition",
+        "nested.source": "Must be one of column_addition",
+    }
+    assert texts.keys() == words.keys()
+    for key, text in words.items():
+        assert text in texts[key], key
+    (refusal,) = refusals(checkpoint, "data=mixture", "data.sources={a: 3}")
+    assert refusal.key == "data.sources.a" and "group of keys" in refusal.rule
+
+
+def test_rules_of_all_sources_are_refused_by_key(checkpoint: Path, files: Path) -> None:
+    texts = refusals_of_sources(
+        checkpoint,
+        files,
+        pathless="source: jsonl, weight: 1",
+        other="source: jsonl, train_path: nowhere, weight: 1",
+        task="FILE, weight: 1, task: a",
+        options="source: letter_sorting, weight: 1, options: {a: 1}",
+        module="source: 'no_such:A', weight: 1",
+    )
+    words = {
+        "pathless.train_path": "Give one: data.sources.pathless.train_path=train.jsonl",
+        "other.train_path": "There is no such file",
+        "task.task": "use source=reasoning_gym",
+        "options.options": "user-defined class",
+        "module.source": "no_such",
+    }
+    assert texts.keys() == words.keys()
+    for key, text in words.items():
+        assert text in texts[key], key
+
+
+def test_names_and_files_of_sources_are_their_own(checkpoint: Path, files: Path) -> None:
+    text = "a.b: {source: two_digit_addition, weight: 1}"
+    (refusal,) = refusals(checkpoint, "data=mixture", f"data.sources={{{text}}}")
+    assert refusal.key == "data.sources" and "only letters, digits" in refusal.rule
+    texts = refusals_of_sources(checkpoint, files, a="FILE, weight: 1", b="FILE, weight: 2")
+    (rule,) = texts.values()
+    assert "a and b read the same training file" in rule

@@ -339,3 +339,16 @@ def test_the_digest_is_that_of_all_files(tmp_path: Path) -> None:
     assert digest == digest_of(location)
     write_parquet(Path(location.path) / "part-10.parquet", PLAIN_ROWS[2:])
     assert digest_of(location) != digest
+
+
+def test_jsonl_files_of_a_folder_are_one_data_set(tmp_path: Path) -> None:
+    folder = tmp_path / "lines"
+    folder.mkdir()
+    for name, text in (("a-2.jsonl", "first"), ("a-10.jsonl", "second")):
+        (folder / name).write_text(json.dumps({"prompt": text, "answer": 1}) + "\n")
+    first, second = read(location_of(folder))
+    assert (first.text, first.id) == ("first", "data.train_path:1")
+    assert (second.text, second.id) == ("second", "data.train_path:2")
+    write_parquet(folder / "a-3.parquet", PLAIN_ROWS)
+    with pytest.raises(PromptDataError, match=r"two formats \(\.jsonl and \.parquet\)"):
+        read(location_of(folder))
