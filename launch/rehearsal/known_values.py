@@ -10,6 +10,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _disable_current_modes
@@ -85,7 +86,7 @@ class KnownValues:
                     self.put(leaf, value)
         elif is_small and name in _FILLS:
             with _disable_current_modes():
-                value = torch.full(outputs[0].shape, _FILLS[name], dtype=outputs[0].dtype)
+                value = _fill(outputs[0].shape, _FILLS[name], outputs[0].dtype)
             self.put(outputs[0], value)
         elif func._schema.is_mutable:
             for tensor in written_tensors(func, args, kwargs):
@@ -98,6 +99,17 @@ class KnownValues:
         if isinstance(leaf, torch.device):
             return torch.device("cpu")
         return self.get(leaf) if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _fill(shape: torch.Size, value: int, dtype: torch.dtype) -> torch.Tensor:
+    """A tensor of zeros or ones. Zeros take no memory until something else is written.
+
+    The moments of an optimizer are such tensors, and larger than a machine without GPUs.
+    """
+    if value:
+        return torch.full(shape, value, dtype=dtype)
+    data = np.zeros(shape.numel() * dtype.itemsize, np.uint8)
+    return torch.from_numpy(data).view(dtype).reshape(shape)
 
 
 def _is_kept(name: str, outputs: Sequence[torch.Tensor]) -> bool:
