@@ -36,7 +36,9 @@ def published_model(folder: Path, name: str, layers: int) -> str:
         if file.name.startswith("tokenizer"):
             (folder / file.name).write_bytes(file.read_bytes())
     config = json.loads((PUBLISHED / name / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    # The end of a sequence is the tiny tokenizer's
+    changes = {"num_hidden_layers": layers, "eos_token_id": 1}
+    (folder / "config.json").write_text(json.dumps(config | changes))
     return str(folder)
 
 
