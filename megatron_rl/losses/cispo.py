@@ -6,7 +6,7 @@ import torch
 
 from megatron_rl.config.algorithms import CispoSettings
 from megatron_rl.contracts.step_plan import Denominators
-from megatron_rl.losses.clipped_ratio import Surrogate, limited_ratio, ratio_metrics
+from megatron_rl.losses.clipped_ratio import Surrogate, limited_ratio, ratio_metrics, token_ratios
 from megatron_rl.losses.interface import (
     LossResult,
     Objective,
@@ -47,6 +47,7 @@ class Cispo:
                 clipped_high=ratio > self._high,
             )
             sums, maxima = ratio_metrics(ratio, surrogate)
-            return LossResult(-surrogate.objective.sum() / count, sums, maxima)
+            loss = -surrogate.objective.sum() / count
+            return LossResult(loss, sums, maxima, token_ratios(ratio, surrogate))
 
         return objective

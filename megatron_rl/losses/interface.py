@@ -35,8 +35,9 @@ class TokenRatios(NamedTuple):
     """Importance ratios of T tokens, for records. No gradient flows through them.
 
     ratios: float32 [T], the ratio that the loss gives each token.
-    clips: int8 [T], tokens without a gradient: -1 because of the lower bound of the ratio, 1
-    because of the upper one, 0 for the others. None for a loss that does not say.
+    clips: int8 [T], tokens whose ratio a bound limits: -1 for the lower bound, 1 for the upper
+    bound, 0 for the others. policy/clip_fraction_low and policy/clip_fraction_high count them. None
+    for a loss that does not mark them.
     """
 
     ratios: torch.Tensor

@@ -10,10 +10,17 @@ from typing import Any
 import pytest
 
 from tests.support.recordings import read_rollouts
+from tests.support.sample_checks import Scenario, check_samples
 from tests.support.torchrun import torchrun
 
 SCRIPT = Path(__file__).with_name("worker_steps.py")
 GRIDS = ("pipeline", "interleaved", "tensor", "context")
+SAMPLES = (
+    "samples_bfloat16",
+    "pipeline_samples_bfloat16",
+    "tensor_samples_bfloat16",
+    "context_samples_bfloat16",
+)
 SCENARIOS = (
     "finite",
     "nan_on_rank_1",
@@ -25,6 +32,7 @@ SCENARIOS = (
     "pipeline_nan_logits_on_rank_1",
     "pipeline_skipped",
     *(f"{grid}_recorded" for grid in GRIDS),
+    *SAMPLES,
 )
 
 pytestmark = pytest.mark.distributed
@@ -143,3 +151,12 @@ def test_a_replay_fault_on_one_rank_stops_all_before_a_weight_changes(
     assert message.startswith("step 3: ") and "rank 1: layer 0, micro-batch 0: " in message
     assert "its router ran 2 times" in message
     assert rollout_ids(directory / "fault_on_rank_1" / "unreplayed-step-3") == ALL_IDS
+
+
+@pytest.mark.parametrize("scenario", SAMPLES)
+def test_samples_hold_what_the_ranks_computed(
+    results: dict[str, dict[str, Any]], directory: Path, scenario: str
+) -> None:
+    """`kept_samples` checks that weights are the same, bit for bit, as without samples."""
+    scenarios = {name: Scenario(directory / name, results[name]) for name in SAMPLES}
+    check_samples(scenarios, scenario)

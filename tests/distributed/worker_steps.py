@@ -5,7 +5,8 @@ The rollouts are exchanged across two simulated nodes.
 Usage: worker_steps.py OUT SCENARIO...; a scenario is `finite`, `nan_on_rank_1`,
 `nan_logits_on_rank_1`, `skipped` or `fault_on_rank_1`, with expert parallelism or, after
 `pipeline_`, with two pipeline stages. `recorded` may follow each name of `GRIDS`: it replays the
-trainer's own routes. Rank 0 prints each result as JSON.
+trainer's own routes. So may `samples_float32` and `samples_bfloat16`, which write samples to OUT.
+Rank 0 prints each result as JSON.
 """
 
 import contextlib
@@ -56,6 +57,7 @@ from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 from megatron_rl.training.micro_batches import MicroBatch
 from megatron_rl.training.replay import update_routes
 from megatron_rl.training.worker import Worker, gather_receivers
+from tests.distributed.kept_samples import spread_over_nodes, train_with_samples
 from tests.support.routers import check_routers
 
 GRIDS = {
@@ -96,7 +98,9 @@ def build(layout: RankLayout, rollouts: Path, settings: ParallelSettings, scenar
         logger=LoggerSettings(),
         # The routes are random, so that all of them differ from the routers' choices
         settings=TrainSettings(
-            total_steps=1, max_route_disagreement=1, replay_measure_every=0 if is_recorded else 3
+            total_steps=1,
+            max_route_disagreement=1,
+            replay_measure_every=0 if is_recorded or scenario.startswith("samples") else 3,
         ),
         rollouts_directory=rollouts,
     )
@@ -128,11 +132,16 @@ def run_scenario(layout: RankLayout, out: Path, name: str) -> None:
     scenario = name if settings is GRIDS[""] else name.partition("_")[2]
     worker = build(layout, out, settings, scenario)
     store, refs = store_rollouts(worker, 9)
+    if scenario.startswith("samples"):
+        refs = spread_over_nodes(refs)
     plan = make_plan(worker, settings, scenario, refs)
     if scenario == "nan_logits_on_rank_1" and layout.rank == 1:
         fill_final_norm_with_nan(worker)
     if scenario == "recorded":
         print_result(layout, name, train_with_recorded_routes(worker, plan))
+    elif scenario.startswith("samples"):
+        result = train_with_samples(lambda: build(layout, out, settings, scenario), plan, out)
+        print_result(layout, name, result)
     elif scenario == "fault_on_rank_1":
         print_result(layout, name, fail_to_replay(layout, worker, plan))
     else:
