@@ -81,6 +81,7 @@ def build(layout: RankLayout, rollouts: Path, settings: ParallelSettings, scenar
         GrpoSettings(),
         recompute="full" if is_recorded else "none",
         source="trainer" if is_recorded else "rollout",
+        dtype="bfloat16" if scenario.endswith("bfloat16") else "float32",
         **layout.groups,
     )
     moe_rows = make_view(shape, settings, layout).moe_rows(shape.moe_layers)
