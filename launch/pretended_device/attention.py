@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,8 +89,32 @@ def install_varlen_attention(waits: HostWaits) -> None:
             raise ValueError("keys have fewer heads than queries: pass enable_gqa=True")
         config: Any = SimpleNamespace(context_parallel_size=1)
         attention = PackedAttention(config, 1, None, "self", softmax_scale=scale)
-        with waits.pause():
-            return attention._attend_in_buckets(query, key, value, cu_seq_q.tolist())
+
+        def attend(*inputs: torch.Tensor) -> torch.Tensor:
+            return attention._attend_in_buckets(*inputs, cu_seq_q.tolist())
+
+        output: torch.Tensor = _Kernel.apply(attend, waits, query, key, value)
+        return output
 
     module: Any = varlen_attention
     module._import_varlen_attn = lambda: varlen_attn
+
+
+class _Kernel(torch.autograd.Function):
+    """A function of tensors whose waits do not count, in forward and in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, function: Callable[..., torch.Tensor], waits: HostWaits, *inputs: torch.Tensor
+    ) -> torch.Tensor:
+        ctx.waits = waits
+        ctx.inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
+        with waits.pause(), torch.enable_grad():
+            ctx.output = function(*ctx.inputs)
+        return ctx.output.detach()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        with ctx.waits.pause():
+            return None, None, *torch.autograd.grad(ctx.output, ctx.inputs, gradient)

@@ -179,7 +179,7 @@ class DistributedAdam:
         """
         self._optimizer.prepare_grads()
         device = self._models[0].buffers[0].grad_data.device
-        norm = torch.tensor(self._optimizer.get_grad_norm(), dtype=torch.float32, device=device)
+        norm = torch.full((), self._optimizer.get_grad_norm(), dtype=torch.float32, device=device)
         return _true_on_all_ranks(norm.square().isfinite())
 
 

@@ -201,7 +201,9 @@ class RouterTarget:
         is_real = self._real_mask(live_experts)
         differs = (live_experts.sort(-1).values != recorded_experts.sort(-1).values).any(-1)
         counts = torch.stack([(differs & is_real).sum(), is_real.sum()])
-        self.disagreement = self.disagreement.to(differs.device) + counts
+        if self.disagreement.device == counts.device:
+            counts = counts + self.disagreement
+        self.disagreement = counts  # the first zeros are on the host, whose copy would wait
 
     def _real_mask(self, experts: torch.Tensor) -> torch.Tensor:
         """Return bool [rows], False for padding."""
