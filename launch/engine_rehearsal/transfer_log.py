@@ -99,12 +99,16 @@ class TransferLog(TorchDispatchMode):
                 name=name,
                 shape=tuple(parameter.shape),
                 dtype=str(parameter.dtype).removeprefix("torch."),
-                num_missing=max(
-                    0, parameter.numel() - count_elements(self._writes[_storage(parameter)])
-                ),
+                num_missing=self._count_missing(parameter),
             )
             for name, parameter in model.named_parameters()
         ]
+
+    def _count_missing(self, parameter: torch.Tensor) -> int:
+        """0 for the scales of an FP8 KV cache, which SGLang marks: without them it takes 1."""
+        if getattr(parameter, "_skip_weight_check", False):
+            return 0
+        return max(0, parameter.numel() - count_elements(self._writes[_storage(parameter)]))
 
     def transfers(self, model: torch.nn.Module) -> list[Transfer]:
         """The ways of all tensors of the stream."""
