@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.schema import CreditSettings, EvalSettings
-from megatron_rl.contracts.commands import Command
+from megatron_rl.contracts.commands import Command, Train
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
 from megatron_rl.engines.token_counter import TokenComparison
 from megatron_rl.records.progress import Progress
@@ -330,3 +330,33 @@ def test_a_resumed_run_may_end_without_an_update(tmp_path: Path) -> None:
     parts = ScriptedParts(finite=[False])
     lead(parts, tmp_path, steps=2, resume_state=state, max_nonfinite_steps=3)
     assert "save step-2" in parts.calls
+
+
+def test_samples_are_kept_on_due_steps_before_rollouts_are_released(tmp_path: Path) -> None:
+    class Parts(ScriptedParts):
+        def run(self, command: Command) -> Any:
+            if isinstance(command, Train):
+                self.calls.append(f"values {command.keep_values}")
+            return super().run(command)
+
+        def is_due(self, step: int) -> bool:
+            return step == 2
+
+        def keep(self, *arguments: Any) -> dict[str, float]:
+            self.calls.append(f"keep after {len(self.released_groups)} releases")
+            return {"samples/kept": 3.0}
+
+    parts = Parts()
+    lead(parts, tmp_path, steps=3, samples=parts)
+    calls = [text for text in parts.calls if text.startswith(("train", "values", "keep"))]
+    assert calls == [
+        "values False",
+        "train 1",
+        "values True",
+        "train 2",
+        "keep after 1 releases",
+        "values False",
+        "train 3",
+    ]
+    names = {"samples/kept", "time/samples"}
+    assert [names & parts.metrics[step].keys() for step in (1, 2, 3)] == [set(), names, set()]

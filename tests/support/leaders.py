@@ -160,9 +160,10 @@ def lead(
     resume_state: LoopState | None = None,
     credit: CreditSettings | None = None,
     phases: Sequence[Phase] = (),
+    samples: Any = None,
     **train: Any,
 ) -> ScriptedParts:
-    """Run a leader over `parts` to its end. stream: takes the progress lines."""
+    """Run a leader over `parts` to its end. stream: takes the progress lines. samples: a keeper."""
     stand_in: Any = parts
     settings = TrainSettings(total_steps=steps, optimizer_steps_per_batch=1, **train)
     step_parts = StepParts(
@@ -190,6 +191,7 @@ def lead(
         records=RunRecords(RunDirectory(tmp_path), stand_in, progress),
         checkpoints=checkpoints,
         curriculum=Curriculum(phases, open_parts, stand_in, progress.log) if phases else None,
+        samples=samples,
         resume_state=resume_state,
     )
     leader.lead()
