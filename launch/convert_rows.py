@@ -98,8 +98,8 @@ def print_problems(problems: Sequence[str]) -> None:
         print(f"... and {len(problems) - MAX_PROBLEMS} more", file=sys.stderr)
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Parse the command line."""
+def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the command line, or other arguments."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -112,7 +112,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--tool-key")
     parser.add_argument("--apply-chat-template", action="store_true")
     parser.add_argument("--skip", action="store_true", help="leave out rows with problems")
-    return parser.parse_args()
+    return parser.parse_args(arguments)
 
 
 def refuse(problem: str) -> int:

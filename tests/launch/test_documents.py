@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import checkpoint
+from launch import checkpoint, convert_rows
 from launch.comparison.__main__ import check_options, plan_runs, read_contest
 from launch.comparison.arguments import make_parser
 from launch.profile_prompts import settings_of
@@ -76,6 +76,8 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.syspath_prepend(ROOT / "tests/plugins/examples")
     for name in ("sums.jsonl", "more.jsonl", "reverse.jsonl", "rates.jsonl"):
         (tmp_path / name).write_text('{"prompt": "1+1=", "answer": 2}\n')
+    (tmp_path / "sums.parquet").touch()
+    (tmp_path / "my_dataset").mkdir()
     return tmp_path
 
 
@@ -126,6 +128,7 @@ def test_every_profile_command_composes(workspace: Path) -> None:
     ("program", "parse"),
     [
         ("launch/checkpoint.py", checkpoint.parse_arguments),
+        ("launch/convert_rows.py", convert_rows.parse_arguments),
         ("launch.studies.replay_gaps", replay_gaps.make_parser().parse_args),
         ("launch.studies.simulate_selection", simulate_selection.make_parser().parse_args),
     ],
