@@ -64,18 +64,16 @@ def update_policy(
         forward_only=False,
         replay=policy.replay,
     )
+    total = float(sum(losses)) if losses else 0.0  # the host waits for all passes here, once
     if losses:
-        metrics.add_mean("train/loss", float(sum(losses)), 1.0 / dp_size)
-    result = _apply(policy, optimizer, losses)
+        metrics.add_mean("train/loss", total, 1.0 / dp_size)
+    result = _apply(policy, optimizer, loss_is_finite=math.isfinite(total))
     if result.is_applied:
         metrics.add_mean("train/grad_norm", result.grad_norm, 1.0)
     return result
 
 
-def _apply(
-    policy: Policy, optimizer: DistributedAdam, losses: Sequence[torch.Tensor]
-) -> StepResult:
+def _apply(policy: Policy, optimizer: DistributedAdam, *, loss_is_finite: bool) -> StepResult:
     """Apply the gradients unless a loss or a replayed route is at fault. Collective."""
-    total = float(sum(losses)) if losses else 0.0
     has_replay_faults = policy.replay is not None and policy.replay.has_faults
-    return optimizer.step(loss_is_finite=math.isfinite(total) and not has_replay_faults)
+    return optimizer.step(loss_is_finite=loss_is_finite and not has_replay_faults)
