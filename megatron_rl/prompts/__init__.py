@@ -1,1 +1,1 @@
-"""Sources of prompts: JSONL files, embedded tasks and reasoning-gym's generators."""
+"""Sources of prompts: files, embedded tasks, generators, and mixtures of them."""
