@@ -90,7 +90,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for stage in options.only or STAGES:
             remaining = options.budget - (time.monotonic() - start)
             print(f"{stage} ...", end=" ", flush=True)
-            limit = min(STAGES[stage], remaining)
+            # On a pretended device nothing is measured, and the CPU does a GPU's work
+            limit = min(STAGES[stage] * (4 if options.pretended else 1), remaining)
             if options.pretended and stage in NOT_PRETENDED:
                 outcome = Outcome(stage, "skipped", NOT_PRETENDED[stage])
             else:

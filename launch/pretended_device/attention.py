@@ -90,8 +90,8 @@ def install_varlen_attention(waits: HostWaits) -> None:
         config: Any = SimpleNamespace(context_parallel_size=1)
         attention = PackedAttention(config, 1, None, "self", softmax_scale=scale)
 
-        def attend(*inputs: torch.Tensor) -> torch.Tensor:
-            return attention._attend_in_buckets(*inputs, cu_seq_q.tolist())
+        def attend(queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+            return attention._attend_in_buckets(queries, keys, values, cu_seq_q.tolist())
 
         output: torch.Tensor = _Kernel.apply(attend, waits, query, key, value)
         return output
