@@ -26,11 +26,10 @@ from megatron_rl.contracts.exit_codes import ExitCode
 if TYPE_CHECKING:
     from launch.te_rehearsal.transformer_engine import Rehearsal
 
-PART_NAMES = ("models", "sizes", "checkpoints", "steps", "fp8")
+PART_NAMES = ("models", "sizes", "checkpoints", "steps", "fp8", "ranks")
 NOT_REHEARSED = (
     "numerics and speed of compiled kernels, and Triton's compiler",
-    "the communication of Transformer Engine: tensor, sequence and context parallelism",
-    "FP8 under tensor parallelism, whose ranks share their largest values",
+    "context parallelism of Transformer Engine's attention, and communication over NCCL",
     "FlashAttention in place of cuDNN's fused attention",
     "CUDA graphs and streams",
 )

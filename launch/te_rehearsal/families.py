@@ -67,7 +67,8 @@ def deepseek_v3() -> Any:
     from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
 
     changes = {
-        "num_key_value_heads": 4,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
         "q_lora_rank": 32,
         "kv_lora_rank": 32,
         "v_head_dim": 32,
@@ -75,7 +76,7 @@ def deepseek_v3() -> Any:
         "qk_rope_head_dim": 32,
         "num_nextn_predict_layers": 0,
         "first_k_dense_replace": 1,
-        "n_routed_experts": 8,
+        "n_routed_experts": 4,
         "n_shared_experts": 1,
         "moe_intermediate_size": 32,
         "num_experts_per_tok": 2,

@@ -30,9 +30,13 @@ Place = tuple[str, tuple[int, ...], tuple[int, ...], tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Machine:
-    """Builds models as a GPU with Transformer Engine does, or as a CPU does."""
+    """Builds models as a GPU with Transformer Engine does, or as a CPU does.
+
+    grid: the parallel layout of the models.
+    """
 
     cuda: PretendedCuda
+    grid: ParallelSettings = GRID
 
     @contextlib.contextmanager
     def acting_as(self, spec: Spec) -> Iterator[None]:
@@ -57,7 +61,7 @@ class Machine:
     def build(self, shape: ModelShape, settings: ModelSettings, spec: Spec) -> Models:
         """Build the model with a spec."""
         with self.acting_as(spec):
-            return build_models(shape, replace(settings, spec=spec), GRID, on_gpu=spec == "te")
+            return build_models(shape, replace(settings, spec=spec), self.grid, on_gpu=spec == "te")
 
     def build_on_meta(self, shape: ModelShape, settings: ModelSettings, spec: Spec) -> Models:
         """Build the model without data, at any size."""
@@ -66,7 +70,7 @@ class Machine:
         cuda.current_device = lambda: "meta"  # Transformer Engine compares with the text
         try:
             with self.acting_as(spec), torch.device("meta"):
-                return build_models(shape, replace(settings, spec=spec), GRID, on_gpu=True)
+                return build_models(shape, replace(settings, spec=spec), self.grid, on_gpu=True)
         finally:
             cuda.current_device = current_device
 

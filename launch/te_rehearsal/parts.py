@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -41,6 +45,16 @@ _RECOMPUTATIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "mixtral": (_FULL,),
     "deepseek_v3": (_LATENT, _EXPERTS),
 }
+_SHARED_STEPS: tuple[tuple[str, dict[str, Any], dict[str, Any], Gap], ...] = (
+    ("qwen3_moe", {"dtype": "float32"}, {"tp": 2, "ep": 2, "sequence_parallel": True}, FLOAT32),
+    ("qwen3", {"dtype": "float32"}, {"tp": 2}, FLOAT32),
+    (
+        "qwen3",
+        {"dtype": "bfloat16", "fp8": "tensorwise"},
+        {"tp": 2, "sequence_parallel": True},
+        FP8,
+    ),
+)
 _RECIPES = (("tensorwise", HOPPER), ("blockwise", HOPPER), ("mxfp8", BLACKWELL))
 
 
@@ -113,7 +127,11 @@ def check_steps(stage: Stage) -> None:
         reference = stage.step(family, "local", dtype="float32")
         outcome = stage.step(family, "te", dtype="float32")
         _report_gap(
-            stage.report, f"{family} float32", outcome, gap(outcome, reference, start), FLOAT32
+            stage.report,
+            f"{family} float32",
+            outcome.ratio_deviation,
+            gap(outcome, reference, start),
+            FLOAT32,
         )
         local = gap(stage.step(family, "local", dtype="bfloat16"), reference, start)
         limit = Gap(*(BFLOAT16_RATIO * value for value in vars(local).values()))
@@ -121,7 +139,9 @@ def check_steps(stage: Stage) -> None:
             outcome = stage.step(family, "te", dtype="bfloat16", **options)
             modules = "+".join(options.get("recompute_modules", [options.get("recompute", "none")]))
             name = f"{family} bfloat16 recompute {modules}"
-            _report_gap(stage.report, name, outcome, gap(outcome, reference, start), limit)
+            _report_gap(
+                stage.report, name, outcome.ratio_deviation, gap(outcome, reference, start), limit
+            )
 
 
 def check_fp8(stage: Stage) -> None:
@@ -133,7 +153,9 @@ def check_fp8(stage: Stage) -> None:
                 reference = stage.step(family, "local", dtype="float32")
                 outcome = stage.step(family, "te", dtype="bfloat16", fp8=recipe)
                 measured_gap = gap(outcome, reference, start)
-                _report_gap(stage.report, f"{family} {recipe}", outcome, measured_gap, FP8)
+                _report_gap(
+                    stage.report, f"{family} {recipe}", outcome.ratio_deviation, measured_gap, FP8
+                )
             for family in ("qwen3", "qwen3_moe"):
                 difference = _cast_difference(stage, family, recipe)
                 stage.report.add(
@@ -144,12 +166,33 @@ def check_fp8(stage: Stage) -> None:
             stage.report.add(f"{recipe} without padding", *_refusal_of_odd_rows(stage, recipe))
 
 
+def check_ranks(stage: Stage) -> None:
+    """Compare steps that two ranks share, over gloo."""
+    for family, options, grid, limit in _SHARED_STEPS:
+        path = stage.tiny_model(family)
+        module = ["-m", "launch.te_rehearsal.ranks"]
+        command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *module]
+        arguments = [str(path), json.dumps(options), json.dumps(grid)]
+        process = subprocess.run(
+            [sys.executable, *command, *arguments], capture_output=True, text=True, check=False
+        )
+        name = f"{family} {' '.join(map(str, options.values()))} {'_'.join(grid)}"
+        line = re.search(r"^RESULT (.*)$", process.stdout, re.MULTILINE)
+        if line is None:
+            stage.report.add(name, False, process.stderr[-600:])
+            continue
+        result = json.loads(line[1])
+        deviation = result.pop("ratio_deviation")
+        _report_gap(stage.report, name, deviation, Gap(**result), limit)
+
+
 PARTS: dict[str, Callable[[Stage], None]] = {
     "models": check_models,
     "sizes": check_sizes,
     "checkpoints": check_checkpoints,
     "steps": check_steps,
     "fp8": check_fp8,
+    "ranks": check_ranks,
 }
 
 
@@ -157,12 +200,12 @@ def _builder(build: Any, shape: Any, settings: ModelSettings) -> Callable[[Any],
     return lambda spec: build(shape, settings, spec)
 
 
-def _report_gap(report: Report, name: str, outcome: StepOutcome, distance: Gap, limit: Gap) -> None:
+def _report_gap(report: Report, name: str, deviation: float, distance: Gap, limit: Gap) -> None:
     """Record the distances of a step, each with its limit, and the ratio of both passes."""
     pairs = [(key, value, getattr(limit, key)) for key, value in vars(distance).items()]
-    is_ok = outcome.ratio_deviation == 0 and all(value <= bound for _, value, bound in pairs)
+    is_ok = deviation == 0 and all(value <= bound for _, value, bound in pairs)
     texts = [f"{key} {value:.2g} (at most {bound:.2g})" for key, value, bound in pairs]
-    report.add(name, is_ok, f"{', '.join(texts)}, first ratio - 1 {outcome.ratio_deviation:.2g}")
+    report.add(name, is_ok, f"{', '.join(texts)}, first ratio - 1 {deviation:.2g}")
 
 
 def _cast_difference(stage: Stage, family: str, recipe: str) -> float:

@@ -12,7 +12,7 @@ from launch.te_rehearsal.models import GRID, Machine
 from launch.testbed.batches import make_batch
 from launch.testbed.policies import ADAM, make_planner, make_view, train_settings
 from megatron_rl.config.algorithms import GrpoSettings
-from megatron_rl.config.schema import ModelSettings, RolloutSettings
+from megatron_rl.config.schema import ModelSettings, ParallelSettings, RolloutSettings
 from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses.grpo import Grpo
 from megatron_rl.mcore.layer_spec import Spec
@@ -39,16 +39,27 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
+class Place:
+    """The model and the rank of a step. row_multiple: of the rows of a pack."""
+
+    shape: ModelShape
+    layout: RankLayout
+    grid: ParallelSettings
+    row_multiple: int
+
+
+@dataclass(frozen=True)
 class StepOutcome:
     """The results of one optimizer step.
 
     logprobs: of the old-policy pass, float32 [T]. ratio_deviation: the largest distance of a
-    ratio of the update from 1, which is 0 if both passes are one computation. gradients, weights:
-    by Hugging Face name, weights after the step.
+    ratio of the update from 1, which is 0 if both passes are one computation. grad_norm: of all
+    gradients. gradients, weights: by Hugging Face name, weights after the step.
     """
 
     logprobs: torch.Tensor
     ratio_deviation: float
+    grad_norm: float
     gradients: Tensors
     weights: Tensors
 
@@ -57,7 +68,7 @@ class StepOutcome:
 class Gap:
     """Distances between two steps, each relative to the norm of the second.
 
-    logprobs: the largest absolute one, in nats.
+    logprobs: the largest absolute one, in nats. gradients: of their norms, where ranks share them.
     """
 
     logprobs: float
@@ -75,9 +86,10 @@ def run_step(
     settings = replace(settings, spec=spec, fp8=settings.fp8 if spec == "te" else None)
     with machine.acting_as(spec):
         shape = read_shape(checkpoint)
-        chunks = build_models(shape, settings, GRID, on_gpu=spec == "te")
+        chunks = build_models(shape, settings, machine.grid, on_gpu=spec == "te")
         load_hf_weights(chunks, shape, checkpoint)
-        return _train(_policy(shape, chunks), shape, layout, settings)
+        place = Place(shape, layout, machine.grid, pack_multiple(settings))
+        return _train(_policy(chunks, place), place)
 
 
 def cast_difference(layout: RankLayout, checkpoint: Path, settings: ModelSettings) -> float:
@@ -87,42 +99,42 @@ def cast_difference(layout: RankLayout, checkpoint: Path, settings: ModelSetting
     Transformer Engine keeps the casts of weights between the micro-batches of a step.
     """
     shape = read_shape(checkpoint)
+    place = Place(shape, layout, GRID, pack_multiple(settings))
     policies = []
     for _ in range(2):
         chunks = build_models(shape, settings, GRID, on_gpu=True)
         load_hf_weights(chunks, shape, checkpoint)
-        policies.append(_policy(shape, chunks))
+        policies.append(_policy(chunks, place))
     policy, other = policies
-    _train(policy, shape, layout, settings)
+    _train(policy, place)
     with torch.no_grad():
         pairs = zip(policy.models[0].parameters(), other.models[0].parameters(), strict=True)
         for weight, copy in pairs:
             copy.copy_(weight)
-    batches, _ = _batches(shape, layout, settings)
+    batches, _ = _batches(place)
     passes = [compute_old_policy(one, batches, MetricSums()) for one in policies]
     before, after = (torch.cat([o.old_logprobs for o in objectives]) for objectives in passes)
     return float((before - after).abs().max())
 
 
-def _batches(
-    shape: ModelShape, layout: RankLayout, settings: ModelSettings
-) -> tuple[list[MicroBatch], Denominators]:
-    refs, rollouts, advantages = make_batch(shape, _ROLLOUTS)
+def _batches(place: Place) -> tuple[list[MicroBatch], Denominators]:
+    layout = place.layout
+    refs, rollouts, advantages = make_batch(place.shape, _ROLLOUTS)
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
-    plan = make_planner(GRID, layout, tokens_per_micro_batch=_TOKENS).plan(0, refs, advantages)
+    planner = make_planner(place.grid, layout, tokens_per_micro_batch=_TOKENS)
+    plan = planner.plan(0, refs, advantages)
     by_index = {i: by_id[ref.rollout_id] for i, ref in enumerate(plan.rollouts)}
-    (batches,) = _batcher(shape, layout, settings).optimizer_steps(plan, 0, by_index)
+    (batches,) = _batcher(place).optimizer_steps(plan, layout.dp_rank, by_index)
     return batches, plan.optimizer_steps[0].denominators
 
 
-def _train(
-    policy: Policy, shape: ModelShape, layout: RankLayout, settings: ModelSettings
-) -> StepOutcome:
-    batches, denominators = _batches(shape, layout, settings)
-    if len(batches) < 2:
+def _train(policy: Policy, place: Place) -> StepOutcome:
+    shape = place.shape
+    batches, denominators = _batches(place)
+    if len(batches) < 2 and place.layout.dp_size == 1:
         raise RuntimeError("gradients of one micro-batch do not add up")
     objectives = compute_old_policy(policy, batches, MetricSums())
-    optimizer = RecordingAdam(policy, shape)
+    optimizer = RecordingAdam(policy, place)
     metrics = MetricSums()
     result = update_policy(
         policy,
@@ -130,7 +142,7 @@ def _train(
         batches,
         objectives,
         denominators,
-        dp_size=1,
+        dp_size=place.layout.dp_size,
         first_step=True,
         metrics=metrics,
     )
@@ -140,8 +152,9 @@ def _train(
     return StepOutcome(
         torch.cat([objective.old_logprobs for objective in objectives]),
         metrics.values()["policy/first_ratio_deviation"],
+        result.grad_norm,
         optimizer.gradients,
-        {name: tensor.float() for name, tensor in iterate_hf_weights(policy.models, shape)},
+        {name: tensor.float().clone() for name, tensor in iterate_hf_weights(policy.models, shape)},
     )
 
 
@@ -149,36 +162,40 @@ class RecordingAdam(DistributedAdam):
     """Records gradients before it applies them.
 
     Attributes:
-    gradients: by Hugging Face name, float32.
+    gradients: by Hugging Face name, float32; none where ranks share them.
     """
 
-    def __init__(self, policy: Policy, shape: ModelShape) -> None:
+    def __init__(self, policy: Policy, place: Place) -> None:
         models: Any = policy.models
         super().__init__(models, ADAM, total_steps=10)
         self.gradients: Tensors = {}
         self._policy = policy
-        self._shape = shape
+        self._place = place
 
     def step(self, *, loss_is_finite: bool) -> StepResult:
         """Record the gradients and apply them."""
-        self.gradients = _gradients(self._policy, self._shape)
+        if self._place.layout.world_size == 1:
+            self.gradients = _gradients(self._policy, self._place.shape)
         return super().step(loss_is_finite=loss_is_finite)
 
 
-def _policy(shape: ModelShape, chunks: list[torch.nn.Module]) -> Policy:
+def _policy(chunks: list[torch.nn.Module], place: Place) -> Policy:
     models = wrap_data_parallel(chunks)
     rollout = RolloutSettings(max_new_tokens=32)
     logprobs = ResponseLogprobs(
-        train_settings(), rollout, vocab_size=shape.vocab_size, tp_group=None
+        train_settings(),
+        rollout,
+        vocab_size=place.shape.vocab_size,
+        tp_group=place.layout.tp_group,
     )
-    replay = RouteReplay(models) if shape.moe_layers else None
+    replay = RouteReplay(models) if place.shape.moe_layers else None
     return Policy(models=models, logprobs=logprobs, loss=Grpo(GrpoSettings()), replay=replay)
 
 
-def _batcher(shape: ModelShape, layout: RankLayout, settings: ModelSettings) -> Batcher:
-    routes = route_shape(shape) if shape.moe_layers else None
-    view = make_view(shape, GRID, layout)
-    return Batcher(view, routes, layout.device, multiple=pack_multiple(settings))
+def _batcher(place: Place) -> Batcher:
+    routes = route_shape(place.shape) if place.shape.moe_layers else None
+    view = make_view(place.shape, place.grid, place.layout)
+    return Batcher(view, routes, place.layout.device, multiple=place.row_multiple)
 
 
 def _gradients(policy: Policy, shape: ModelShape) -> Tensors:
@@ -195,7 +212,9 @@ def gap(step: StepOutcome, reference: StepOutcome, start: Tensors) -> Gap:
     """Measure the distance of a step from another. start: the weights before the step."""
     return Gap(
         logprobs=float((step.logprobs - reference.logprobs).abs().max()),
-        gradients=_distance(step.gradients, reference.gradients),
+        gradients=_distance(step.gradients, reference.gradients)
+        if step.gradients
+        else abs(step.grad_norm / reference.grad_norm - 1),
         movement=_distance(_movement(step, start), _movement(reference, start)),
     )
 

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _BLOCK = 128
 _MX_BLOCK = 32
@@ -107,8 +108,10 @@ def torch_dtype(te_dtype: Any) -> torch.dtype:
 
 def _fill_tensorwise(output: Any, rows: torch.Tensor, quantizer: Any) -> None:
     dtype = torch_dtype(quantizer.dtype)
-    scale = rows.abs().max().clamp(min=1e-12) / torch.finfo(dtype).max if rows.numel() else None
-    scale = torch.ones(()) if scale is None else scale
+    largest = rows.abs().max() if rows.numel() else torch.zeros(())
+    if quantizer.with_amax_reduction:  # ranks that share a matrix share its scale
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group=quantizer.amax_reduction_group)
+    scale = largest.clamp(min=1e-12) / torch.finfo(dtype).max
     values = (rows / scale).to(dtype).view(torch.uint8)
     output._scale_inv.fill_(float(scale))
     if output._data is not None:
