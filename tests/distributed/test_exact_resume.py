@@ -39,6 +39,7 @@ def train_only(
         f"train.total_steps={STEPS}",
         "train.max_route_disagreement=1",
         "run.save_weights=true",
+        "samples.every=1",
         f"run.checkpoint_every={EVERY}",
         "logger.progress=true",
         *overrides,
@@ -110,6 +111,11 @@ def test_a_killed_and_resumed_run_equals_an_uninterrupted_one(
     assert_same_run(root, reference_root)
 
 
+def sample_files(root: Path) -> dict[str, bytes]:
+    """Return the samples that the run keeps. Those of the dead end are in `resumed/`."""
+    return {file.name: file.read_bytes() for file in (root / "job/samples").iterdir()}
+
+
 def assert_same_run(root: Path, reference_root: Path) -> None:
     metrics = metrics_of(root / "job")
     assert [record["step"] for record in metrics] == list(range(STEPS + 1))
@@ -118,6 +124,8 @@ def assert_same_run(root: Path, reference_root: Path) -> None:
     # With the state of the optimizer and of the random generators
     files = state_files(root)
     assert len(files) >= 4 and files == state_files(reference_root)
+    files = sample_files(root)
+    assert len(files) == STEPS and files == sample_files(reference_root)
 
 
 def test_a_stopped_run_saves_a_checkpoint_and_requests_a_requeue(tmp_path: Path) -> None:
