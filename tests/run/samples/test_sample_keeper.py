@@ -3,6 +3,7 @@
 import errno
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,10 @@ from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.config.schema import ParallelSettings, SampleSettings, TrainSettings
 from megatron_rl.contracts.commands import GatherSamples
 from megatron_rl.contracts.group import Group, Verdict
-from megatron_rl.contracts.rollout import Role, Rollout
-from megatron_rl.contracts.step_plan import StepPlan
+from megatron_rl.contracts.rollout import Role, Rollout, Segment
+from megatron_rl.contracts.step_plan import ExtraRollout, StepPlan
 from megatron_rl.credit.assign import BatchCredit, Credit
+from megatron_rl.credit.group_kinds import GroupKind
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.planning.step_planner import StepPlanner
@@ -27,11 +29,13 @@ from megatron_rl.records.samples.parts import SamplePart, ValuePart
 from megatron_rl.records.samples.reader import read_samples
 from megatron_rl.records.samples.sample import Sample, SampleKind
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
-from megatron_rl.run.samples.assembly import SampleTexts
+from megatron_rl.run.samples.assembly import SampleContext, SampleTexts, assemble
 from megatron_rl.run.samples.keeper import SampleKeeper
+from megatron_rl.run.samples.selection import Choice
 from megatron_rl.training.samples.gathering import encode_tokens
 from tests.support.judged_batches import GROUP, judged_groups
 
+_VALUE_SIZES = {"old_logprobs": 4, "entropies": 4, "advantages": 4, "ratios": 4, "clips": 1}
 SHAPE = read_shape(TWO_DIGIT_ADDITION)
 TOKENIZER = Tokenizer.from_directory(TWO_DIGIT_ADDITION)
 # Groups 0, 1 and 3 are mixed. Group 4 is all incorrect and stopped, group 5 is surplus.
@@ -84,7 +88,8 @@ def values_of(rollout: Rollout) -> ValuePart:
 
 def plan_of(credit: BatchCredit) -> StepPlan:
     planner = StepPlanner(TrainSettings(total_steps=1), ParallelSettings(), dp_size=1, seed=0)
-    return planner.plan(7, credit.rollouts, credit.advantages, weights=credit.weights)
+    extra = credit.extra_rollouts
+    return planner.plan(7, credit.rollouts, credit.advantages, extra, weights=credit.weights)
 
 
 CREDIT = Credit(GrpoSettings(), seed=0).assign(7, BATCH.groups, BATCH.stopped_groups)
@@ -230,6 +235,31 @@ def test_a_rollout_that_is_gone_is_named_and_counted(tmp_path: Path) -> None:
     metrics = make_keeper(tmp_path, Ranks(lost_id="t5"), log).keep(BATCH, CREDIT, PLAN, {})
     assert log == ["warning: a sample is lost: t5 is gone"]
     assert (metrics["samples/kept"], metrics["samples/left_out"]) == (6 * GROUP - 1, 1)
+
+
+def test_extra_rollouts_have_their_advantage(tmp_path: Path) -> None:
+    """Tied groups have advantages. Rollouts that train by entropies have none for the response."""
+    first, second, *_ = GROUPS[4].rollouts
+    extra = (ExtraRollout(first, 0.05), ExtraRollout(second, 0.0, entropy_advantage=-0.1))
+    batch = RolloutBatch(groups=(GROUPS[4],), generated_tokens=0)
+    credit = BatchCredit(extra_rollouts=extra, kinds=(GroupKind.TIED_INCORRECT,))
+    make_keeper(tmp_path, Ranks()).keep(batch, credit, plan_of(credit), {})
+    advantages = {sample.rollout_id: sample.advantage for sample in read_samples(tmp_path)}
+    others = {ref.rollout_id: None for ref in GROUPS[4].rollouts[1:]}
+    assert advantages == {first.rollout_id: 0.05} | others
+
+
+def test_the_first_token_never_trains() -> None:
+    """A rollout without a prompt has one trained token less, because nothing precedes it."""
+    segment = Segment(np.arange(3, dtype=np.int32), Role.RESPONSE, True, None, (0, 2), 0)
+    rollout = replace(ROLLOUTS[0], segments=(segment,))
+    values = values_of(ROLLOUTS[0])
+    two = {name: getattr(values, name)[: 2 * size] for name, size in _VALUE_SIZES.items()}
+    choice = Choice(group=0, rollout=GROUPS[0].rollouts[0])
+    context = SampleContext(7, choice, GROUPS[0].prompt, "mixed", True, 0.5, 1.0)
+    sample = assemble(context, encode_tokens(rollout), ValuePart(**two), SampleTexts(TOKENIZER))
+    np.testing.assert_array_equal(sample.entropies, [np.nan, 0, 1])
+    assert sample.prompt == "" and len(sample.tokens) == 3
 
 
 def test_a_reward_without_correctness_is_kept(tmp_path: Path) -> None:
