@@ -16,6 +16,8 @@ class SamplingLike(Protocol):
     @property
     def temperature(self) -> float: ...
     @property
+    def top_p(self) -> float: ...
+    @property
     def stop_token_ids(self) -> Sequence[int]: ...
 
 
@@ -28,7 +30,7 @@ def encode_request(
 ) -> bytes:
     """Encode the body of a `/generate` request.
 
-    It samples the untruncated distribution: no top-p, no top-k, no penalty.
+    It samples without top-k and penalties. With top_p=1 the distribution is not truncated.
 
     seed: for CPU engines and for engines with `--enable-deterministic-inference`. Others ignore it.
     """
@@ -38,7 +40,7 @@ def encode_request(
         "sampling_params": {
             "max_new_tokens": sampling.max_new_tokens,
             "temperature": sampling.temperature,
-            "top_p": 1.0,
+            "top_p": sampling.top_p,
             "top_k": -1,
             "min_p": 0.0,
             "repetition_penalty": 1.0,

@@ -53,6 +53,7 @@ _RULES = (
     ("bool", "Must be true or false", _TYPE_REMEDY),
     ("string_too_long", "Must have at most {max_length} characters", "Shorten it"),
     ("string", "Must be text", _TYPE_REMEDY),
+    ("missing", "It has no default and was not given", "Give it"),
     ("list", "Must be a list, such as [a,b]", _TYPE_REMEDY),
     ("", "Must be a group of keys, not a value", _TYPE_REMEDY),
 )
@@ -215,10 +216,11 @@ def _key_of(location: Sequence[int | str]) -> str:
     Beyond the key, a location has indices and the names of a union's members.
     """
     depth = 3 if ".".join(map(str, location[:2])) in INNER_SECTIONS else 2
-    if location[:2] == ("data", "sources"):
+    if location[:2] in (("data", "sources"), ("eval", "sets")):
         depth = 4
     indices = [f"[{part}]" for part in location[depth:] if isinstance(part, int)]
-    return ".".join(map(str, location[:depth])) + "".join(indices)
+    names = [str(part) for part in location[:depth] if part != "[key]"]
+    return ".".join(names) + "".join(indices)
 
 
 def _pydantic_refusal(key: str, errors: Sequence[ErrorDetails]) -> Refusal:

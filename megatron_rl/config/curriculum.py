@@ -88,6 +88,13 @@ def sized_for_all_phases(c: Configuration) -> Configuration:
     )
 
 
+def sized_for_engines(c: Configuration) -> Configuration:
+    """Return `sized_for_all_phases`, with responses as long as those of evaluations."""
+    whole_run = sized_for_all_phases(c)
+    longest = max(whole_run.rollout.max_new_tokens, *c.eval.longest_responses.values(), 0)
+    return replace(whole_run, rollout=replace(whole_run.rollout, max_new_tokens=longest))
+
+
 def phase_refusals(
     c: Configuration, explain: Callable[[ValidationError], Iterable[Refusal]]
 ) -> Iterator[Refusal]:

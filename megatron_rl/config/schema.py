@@ -7,11 +7,11 @@ Rules across keys are in `rules/`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
-from pydantic import PlainValidator
+from pydantic import BeforeValidator, PlainValidator
 
 from megatron_rl.config.algorithms import AlgoSettings, read_algorithm
 from megatron_rl.config.values import (
@@ -32,6 +32,8 @@ from megatron_rl.config.values import (
 )
 from sglang_bridge.settings import ServerSettings
 
+EvalTemperature = Annotated[float, Ge(0), Le(100)]
+TopP = Annotated[float, Gt(0), Le(1)]
 RecomputeModule = Literal[
     "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"
 ]
@@ -63,7 +65,11 @@ class ModelSettings(Section):
 
 
 GeneratorName = Literal[
-    "column_addition", "column_addition_mixed", "two_digit_addition", "letter_sorting"
+    "column_addition",
+    "column_addition_calls",
+    "column_addition_mixed",
+    "two_digit_addition",
+    "letter_sorting",
 ]
 FileFormat = Literal["jsonl", "parquet", "hf_dataset"]
 
@@ -130,7 +136,10 @@ class EnvironmentSettings(Section):
     """The environment that turns a prompt into a rollout."""
 
     # single_turn: sample one response. demonstration: take the data source's worked response.
-    name: Literal["single_turn", "demonstration"] | PluginName = "single_turn"
+    # calculator: sample responses, and answer those that end with a call of the calculator.
+    name: Literal["single_turn", "demonstration", "calculator"] | PluginName = "single_turn"
+    # name=demonstration only: the worked responses hold calls of this tool, with their results.
+    tool: Literal["calculator"] | None = None
     # The constructor arguments of a user-defined environment.
     options: Options = field(default_factory=dict)
     # The longest time an environment may take between two responses. Beyond it the rollout is
@@ -341,24 +350,74 @@ class TrainSettings(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class EvalSetSettings(Section):
+    """One set of questions, an entry of eval.sets. null: the value of eval.*."""
+
+    # A JSONL file.
+    path: str
+    every: Whole | None = None
+    samples_per_prompt: Count | None = None
+    temperature: EvalTemperature | None = None
+    top_p: TopP | None = None
+    max_new_tokens: Positive | None = None
+
+    def __repr__(self) -> str:
+        """Return the set as one writes it: its path alone, or a tree of what it sets."""
+        changes = {key: value for key, value in vars(self).items() if value is not None}
+        return repr(self.path if len(changes) == 1 else changes)
+
+
+def _as_set(value: Any) -> Any:
+    """Return the tree of a set, which may be given by its path alone."""
+    return {"path": value} if isinstance(value, str) else value
+
+
+@dataclass(frozen=True, kw_only=True)
 class EvalSettings(Section):
-    """Evaluations: sampled pass@1 on the held-out questions."""
+    """Evaluations: sampled pass@1 on the held-out questions, and on other sets."""
 
     # Steps between evaluations. 0: evaluate only at the start and at the end.
     every: Whole = 10
     # No evaluation takes place before this step.
     start_step: Whole = 0
     samples_per_prompt: Count = 4
-    # mode=eval: JSONL files by name. Empty: the held-out questions.
-    sets: dict[str, str] = field(default_factory=dict)
+    # Sets of questions by name: the path of a JSONL file, or {path: FILE, ...} with keys of
+    # EvalSetSettings. mode=train measures them beside the held-out questions, mode=eval in their
+    # place.
+    sets: dict[Name, Annotated[EvalSetSettings, BeforeValidator(_as_set)]] = field(
+        default_factory=dict
+    )
     # null: rollout.temperature.
-    temperature: Annotated[float, Ge(0), Le(100)] | None = None
+    temperature: EvalTemperature | None = None
+    # Sample from the most probable tokens whose probabilities add up to this.
+    top_p: TopP = 1.0
+    # The longest response. null: rollout.max_new_tokens.
+    max_new_tokens: Positive | None = None
     # The run ends once the mean accuracy of the last `stop_average` evaluations reaches this.
     stop_at: Share | None = None
     stop_average: Positive = 2
     # The run stops when a larger share of an evaluation's responses is unusable, because its
     # accuracy would mean nothing.
     max_rejected_share: Share = 0.1
+
+    def of_set(self, name: str) -> EvalSettings:
+        """Return the settings of a set: its own, and those of eval.* for the others."""
+        settings = self.sets[name]
+        changes: dict[str, Any] = {
+            "every": settings.every,
+            "samples_per_prompt": settings.samples_per_prompt,
+            "temperature": settings.temperature,
+            "top_p": settings.top_p,
+            "max_new_tokens": settings.max_new_tokens,
+        }
+        return replace(self, **{key: value for key, value in changes.items() if value is not None})
+
+    @property
+    def longest_responses(self) -> dict[str, int]:
+        """The limits of responses that differ from rollout.max_new_tokens, by key."""
+        limits = {"eval.max_new_tokens": self.max_new_tokens}
+        limits |= {f"eval.sets.{name}": entry.max_new_tokens for name, entry in self.sets.items()}
+        return {key: limit for key, limit in limits.items() if limit is not None}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -423,6 +482,9 @@ class RunSettings(Section):
     checkpoint_every: Whole = 0
     # Checkpoints to keep. An old one is removed only after a new one is complete.
     keep_checkpoints: Positive = 2
+    # The evaluation whose best checkpoint is kept besides: held_out, a name of eval.sets (their
+    # accuracy), or a metric such as eval/NAME/pass@4. null: none.
+    keep_best: str | None = None
     # Copy a checkpoint to host memory and write it while the next steps train.
     background_saves: bool = False
     # What follows when a checkpoint cannot be written, for example to a full disk. Previous

@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from megatron_rl.contracts.group import Group, RolloutRef
+from megatron_rl.contracts.run_state import BestState
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.contracts.wire_types import Count
 
@@ -76,11 +77,13 @@ class Checkpoint(msgspec.Struct, frozen=True, tag="checkpoint"):
 
     state: encoded `RunState`, which only rank 0 has.
     background: write while the next steps train. `WaitForSave` then reports the outcome.
+    best: the best evaluation once this checkpoint is complete. Its checkpoint is not removed.
     """
 
     step: int
     state: bytes
     background: bool = False
+    best: BestState | None = None
 
 
 class WaitForSave(msgspec.Struct, frozen=True, tag="wait_for_save"):

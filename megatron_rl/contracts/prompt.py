@@ -28,9 +28,11 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
 class Sampling(msgspec.Struct, frozen=True, kw_only=True):
     """Sampling parameters of responses.
 
-    Training requires the full distribution: no top-p, top-k or penalties.
+    Training requires the full distribution: no top-k or penalties, and top_p 1. Evaluations may
+    sample from the most probable tokens whose probabilities add up to top_p.
     """
 
     max_new_tokens: int
     temperature: float
     stop_token_ids: tuple[int, ...] = ()
+    top_p: float = 1.0

@@ -84,12 +84,21 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True):
     unevaluated_metrics: dict[str, float | None] | None = None
 
 
+class BestState(msgspec.Struct, frozen=True, kw_only=True):
+    """The best evaluation of a run whose checkpoint is kept (`run.keep_best`)."""
+
+    metric: str
+    value: float
+    step: Count
+
+
 class RunState(msgspec.Struct, frozen=True, kw_only=True):
     """Everything rank 0 needs in order to resume a run.
 
     optimizer_steps: number of optimizer steps so far.
     settings: every key of the configuration, with its value.
     reference: digest of the weights of the KL penalty's reference. Empty without a penalty.
+    best: the best evaluation so far, None without `run.keep_best`.
     """
 
     position: LoopState
@@ -97,6 +106,7 @@ class RunState(msgspec.Struct, frozen=True, kw_only=True):
     world_size: Count
     settings: dict[str, Any]
     reference: str = ""
+    best: BestState | None = None
     format: int = STATE_FORMAT
 
     @property

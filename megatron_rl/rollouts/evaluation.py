@@ -35,6 +35,7 @@ class Accuracy:
     questions: number of questions.
     samples: number of responses to all questions.
     tokens: number of tokens that engines sampled for all of it.
+    version: the weight version that sampled every response, None if none was sampled.
     reward: mean reward over the questions without correctness, None without such questions.
     reward_half_width: of its 95 % confidence interval.
     sources: accuracy and half width of each source of a mixture, by its name.
@@ -48,6 +49,7 @@ class Accuracy:
     questions: int
     samples: int
     tokens: int = 0
+    version: int | None = None
     reward: float | None = None
     reward_half_width: float = 0.0
     sources: Mapping[str, tuple[float, float]] = field(default_factory=dict)
@@ -74,6 +76,8 @@ class Accuracy:
         for name, (accuracy, half_width) in self.sources.items():
             means[f"eval/source/{name}/accuracy"] = accuracy
             means[f"eval/source/{name}/accuracy_ci95"] = half_width
+        if self.version is not None:
+            means["eval/version"] = float(self.version)
         return means | {
             "eval/parseable": self.parseable,
             "eval/finished": self.ended_share,
@@ -129,8 +133,9 @@ class Evaluation:
         if temperature is None:
             temperature = self.rollout.temperature
         sampling = Sampling(
-            max_new_tokens=self.rollout.max_new_tokens,
+            max_new_tokens=self.settings.max_new_tokens or self.rollout.max_new_tokens,
             temperature=temperature,
+            top_p=self.settings.top_p,
             stop_token_ids=self.stop_token_ids,
         )
         requests = [
@@ -157,7 +162,8 @@ def accuracy_of(
     Groups without correctness count in the mean reward, and not in the accuracy.
 
     Raises `EvaluationFailed` or `UserClassFailed` when more than `max_rejected_share` of the
-    rollouts could not be used, and ValueError without groups.
+    rollouts could not be used, `EvaluationFailed` for responses of several weight versions, and
+    ValueError without groups.
     """
     if not groups:
         raise ValueError("no question to evaluate on: data.num_eval must be at least 1")
@@ -184,10 +190,26 @@ def accuracy_of(
         questions=len(groups),
         samples=num_samples,
         tokens=sum(sampled_tokens(group) for group in groups),
+        version=_version_of(groups),
         reward=reward[0] if reward else None,
         reward_half_width=reward[1] if reward else 0.0,
         sources=_accuracy_by_source(graded_groups, samples_per_prompt),
     )
+
+
+def _version_of(groups: Sequence[Group]) -> int | None:
+    """Return the weight version of all responses, None if none was sampled.
+
+    The queue rejects responses of other versions than the current one.
+    """
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    versions = sorted({version for rollout in rollouts for version in rollout.versions})
+    if len(versions) > 1:
+        raise EvaluationFailed(
+            f"an evaluation has responses of the weight versions {versions}: its accuracy would "
+            "belong to none of them"
+        )
+    return versions[0] if versions else None
 
 
 def split_by_correctness(groups: Sequence[Group]) -> tuple[list[Group], list[Group]]:

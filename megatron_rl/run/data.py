@@ -22,7 +22,7 @@ from megatron_rl.prompts.pass_rates import (
 )
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.rollouts.recording.recorded_rollouts import RecordedRollouts
-from megatron_rl.run.prompts import build_prompts, build_sets
+from megatron_rl.run.prompts import build_prompts, build_sets, read_sets
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,8 @@ class RunData:
     """The data of a run.
 
     prompts: of mode=train and mode=rollout_only.
-    sets: the prompts that mode=eval and mode=profile measure, by name of the set.
+    sets: the prompts that mode=eval and mode=profile measure, by name of the set. Those of
+    eval.sets in mode=train.
     recording: of mode=train_only.
     warnings: lines for the user.
     """
@@ -72,7 +73,8 @@ def read_data(c: Configuration) -> RunData:
             read_part(_rates_file(c), profile_header(c))
             return RunData(sets=build_sets(c))
         case _:
-            return RunData(prompts=build_prompts(c), warnings=tuple(_rate_warnings(c)))
+            sets = read_sets(c) if c.mode == "train" else {}
+            return RunData(prompts=build_prompts(c), sets=sets, warnings=tuple(_rate_warnings(c)))
 
 
 def _rate_warnings(c: Configuration) -> Iterator[str]:

@@ -25,6 +25,7 @@ from megatron_rl.rollouts.queue import CollectorFailed
 from megatron_rl.rollouts.recording.recorded_rollouts import BadRecording
 from megatron_rl.rollouts.rejections import UserClassFailed
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, TooManyRejected
+from megatron_rl.rollouts.set_result import measure_set
 from megatron_rl.run.alarms import (
     AccountAlarm,
     SelectionAlarm,
@@ -206,25 +207,46 @@ class Leader:
         self._is_synced = True
 
     def evaluate(self, step: int, values: dict[str, float]) -> None:
-        """Send the weights, measure held-out pass@1, and add it to `values`."""
-        if self.parts.evaluation is not None:
-            self.send_weights(values)
+        """Send the weights, measure what is due after `step`, and add the metrics to `values`."""
+        if self.parts.evaluation is None:
+            return
+        self.send_weights(values)
+        if self._is_due(step, self.eval.every):
             self._measure(step, values, self.parts.evaluation)
+        for name, evaluation in self.parts.sets.items():
+            if self._is_due(step, evaluation.settings.every):
+                self._measure_set(step, name, values, evaluation)
+        self.report_account(values)
+        if self.checkpoints is not None:
+            values |= self.checkpoints.observe_evaluation(step, values)
 
     def _measure(self, step: int, values: dict[str, float], evaluation: Evaluation) -> None:
         watch = Stopwatch()
         with watch.section("eval"):
             accuracy = evaluation.measure(str(step))
         values |= accuracy.metrics() | watch.seconds
-        values["account/evaluation"] = float(accuracy.tokens)
-        values["account/generated"] = values.get("account/generated", 0.0) + accuracy.tokens
-        self.compare_with_engines(values, accuracy.tokens)
-        self.report_account(values)
+        self._count_evaluation(values, accuracy.tokens)
         self.records.progress.log(f"step {step}: held-out accuracy {accuracy}")
         if accuracy.accuracy is None:
             self._refuse_endings_by_accuracy()
         else:
             self._accuracies.append(accuracy.accuracy)
+
+    def _measure_set(
+        self, step: int, name: str, values: dict[str, float], evaluation: Evaluation
+    ) -> None:
+        watch = Stopwatch()
+        with watch.section(f"eval/{name}"):
+            result = measure_set(name, evaluation, label=f"{step}-{name}")
+        values |= result.metrics() | watch.seconds
+        self._count_evaluation(values, result.accuracy.tokens)
+        self.records.progress.log(f"step {step}: accuracy of {name} {result.accuracy}")
+
+    def _count_evaluation(self, values: dict[str, float], tokens: int) -> None:
+        """Add the tokens of an evaluation to the account."""
+        for key in ("account/evaluation", "account/generated"):
+            values[key] = values.get(key, 0.0) + tokens
+        self.compare_with_engines(values, tokens)
 
     def _refuse_endings_by_accuracy(self) -> None:
         """Raise `AccuracyUnknown` if the run, or a phase that is not over, ends by accuracy."""
@@ -416,6 +438,8 @@ class Leader:
         log = self.records.progress.log
         if step < self.train.total_steps:
             log(f"ended after step {step} by {self._ending_key(step)}")
+        if self.checkpoints is not None and self.checkpoints.best is not None:
+            log(self.checkpoints.best.summary())
         summary = self._unchanged_weights.summary()
         if summary:
             log(summary)
@@ -471,10 +495,15 @@ class Leader:
             raise
 
     def _is_evaluation_due(self, step: int) -> bool:
+        intervals = [evaluation.settings.every for evaluation in self.parts.sets.values()]
+        return any(self._is_due(step, every) for every in (self.eval.every, *intervals))
+
+    def _is_due(self, step: int, every: int) -> bool:
+        """True if an evaluation with this interval follows `step`."""
         if step == self.train.total_steps:
             return True
-        every = self.eval.every if step else 1
-        return step >= self.eval.start_step and every > 0 and step % every == 0
+        interval = every if step else 1
+        return step >= self.eval.start_step and interval > 0 and step % interval == 0
 
     def _is_stop_requested(self) -> bool:
         return self.checkpoints is not None and self.checkpoints.stop_requested

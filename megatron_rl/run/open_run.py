@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from megatron_rl.config.curriculum import sized_for_all_phases
+from megatron_rl.config.curriculum import sized_for_engines
 from megatron_rl.config.schema import Configuration, RunSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.plugins import PluginError
@@ -84,9 +84,7 @@ def open_run(
         return directory, _do_nothing
     engines = None
     if c.mode != "train_only":
-        engines = supervision.parts.enter(
-            open_engines(sized_for_all_phases(c), shape, job, directory)
-        )
+        engines = supervision.parts.enter(open_engines(sized_for_engines(c), shape, job, directory))
         supervision.parts.kill_on_failure(engines.kill_processes)
         progress.log(f"{engines.description}; importing Megatron meanwhile")
     setup = RunSetup(

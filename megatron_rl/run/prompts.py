@@ -6,6 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.config.curriculum import phases_of
+from megatron_rl.config.evaluations import HELD_OUT
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.models.chat_template import ChatTemplate
@@ -44,11 +45,18 @@ def build_sets(c: Configuration) -> dict[str, tuple[Prompt, ...]]:
         without_rates = replace(c, data=replace(c.data, pass_rates=None))
         return {"train": build_prompts(without_rates).train}
     if not c.eval.sets:
-        return {"held_out": build_prompts(c).held_out}
+        return {HELD_OUT: build_prompts(c).held_out}
+    return read_sets(c)
+
+
+def read_sets(c: Configuration) -> dict[str, tuple[Prompt, ...]]:
+    """Read the questions of eval.sets, by name. Raises `PromptDataError`."""
+    if not c.eval.sets:
+        return {}
     tokenizer = Tokenizer.from_directory(c.model.path)
     render = ChatTemplate(Path(c.model.path)).prompt
     check = open_answer_check(c.reward)
     return {
-        name: tuple(open_set(name, file, c.data, tokenizer, check, render=render))
-        for name, file in c.eval.sets.items()
+        name: tuple(open_set(name, entry.path, c.data, tokenizer, check, render=render))
+        for name, entry in c.eval.sets.items()
     }

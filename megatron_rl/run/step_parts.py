@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from megatron_rl.contracts.run_state import SelectorState
@@ -39,10 +39,12 @@ class RolloutHolder(Protocol):
 class StepParts:
     """One set of parts serves a run, or one phase of a curriculum.
 
-    evaluation: None where nothing is evaluated, as in mode=train_only.
+    evaluation: of the held-out questions. None where nothing is evaluated, as in mode=train_only.
+    sets: the evaluations of eval.sets, by name.
     """
 
     rollouts: RolloutSource
     credit: Credit
     planner: StepPlanner
     evaluation: Evaluation | None
+    sets: Mapping[str, Evaluation] = field(default_factory=dict)

@@ -68,7 +68,9 @@ def updater(engine: ManagedEngine) -> Iterator[WeightUpdater]:
 
 
 def sampling(tokens: int, temperature: float = 1.0) -> SimpleNamespace:
-    return SimpleNamespace(max_new_tokens=tokens, temperature=temperature, stop_token_ids=())
+    return SimpleNamespace(
+        max_new_tokens=tokens, temperature=temperature, stop_token_ids=(), top_p=1.0
+    )
 
 
 def client_of(engine: ManagedEngine) -> GenerateClient:

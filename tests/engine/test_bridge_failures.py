@@ -173,7 +173,7 @@ def assert_takes_weights(
 
 async def _sample_one(engine: ManagedEngine) -> tuple[str, ...]:
     async with GenerateClient(engine.url, api_key=engine.keys.api_key) as client:
-        short = SimpleNamespace(max_new_tokens=2, temperature=1.0, stop_token_ids=())
+        short = SimpleNamespace(max_new_tokens=2, temperature=1.0, stop_token_ids=(), top_p=1.0)
         return (
             await client.generate([5, 6], short, rid="one", return_routes=False)
         ).weight_versions

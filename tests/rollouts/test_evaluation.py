@@ -1,20 +1,22 @@
 """Accuracy of evaluations."""
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import msgspec
 import pytest
 
 from launch.testbed.rollout_refs import make_ref
-from megatron_rl.config.schema import EvalSettings, RolloutSettings
+from megatron_rl.config.schema import EvalSetSettings, EvalSettings, RolloutSettings
 from megatron_rl.contracts.group import Group, Verdict
-from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rollouts import evaluation
 from megatron_rl.rollouts.evaluation import Accuracy, Evaluation, EvaluationFailed
 from megatron_rl.rollouts.messages import GroupRequest
 from megatron_rl.rollouts.rejections import UserClassFailed
+from megatron_rl.rollouts.set_result import measure_set
 from tests.support.rollouts import make_rollout
 
 
@@ -181,4 +183,74 @@ def test_text_and_metrics_of_an_accuracy() -> None:
         "eval/finished": 0.625,
         "eval/rejected": 3.0,
         "eval/questions": 2.0,
+        "eval/version": 5.0,
     }
+
+
+def group_of_version(*versions: int) -> Group:
+    """A group with a response for each weight version."""
+    responses = group(*[CORRECT] * len(versions))
+    rollouts = zip(responses.rollouts, versions, strict=True)
+    return msgspec.structs.replace(
+        responses,
+        rollouts=tuple(msgspec.structs.replace(ref, versions=(v,)) for ref, v in rollouts),
+    )
+
+
+def test_an_evaluation_records_the_weight_version_of_its_responses() -> None:
+    result = accuracy_of([group_of_version(7, 7), group_of_version(7)], 2)
+    assert result.version == 7
+    assert result.metrics()["eval/version"] == 7.0
+    assert accuracy_of([group_with_losses(2), group(CORRECT, CORRECT)], 2).version == 5
+
+
+def test_an_evaluation_of_several_weight_versions_is_refused() -> None:
+    with pytest.raises(EvaluationFailed, match=r"weight versions \[6, 7\]"):
+        accuracy_of([group_of_version(7, 7), group_of_version(6)], 2)
+
+
+class RecordingQueue:
+    """Answers every request with a correct response of a weight version, and keeps the requests."""
+
+    def __init__(self, version: int = 3) -> None:
+        self.requests: list[GroupRequest] = []
+        self._version = version
+
+    def submit(self, requests: list[GroupRequest]) -> None:
+        self.requests = requests
+
+    def as_completed(self, idle: Any) -> list[Group]:
+        count = self.requests[0].num_samples
+        return [
+            msgspec.structs.replace(
+                group_of_version(*[self._version] * count), group_id=request.group_id
+            )
+            for request in self.requests
+        ]
+
+
+def test_a_set_is_sampled_with_its_own_settings() -> None:
+    queue: Any = RecordingQueue()
+    settings = EvalSettings(
+        sets={
+            "hard": EvalSetSettings(
+                path="x", samples_per_prompt=2, temperature=0.0, top_p=0.9, max_new_tokens=99
+            )
+        },
+        temperature=0.5,
+    )
+    prompt = Prompt(id="p", token_ids=(1,), answer="1", task="t")
+    rollout = RolloutSettings(max_new_tokens=8)
+    held_out = Evaluation(queue, [prompt], settings, rollout, (1,), lambda: None)
+    result = measure_set("hard", replace(held_out, settings=settings.of_set("hard")), label="4-h")
+    (request,) = queue.requests
+    assert request.group_id == "eval-4-h-0" and request.evaluation
+    assert request.num_samples == 2
+    assert request.sampling == Sampling(
+        max_new_tokens=99, temperature=0.0, top_p=0.9, stop_token_ids=(1,)
+    )
+    assert result.metrics()["eval/hard/version"] == 3.0
+    assert result.metrics()["eval/hard/pass@2"] == 1.0
+    held_out.measure("4")
+    (request,) = queue.requests
+    assert request.sampling == Sampling(max_new_tokens=8, temperature=0.5, stop_token_ids=(1,))

@@ -5,6 +5,7 @@ import dataclasses
 import io
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -360,3 +361,40 @@ def test_samples_are_kept_on_due_steps_before_rollouts_are_released(tmp_path: Pa
     ]
     names = {"samples/kept", "time/samples"}
     assert [names & parts.metrics[step].keys() for step in (1, 2, 3)] == [set(), names, set()]
+
+
+def make_set(parts: ScriptedParts, every: int) -> Any:
+    """A set of one question with one correct response, which notes its calls."""
+
+    def sample(label: str) -> list[Any]:
+        parts.calls.append(f"evaluate {label} at version {parts.version}")
+        return [group(1.0, name="q")]
+
+    return SimpleNamespace(settings=EvalSettings(every=every, samples_per_prompt=1), sample=sample)
+
+
+def test_every_set_is_evaluated_at_its_own_interval(tmp_path: Path) -> None:
+    """At the start, at its interval, and at the end, with the weights of that step."""
+    parts = ScriptedParts()
+    sets = {"often": make_set(parts, 2), "seldom": make_set(parts, 3), "never": make_set(parts, 0)}
+    lead(parts, tmp_path, steps=7, evals={"every": 4}, sets=sets)
+    calls = [call for call in parts.calls if call.startswith("evaluate")]
+    expected_labels = {
+        0: ["0", "0-often", "0-seldom", "0-never"],
+        2: ["2-often"],
+        3: ["3-seldom"],
+        4: ["4", "4-often"],
+        6: ["6-often", "6-seldom"],
+        7: ["7", "7-often", "7-seldom", "7-never"],
+    }
+    assert calls == [
+        f"evaluate {label} at version {step}"
+        for step, labels in expected_labels.items()
+        for label in labels
+    ]
+    assert parts.metrics[2]["eval/often/accuracy"] == 1.0
+    assert "eval/accuracy" not in parts.metrics[2]
+    assert parts.metrics[4]["eval/accuracy"] == 0.5
+    assert "eval/seldom/accuracy" not in parts.metrics[4]
+    tokens = parts.metrics[4]["account/evaluation"]
+    assert tokens > parts.metrics[2]["account/evaluation"] > 0, "both count"

@@ -14,7 +14,7 @@ from sglang_bridge.client import GenerateClient, RequestExpired, may_succeed_els
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.generation import FinishReason, Generation, GenerationRejected
 
-SAMPLING = SimpleNamespace(max_new_tokens=4, temperature=0.7, stop_token_ids=(2,))
+SAMPLING = SimpleNamespace(max_new_tokens=4, temperature=0.7, top_p=0.9, stop_token_ids=(2,))
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -64,7 +64,7 @@ def test_request_samples_the_untruncated_distribution() -> None:
     assert key == "Bearer k"
     assert body["input_ids"] == [1, 2, 3]
     sampling = body["sampling_params"]
-    assert (sampling["top_p"], sampling["top_k"], sampling["temperature"]) == (1.0, -1, 0.7)
+    assert (sampling["top_p"], sampling["top_k"], sampling["temperature"]) == (0.9, -1, 0.7)
     assert sampling["stop_token_ids"] == [2]
     assert "n" not in sampling  # one sample per request
     assert body["return_logprob"] and body["return_routed_experts"]

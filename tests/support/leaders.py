@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
 import msgspec
@@ -154,6 +155,7 @@ def lead(
     *,
     steps: int = 2,
     evals: dict[str, Any] | None = None,
+    sets: Mapping[str, Any] = MappingProxyType({}),
     when: str = "step",
     stream: TextIO | None = None,
     checkpoints: CheckpointManager | None = None,
@@ -163,7 +165,10 @@ def lead(
     samples: Any = None,
     **train: Any,
 ) -> ScriptedParts:
-    """Run a leader over `parts` to its end. stream: takes the progress lines. samples: a keeper."""
+    """Run a leader over `parts` to its end.
+
+    sets: evaluations of sets by name. stream: takes the progress lines. samples: a keeper.
+    """
     stand_in: Any = parts
     settings = TrainSettings(total_steps=steps, optimizer_steps_per_batch=1, **train)
     step_parts = StepParts(
@@ -171,6 +176,7 @@ def lead(
         credit=Credit(GrpoSettings(), credit, seed=0),
         planner=StepPlanner(settings, ParallelSettings(), dp_size=1, seed=0),
         evaluation=stand_in,
+        sets=sets,
     )
 
     def open_parts(c: Configuration) -> StepParts:

@@ -8,6 +8,7 @@ from typing import Any
 
 from megatron_rl.config.rules.broken_rule import BrokenRule
 from megatron_rl.config.rules.data import check_data, check_pass_rates
+from megatron_rl.config.rules.evaluation import check_evaluation
 from megatron_rl.config.rules.grid import check_grid, check_split
 from megatron_rl.config.rules.machine import (
     check_engine,
@@ -22,8 +23,8 @@ from megatron_rl.config.rules.method import (
     check_replay,
 )
 from megatron_rl.config.rules.recompute import check_recompute, check_recomputed_modules
-from megatron_rl.config.rules.state import check_mode, check_resume, check_unread_keys
 from megatron_rl.config.rules.regularization import check_regularization
+from megatron_rl.config.rules.state import check_mode, check_resume, check_unread_keys
 from megatron_rl.config.rules.zero_variance import check_credit, check_selection
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.launch_facts import LaunchFacts
@@ -71,6 +72,7 @@ def _check_settings(
     yield from check_data(c, keys)
     yield from check_environment(c)
     yield from check_mode(c)
+    yield from check_evaluation(c)
     yield from check_selection(c, keys)
     yield from check_credit(c)
     yield from check_layer_spec(c.model, facts)
@@ -81,8 +83,8 @@ def _check_settings(
     yield from check_run(c.run)
     yield from check_pass_rates(c)
     yield from check_replay(c)
-    yield from check_recompute(c.model, facts)
     yield from check_regularization(c)
+    yield from check_recompute(c.model, facts)
 
 
 def _check_model(

@@ -106,6 +106,15 @@ def check_sequence_length(
     if longest > positions:
         rule = f"{total} exceed the model's {positions} positions"
         yield BrokenRule("rollout.max_new_tokens", rule, "Lower one of the two")
+    for key, limit in c.eval.longest_responses.items():
+        if prompt + limit + 2 > positions:
+            rule = (
+                f"{key}: data.max_prompt_tokens={prompt} + {limit} new tokens and the positions "
+                f"that SGLang keeps free exceed the model's {positions} positions"
+            )
+            yield BrokenRule(".".join(key.split(".")[:2]), rule, "Lower one of the two")
+    response = max(response, *c.eval.longest_responses.values(), 0)
+    longest = max(prompt + response + 2, prompt + 7)
     slots = kv_cache_slots(c.engine, server_device(c.engine, facts.num_gpus))
     if c.engine.mode == "managed" and slots is not None and slots < longest:
         rule = f"One sequence may take {longest} slots ({total})"

@@ -58,7 +58,6 @@ def check_mode(c: Configuration) -> Iterator[BrokenRule]:
     """Yield broken rules about keys that do not fit the mode."""
     yield from _check_recording(c)
     yield from _check_checkpoints(c)
-    yield from _check_evaluation(c)
     trains_nothing = c.is_measurement or c.mode == "rollout_only"
     if trains_nothing and c.environment.name == "demonstration":
         rule = "environment.name=demonstration samples no responses"
@@ -90,21 +89,6 @@ def _check_checkpoints(c: Configuration) -> Iterator[BrokenRule]:
     if c.mode == "rollout_only" and c.run.resume != "never":
         rule = "mode=rollout_only starts from the start checkpoint, at its first step"
         yield BrokenRule("run.resume", rule, "Use run.resume=never")
-
-
-def _check_evaluation(c: Configuration) -> Iterator[BrokenRule]:
-    if c.mode != "train" and c.eval.stop_at is not None:
-        rule = f"mode={c.mode} has no training steps that an accuracy could end"
-        yield BrokenRule("eval.stop_at", rule, "Leave it null")
-    if c.mode != "eval" and c.eval.sets:
-        rule = "Only mode=eval measures several sets"
-        yield BrokenRule("eval.sets", rule, "Use mode=eval, or data.eval_path for one set")
-    for name, file in c.eval.sets.items():
-        if not Path(file).expanduser().exists():
-            rule = f"{name}: there is no such file or folder (from {Path.cwd()})"
-            yield BrokenRule(
-                "eval.sets", rule, "Give a JSONL or Parquet file, or a data set folder"
-            )
 
 
 def check_resume(c: Configuration) -> Iterator[BrokenRule]:

@@ -54,7 +54,8 @@ def required_bytes(
             sizes["run.save_weights=true"] = 2 * weight_bytes
         if c.run.checkpoint_every:
             # The oldest checkpoint is removed once the new one is complete
-            num_new = max(1, c.run.keep_checkpoints + 1 - reusable_checkpoints)
+            num_kept = c.run.keep_checkpoints + (c.run.keep_best is not None)
+            num_new = max(1, num_kept + 1 - reusable_checkpoints)
             sizes["run.checkpoint_every"] = num_new * checkpoint_bytes(c, shape)
         if c.logger.save_rollouts_every:
             every = c.logger.save_rollouts_every

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.run_state import LoopState, RunState
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.stopwatch import Stopwatch
+from megatron_rl.run.checkpoints.best import BestCheckpoint
 from megatron_rl.run.checkpoints.saving import SaveResult
 from megatron_rl.run.checkpoints.state_file import encode_state
 from megatron_rl.run.supervision.stop_request import StopRequest
@@ -41,7 +42,8 @@ class CheckpointManager:
     configuration: every key of the configuration with its value. optimizer_steps: returns the
     number of optimizer steps so far. stop: the request of a signal. stop_file: a file that asks
     the run to stop when it exists. last_saved_step: the step of the newest checkpoint.
-    reference: digest of the weights of the KL penalty's reference, empty without one.
+    reference: digest of the weights of the KL penalty's reference, empty without one. best: follows
+    the best evaluation, None without `run.keep_best`.
     """
 
     settings: RunSettings
@@ -54,6 +56,7 @@ class CheckpointManager:
     stop_file: Path
     last_saved_step: int | None = None
     reference: str = ""
+    best: BestCheckpoint | None = None
     _is_saving: bool = False
 
     @property
@@ -68,26 +71,42 @@ class CheckpointManager:
             self.wait_for_save()
         if every == 0 or step == self.last_saved_step:
             return False
-        return last or step % every == 0 or self.stop_requested
+        is_best = self.best is not None and self.best.is_waiting(step)
+        return last or step % every == 0 or is_best or self.stop_requested
+
+    def observe_evaluation(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
+        """Take the metrics of an evaluated step, which may be the best one so far.
+
+        Waits for the best checkpoint if it is being saved; returns its metrics. Raises
+        `CheckpointNotSaved`.
+        """
+        if self.best is None:
+            return {}
+        metrics = self.wait_for_save() if self.best.is_undecided else {}
+        self.best.observe(step, values, is_saved=step == self.last_saved_step)
+        return metrics
 
     def save(self, position: LoopState, *, last: bool = True) -> dict[str, float]:
         """Save a checkpoint; returns its metrics. Raises `CheckpointNotSaved`.
 
         last: no step follows, so the save does not run in the background.
         """
+        watch = Stopwatch()
+        with watch.section("checkpoint"):
+            values = self.wait_for_save()
+        best = None if self.best is None else self.best.state(position.step)
         state = RunState(
             position=position,
             optimizer_steps=self.optimizer_steps(),
             world_size=self.world_size,
             settings=self.configuration,
             reference=self.reference,
+            best=best,
         )
         in_background = self.settings.background_saves and not last and not self.stop_requested
-        watch = Stopwatch()
         task = f"saving the checkpoint of step {state.step}"
         with watch.section("checkpoint"), self.progress.task(task):
-            values = self.wait_for_save()
-            command = Checkpoint(state.step, encode_state(state), in_background)
+            command = Checkpoint(state.step, encode_state(state), in_background, best)
             result: SaveResult | None = self.dispatcher.run(command)
         self._is_saving = in_background
         values = watch.seconds | values
@@ -134,9 +153,13 @@ class CheckpointManager:
     def _report(self, result: SaveResult) -> dict[str, float]:
         """Log the result of a save; returns its metrics. Raises `CheckpointNotSaved`."""
         if result.problem:
+            if self.best is not None:
+                self.best.discard(result.step)
             self._report_problem(result)
             return {"checkpoint/failed": 1.0}
         self.last_saved_step = result.step
+        if self.best is not None:
+            self.best.confirm(result.step)
         self.progress.log(f"checkpoint of step {result.step}: {result.nbytes / _MIB:,.1f} MiB")
         return {}
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.contracts.commands import Checkpoint, WaitForSave
+from megatron_rl.contracts.run_state import BestState
 from megatron_rl.mcore.checkpoint import (
     gather_tensors,
     random_state,
@@ -64,6 +65,7 @@ class _Snapshot:
     state: bytes
     tensors: dict[str, Any]
     random_state: bytes
+    best: BestState | None
 
 
 class _SaveFailed(Exception):
@@ -113,7 +115,7 @@ class CheckpointWriter:
             check_places=self._is_first,
         )
         self._is_first = False
-        snapshot = _Snapshot(command.step, command.state, tensors, random_state())
+        snapshot = _Snapshot(command.step, command.state, tensors, random_state(), command.best)
         if not command.background:
             return self._write(snapshot, worker.layout.control_group)
         assert self._background is not None
@@ -156,13 +158,13 @@ class CheckpointWriter:
             _run_on_all_ranks(group, "tensors", write_tensor_files)
             _run_on_all_ranks(group, "random numbers", write_random_state)
             _run_on_all_ranks(group, STATE_NAME, write_state)
-            return SaveResult(step, nbytes=self._commit(step, group))
+            return SaveResult(step, nbytes=self._commit(step, group, snapshot.best))
         except _SaveFailed as problem:
             if rank == 0:
                 self._store.discard_staging(step)
             return SaveResult(step, str(problem))
 
-    def _commit(self, step: int, group: dist.ProcessGroup) -> int:
+    def _commit(self, step: int, group: dist.ProcessGroup, best: BestState | None) -> int:
         """Hash the staged files and commit them. Returns the size of the checkpoint in bytes."""
         manifest = Manifest(step=step, files=self._hash_staged_files(step, group))
 
@@ -171,9 +173,11 @@ class CheckpointWriter:
                 return
             write_manifest(self._store.staging_path(step), manifest)
             self._store.commit(step)
+            if best is not None:
+                self._store.set_best(best)  # before its predecessor may be removed
             # An old checkpoint that cannot be removed does not harm the new one
             with contextlib.suppress(OSError):
-                self._store.prune(self._keep)
+                self._store.prune(self._keep, best_step=None if best is None else best.step)
 
         _run_on_all_ranks(group, "manifest", commit)
         return manifest.nbytes

@@ -11,13 +11,17 @@ import re
 import shutil
 from pathlib import Path
 
-from megatron_rl.records.durable_files import sync_folder
+import msgspec
+
+from megatron_rl.contracts.run_state import BestState
+from megatron_rl.records.durable_files import sync_folder, write_synced
 
 # Megatron's name for a checkpoint
 _NAME = re.compile(r"iter_(\d{7,})")
 _STAGING_SUFFIX = ".staged"
 _REMOVAL_SUFFIX = ".leaving"
 _DAMAGE_SUFFIX = ".damaged"
+_BEST = "best"
 
 
 def step_of(checkpoint: Path) -> int | None:
@@ -76,12 +80,35 @@ class CheckpointStore:
         sync_folder(self.folder)
         return checkpoint
 
-    def prune(self, keep: int) -> None:
-        """Remove all checkpoints except the newest `keep`.
+    @property
+    def best_link(self) -> Path:
+        """The link to the best checkpoint."""
+        return self.folder / _BEST
+
+    def set_best(self, best: BestState | None) -> None:
+        """Let the link `best` and the file best.json of the run name a checkpoint, or none."""
+        record = self.folder.parent / f"{_BEST}.json"
+        if best is None:
+            record.unlink(missing_ok=True)
+            self.best_link.unlink(missing_ok=True)
+            return
+        name = self.path(best.step).name
+        new_link = self.folder / f"{_BEST}{_STAGING_SUFFIX}"
+        new_link.unlink(missing_ok=True)
+        new_link.symlink_to(name)
+        new_link.rename(self.best_link)
+        sync_folder(self.folder)
+        content = msgspec.structs.asdict(best) | {"checkpoint": f"{self.folder.name}/{name}"}
+        write_synced(record, msgspec.json.format(msgspec.json.encode(content)) + b"\n")
+
+    def prune(self, keep: int, *, best_step: int | None = None) -> None:
+        """Remove all checkpoints except the newest `keep` and that of `best_step`.
 
         A checkpoint is renamed first, so that a partial one never has the name of a complete one.
         """
         for checkpoint in self.checkpoints()[keep:]:
+            if step_of(checkpoint) == best_step:
+                continue
             trash = checkpoint.with_suffix(_REMOVAL_SUFFIX)
             checkpoint.rename(trash)
             shutil.rmtree(trash)

@@ -18,14 +18,9 @@ from megatron_rl.mcore.weights import fake_quantize
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.run_records import RunRecords
 from megatron_rl.records.stopwatch import Stopwatch
-from megatron_rl.rollouts.evaluation import (
-    Accuracy,
-    Evaluation,
-    accuracy_of,
-    split_by_correctness,
-)
-from megatron_rl.rollouts.pass_at_k import pass_rates
+from megatron_rl.rollouts.evaluation import Evaluation
 from megatron_rl.rollouts.queue import RolloutQueue
+from megatron_rl.rollouts.set_result import SetResult, measure_set
 from megatron_rl.run.checkpoints.resume import explained_load_errors
 from megatron_rl.run.modes.mode import LoopParts
 from megatron_rl.run.setup import RunSetup
@@ -43,7 +38,7 @@ class EvaluationMode:
         assert parts.connections is not None
         return EvaluationRun(
             sets={
-                name: open_evaluation(self.setup, prompts, parts)
+                name: open_evaluation(self.setup, prompts, parts, name)
                 for name, prompts in self.setup.run_data.sets.items()
             },
             weights=weights_to_send(self.setup, parts),
@@ -51,27 +46,6 @@ class EvaluationMode:
             queue=parts.connections.queue,
             records=parts.records,
         )
-
-
-@dataclass(frozen=True)
-class SetResult:
-    """The result of one set.
-
-    passes: pass@k with half the width of its interval, by k. Empty without correctness.
-    """
-
-    name: str
-    accuracy: Accuracy
-    passes: Mapping[int, tuple[float, float]]
-
-    def metrics(self) -> dict[str, float]:
-        """Return `eval/NAME/accuracy`, `eval/NAME/pass@4`, ... and their intervals."""
-        metrics = self.accuracy.metrics()
-        values = {key.removeprefix("eval/"): value for key, value in metrics.items()}
-        for k, (rate, half_width) in self.passes.items():
-            values[f"pass@{k}"] = rate
-            values[f"pass@{k}_ci95"] = half_width
-        return {f"eval/{self.name}/{key}": value for key, value in values.items()}
 
 
 @dataclass(frozen=True)
@@ -101,26 +75,23 @@ class EvaluationRun:
             self.records.progress.log(line)
 
     def _measure(self, name: str, evaluation: Evaluation, values: dict[str, float]) -> SetResult:
-        settings = evaluation.settings
-        samples = settings.samples_per_prompt
         watch = Stopwatch()
         with watch.section(f"eval/{name}"):
-            groups = evaluation.sample(name)
-        accuracy = accuracy_of(groups, samples, max_rejected_share=settings.max_rejected_share)
-        graded_groups, _ = split_by_correctness(groups)
-        result = SetResult(name, accuracy, pass_rates(graded_groups, samples))
+            result = measure_set(name, evaluation, label=name)
         values |= result.metrics() | watch.seconds
         return result
 
 
-def open_evaluation(setup: RunSetup, prompts: tuple[Prompt, ...], parts: LoopParts) -> Evaluation:
-    """Make the evaluation of one set of prompts."""
+def open_evaluation(
+    setup: RunSetup, prompts: tuple[Prompt, ...], parts: LoopParts, name: str = ""
+) -> Evaluation:
+    """Make the evaluation of one set of prompts. name: of a set with its own settings."""
     assert parts.connections is not None
     c = setup.configuration
     return Evaluation(
         parts.connections.queue,
         prompts,
-        c.eval,
+        c.eval.of_set(name) if name in c.eval.sets else c.eval,
         c.rollout,
         setup.shape.eos_token_ids,
         parts.idle,
@@ -156,11 +127,9 @@ def table(results: list[SetResult]) -> list[str]:
     ± is half of a 95 % interval, clustered by question. A dash stands for an unknown value. The
     column of rewards is left out where every set has a correctness.
     """
-    accuracy = results[0].accuracy
-    samples = accuracy.samples // accuracy.questions
     ks = sorted({k for result in results for k in result.passes})
     has_reward = any(result.accuracy.reward is not None for result in results)
-    heading = ["set", "questions", f"avg@{samples}"]
+    heading = ["set", "questions", _average_heading(results)]
     heading += [f"pass@{k}" for k in ks]
     heading += ["reward"] if has_reward else []
     heading += ["parseable", "lost"]
@@ -171,6 +140,12 @@ def table(results: list[SetResult]) -> list[str]:
         cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
         lines.append("  ".join(cells).rstrip())
     return lines
+
+
+def _average_heading(results: list[SetResult]) -> str:
+    """Return avg@n with the number of responses to a question, if it is that of every set."""
+    counts = {result.accuracy.samples // result.accuracy.questions for result in results}
+    return f"avg@{counts.pop()}" if len(counts) == 1 else "avg@n"
 
 
 def _cells(result: SetResult, ks: list[int], *, has_reward: bool) -> list[str]:

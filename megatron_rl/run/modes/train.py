@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_rl.config.curriculum import phases_of
+from megatron_rl.config.evaluations import best_metric
 from megatron_rl.config.schema import Configuration
 from megatron_rl.credit.assign import Credit
 from megatron_rl.planning.step_planner import StepPlanner
@@ -12,8 +13,10 @@ from megatron_rl.prompts.selection.factory import credit_warning, open_selector
 from megatron_rl.records.run_directory import STOP_FILE
 from megatron_rl.rollouts.evaluation import Evaluation
 from megatron_rl.rollouts.rollout_batch import RolloutSampler
+from megatron_rl.run.checkpoints.best import BestCheckpoint
 from megatron_rl.run.checkpoints.manager import CheckpointManager
 from megatron_rl.run.checkpoints.resume import flat_configuration
+from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.run.curriculum import Curriculum
 from megatron_rl.run.leader import Leader
 from megatron_rl.run.modes.mode import LoopParts
@@ -94,6 +97,10 @@ class TrainingMode:
             credit=Credit(c.algo, c.credit, seed=c.seed, max_new_tokens=c.rollout.max_new_tokens),
             planner=StepPlanner(c.train, c.parallel, dp_size=dp_size, seed=c.seed),
             evaluation=None if c.mode == "rollout_only" else evaluation,
+            sets={
+                name: replace(evaluation, prompts=questions, settings=c.eval.of_set(name))
+                for name, questions in self.setup.run_data.sets.items()
+            },
         )
 
 
@@ -117,4 +124,16 @@ def checkpoint_manager(setup: RunSetup, parts: LoopParts) -> CheckpointManager:
         stop_file=setup.directory.path / STOP_FILE,
         last_saved_step=saved_step,
         reference=setup.reference_digest,
+        best=_best_checkpoint(setup),
     )
+
+
+def _best_checkpoint(setup: RunSetup) -> BestCheckpoint | None:
+    """Follow the best evaluation, from that of the checkpoint if the run continues."""
+    run = setup.configuration.run
+    if run.keep_best is None:
+        return None
+    state = setup.resume_point.state
+    best = None if state is None or run.resume != "auto" else state.best
+    store = CheckpointStore(setup.directory.checkpoints)
+    return BestCheckpoint(best_metric(run.keep_best), store, best)

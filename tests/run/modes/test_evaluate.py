@@ -12,7 +12,8 @@ from megatron_rl.contracts.commands import Sync
 from megatron_rl.contracts.group import Group, Verdict
 from megatron_rl.records.progress import Progress
 from megatron_rl.rollouts.evaluation import EvaluationFailed
-from megatron_rl.run.modes.evaluate import EvaluationRun
+from megatron_rl.rollouts.set_result import measure_set
+from megatron_rl.run.modes.evaluate import EvaluationRun, table
 from tests.support.groups import group
 
 SETS = {"easy": [group(1.0, 1.0), group(1.0, 0.0)], "hard": [group(0.0, 0.0), group(0.0, 1.0)]}
@@ -116,3 +117,17 @@ def test_results_before_a_failure_are_written() -> None:
         measure(engines, SETS | {"lost": [lost_group]}, with_checkpoint=False)
     assert engines.metrics[0]["eval/hard/accuracy"] == 0.25
     assert "finish" not in engines.calls
+
+
+def test_sets_with_other_numbers_of_responses_share_a_table() -> None:
+    engines = ScriptedEngines()
+    many = engines.evaluation([group(1.0, 0.0, 1.0, 1.0)])
+    many.settings = EvalSettings(samples_per_prompt=4)
+    few = engines.evaluation(SETS["easy"])
+    results = [
+        measure_set(name, evaluation, label=name) for name, evaluation in [("m", many), ("f", few)]
+    ]
+    heading, first, second = table(results)
+    assert heading.split()[:6] == ["set", "questions", "avg@n", "pass@1", "pass@2", "pass@4"]
+    assert "0.750" in first
+    assert " - " in second, "two responses have no pass@4"

@@ -1,0 +1,71 @@
+"""Follows the best evaluation of a run, whose checkpoint is never removed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_rl.contracts.run_state import BestState
+from megatron_rl.run.checkpoints.store import CheckpointStore
+
+
+class BestCheckpoint:
+    """Rank 0's record of the best evaluation that has a checkpoint.
+
+    Of equal values the earlier one stays. Step 0 has no checkpoint and does not count.
+
+    metric: the metric that should be high. state: that of the checkpoint from which the run
+    resumes. It is dropped if it is of another metric, or if its checkpoint is gone.
+    """
+
+    def __init__(self, metric: str, store: CheckpointStore, state: BestState | None = None) -> None:
+        self._metric = metric
+        self._store = store
+        self._candidate: BestState | None = None  # has no checkpoint yet
+        self._best: BestState | None = None
+        if state is not None and state.metric == metric and store.path(state.step).is_dir():
+            self._best = state
+        store.set_best(self._best)
+
+    def observe(self, step: int, values: Mapping[str, float], *, is_saved: bool) -> None:
+        """Take the metrics of an evaluated step. is_saved: its checkpoint exists."""
+        value = values.get(self._metric)
+        if value is None or step < 1:
+            return
+        if self._best is not None and not value > self._best.value:
+            return
+        self._candidate = BestState(metric=self._metric, value=value, step=step)
+        if is_saved:
+            self._store.set_best(self._candidate)
+            self.confirm(step)
+
+    def is_waiting(self, step: int) -> bool:
+        """True if `step` is the best so far and needs a checkpoint."""
+        return self._candidate is not None and self._candidate.step == step
+
+    def state(self, step: int) -> BestState | None:
+        """Return the best evaluation once the checkpoint of `step` is complete."""
+        return self._candidate if self.is_waiting(step) else self._best
+
+    def confirm(self, step: int) -> None:
+        """Note that the checkpoint of `step` is complete."""
+        if self.is_waiting(step):
+            self._best = self._candidate
+            self._candidate = None
+
+    def discard(self, step: int) -> None:
+        """Note that the checkpoint of `step` could not be saved: the previous best one stays."""
+        if self.is_waiting(step):
+            self._candidate = None
+
+    @property
+    def is_undecided(self) -> bool:
+        """True while the checkpoint of the best evaluation is being saved."""
+        return self._candidate is not None
+
+    def summary(self) -> str:
+        """Describe the best checkpoint for the user."""
+        if self._best is None:
+            return f"warning: run.keep_best: no checkpoint was evaluated with {self._metric}"
+        best = self._best
+        link = self._store.best_link
+        return f"best checkpoint: step {best.step}, {best.metric}={best.value:.4g}, at {link}"
