@@ -95,21 +95,23 @@ def unknown_key(key: str, value: Any) -> Refusal:
     return Refusal(key, value, "There is no such key", _suggestion(key))
 
 
+def _siblings(section: str) -> dict[str, str]:
+    """Return the keys of a section by their last name, "" for the top level."""
+    if section.startswith("data.sources."):
+        return {field.name: f"{section}.{field.name}" for field in fields(SourceSettings)}
+    siblings = {
+        key.rpartition(".")[2]: key for key in declared_keys() if key.rpartition(".")[0] == section
+    }
+    return siblings if section else siblings | {"experiment": "experiment"}
+
+
 def _suggestion(key: str) -> str:
     keys = declared_keys()
     if key in keys:
         owners = [name for name in ALGORITHMS if key in declared_keys(name)]
         return f"It belongs to {' or '.join(f'algo={name}' for name in owners)}"
     section, _, name = key.rpartition(".")
-    siblings = {
-        candidate.rpartition(".")[2]: candidate
-        for candidate in keys
-        if candidate.rpartition(".")[0] == section
-    }
-    if section.startswith("data.sources."):
-        siblings = {field.name: f"{section}.{field.name}" for field in fields(SourceSettings)}
-    if not section:
-        siblings["experiment"] = "experiment"
+    siblings = _siblings(section)
     matches = difflib.get_close_matches(name.lower(), siblings, n=2)
     suggestions = [siblings[match] for match in matches]
     if not suggestions:
