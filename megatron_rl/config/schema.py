@@ -445,6 +445,14 @@ class LoggerSettings(Section):
     # Steps between saved rollout batches. 0: save only the batches of failed steps: those with NaN
     # or Inf, with routes that were not replayed, or with too many routes that disagree.
     save_rollouts_every: Whole = 0
+    # A project of Weights & Biases that the metrics are sent to. Needs the package wandb.
+    wandb: Name | None = None
+    # A port of rank 0's machine where Prometheus can read the latest metrics.
+    prometheus_port: Annotated[int, Ge(1), Le(65535)] | None = None
+    # The address that this port listens on. 0.0.0.0: other machines can read the metrics.
+    prometheus_host: Name = "127.0.0.1"
+    # Steps of which torch.profiler writes a trace to the folder profiles/ of the run.
+    profile_steps: list[Positive] = field(default_factory=list)
     # The ranks that write these traces.
     profile_ranks: list[Whole] = field(default_factory=lambda: [0])
 

@@ -9,6 +9,7 @@ from typing import Protocol
 
 from megatron_rl.config.schema import EnvironmentSettings
 from megatron_rl.contracts.plugins import PluginError, load_plugin
+from megatron_rl.environments.calculator import Calculator
 from megatron_rl.environments.chat_turns import ChatTurns
 from megatron_rl.environments.demonstration import Demonstration
 from megatron_rl.environments.episode import Episode
@@ -44,13 +45,15 @@ class Environment(Protocol):
 def open_environment(settings: EnvironmentSettings) -> Environment:
     """Open the environment that `environment.name` chooses.
 
-    `single_turn`, `demonstration`, or `package.module:Name` for a user-defined one.
+    `single_turn`, `demonstration`, `calculator`, or `package.module:Name` for a user-defined one.
     Raises `PluginError`.
     """
     if settings.name == "single_turn":
         return SingleTurn()
     if settings.name == "demonstration":
-        return Demonstration()
+        return Demonstration(with_calls=settings.tool == "calculator")
+    if settings.name == "calculator":
+        return Calculator()
     methods = {"play": ("episode",)}
     environment: Environment = load_plugin(
         "environment.name", settings.name, settings.options, methods=methods
@@ -80,4 +83,6 @@ def open_chat_turns(
 
 def for_evaluation(environment: Environment) -> Environment:
     """Return the environment for held-out questions, where demonstrations measure nothing."""
-    return SingleTurn() if isinstance(environment, Demonstration) else environment
+    if isinstance(environment, Demonstration):
+        return Calculator() if environment.with_calls else SingleTurn()
+    return environment

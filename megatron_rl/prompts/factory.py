@@ -12,6 +12,7 @@ from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts import (
     column_addition,
+    column_addition_calls,
     column_addition_mixed,
     letter_sorting,
     two_digit_addition,
@@ -35,7 +36,13 @@ from megatron_rl.prompts.split import (
 
 EMBEDDED: Mapping[str, Source] = {
     task.NAME: task
-    for task in (column_addition, column_addition_mixed, two_digit_addition, letter_sorting)
+    for task in (
+        column_addition,
+        column_addition_calls,
+        column_addition_mixed,
+        two_digit_addition,
+        letter_sorting,
+    )
 }
 CheckAnswer = Callable[[str], None]
 """Raises ValueError for a reference answer that responses cannot be compared with."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,6 +27,7 @@ from megatron_rl.mcore.job import Job
 from megatron_rl.run.checkpoints.saving import CheckpointWriter
 from megatron_rl.run.curriculum import apply_phase
 from megatron_rl.run.modes.record import record_rollouts
+from megatron_rl.run.step_profiler import StepProfiler
 from megatron_rl.run.supervision.stop_request import StopRequest
 from megatron_rl.training.dispatcher import CommandTable as Table
 from megatron_rl.training.worker import TrainOutcome, Worker
@@ -76,12 +78,13 @@ class EngineCommands:
 class ModelCommands:
     """Commands about the model: training, phases, weights and checkpoints.
 
-    phases: the configuration of each phase of the curriculum.
+    phases: the configuration of each phase of the curriculum. profiler: writes traces of steps.
     """
 
     worker: Worker
     checkpoints: CheckpointWriter
     phases: tuple[Configuration, ...]
+    profiler: StepProfiler | None = None
 
     def table(self) -> Table:
         """Return the handlers of the commands that need a model."""
@@ -96,7 +99,11 @@ class ModelCommands:
 
     def train(self, command: Train) -> TrainOutcome:
         """Train one step (a collective)."""
-        return self.worker.train(command.plan, keep_values=command.keep_values)
+        profile: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if self.profiler is not None:
+            profile = self.profiler.profile_step(command.plan.step)
+        with profile:
+            return self.worker.train(command.plan, keep_values=command.keep_values)
 
     def enter_phase(self, command: EnterPhase) -> None:
         """Train with the settings of a phase from the next step on."""

@@ -10,6 +10,7 @@ from megatron_rl.config.rules.broken_rule import BrokenRule
 from megatron_rl.config.rules.data import check_data, check_pass_rates
 from megatron_rl.config.rules.evaluation import check_evaluation
 from megatron_rl.config.rules.grid import check_grid, check_split
+from megatron_rl.config.rules.logger import check_logger
 from megatron_rl.config.rules.machine import (
     check_engine,
     check_formats_and_timeouts,
@@ -85,6 +86,7 @@ def _check_settings(
     yield from check_replay(c)
     yield from check_regularization(c)
     yield from check_recompute(c.model, facts)
+    yield from check_logger(c, facts)
 
 
 def _check_model(

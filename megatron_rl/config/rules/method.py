@@ -92,6 +92,9 @@ def check_environment(c: Configuration) -> Iterator[BrokenRule]:
         )
         remedy = "Use 0, or environment=demonstration"
         yield BrokenRule("model.hidden_dropout", rule, remedy)
+    if c.environment.tool is not None and c.environment.name != "demonstration":
+        rule = f"environment.name={c.environment.name} demonstrates nothing"
+        yield BrokenRule("environment.tool", rule, "Remove it, or use environment=demonstration")
     for key in ("model.hidden_dropout", "model.embedding_std"):
         if attrgetter(key)(c) and c.model.init != "random":
             rule = "This setting is for training from random weights"
