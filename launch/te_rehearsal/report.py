@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +57,8 @@ def call_table(log: CallLog) -> list[str]:
         if log.counts[name]:
             lines.append(f"| `{name}` | {log.kind(name)} | {log.counts[name]} |")
     rest = [f"`{name}`" for name in log.functions if not log.counts[name]]
-    return [*lines, "", f"Not called, {len(rest)} of {len(log.functions)}: {', '.join(rest)}."]
+    text = f"Not called, {len(rest)} of {len(log.functions)}: {', '.join(rest)}."
+    return [*lines, "", *textwrap.wrap(text, width=100)]
 
 
 def write_table(path: Path, lines: Sequence[str]) -> None:
