@@ -187,17 +187,18 @@ def _check_engine_memory(c: Configuration, shape: ModelShape, device_bytes: int)
 def check_save_memory(
     c: Configuration, shape: ModelShape, facts: LaunchFacts, available: int
 ) -> Iterator[Check]:
-    """Check the memory of a node while a checkpoint is saved or loaded.
+    """Check the memory of a node while a checkpoint is saved or loaded, with a reference's weights.
 
     Without GPUs the ranks train in the same memory. available: bytes of the node.
     """
-    if not c.run.checkpoint_every and c.run.resume == "never":
+    is_saved = bool(c.run.checkpoint_every) or c.run.resume != "never"
+    if not is_saved and not c.algo.kl.coef:
         return
     memories = [
         rank_memory(c, shape, world_size=facts.world_size, stage=stage)
         for stage in range(c.parallel.pp)
     ]
-    saving = max(memory.host_save for memory in memories)
+    saving = max(memory.host_save + memory.host_reference for memory in memories)
     training = 0 if facts.num_gpus else max(memory.total for memory in memories)
     total = facts.local_world_size * (saving + training)
     beside = f" beside the {_gib(training)} it trains in" if training else ""
@@ -206,7 +207,8 @@ def check_save_memory(
         f"{_gib(available)} available"
     )
     remedy = "More nodes with more parallel.ep, .pp or .tp; run.background_saves=false saves a copy"
-    yield Check("memory of a save", total <= available, finding, remedy)
+    name = "memory of a save" if is_saved else "memory of the reference"
+    yield Check(name, total <= available, finding, remedy)
 
 
 def _gib(size: int) -> str:

@@ -39,7 +39,7 @@ _EXPERT_COPIES = 6
 _ROUTED_COPIES = 4
 _ROUTER_BYTES = 4
 _LOGIT_COPIES = 2
-_ON_HOST = ("host_routes", "host_save")
+_ON_HOST = ("host_routes", "host_save", "host_reference")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class RankMemory:
     save: bytes that a save needs on the device beyond the activations and logits, which are freed
     before it.
     host_routes, host_save: bytes in the host's memory, for the routes of a batch and while a
-    checkpoint is saved or loaded. All other fields are on the device.
+    checkpoint is saved or loaded. host_reference: bytes there for the weights of the KL penalty's
+    reference. All other fields are on the device.
     """
 
     stage: int
@@ -64,6 +65,7 @@ class RankMemory:
     save: int
     host_routes: int
     host_save: int
+    host_reference: int = 0
 
     @property
     def parts(self) -> dict[str, int]:
@@ -169,6 +171,7 @@ def rank_memory(c: Configuration, shape: ModelShape, *, world_size: int, stage: 
         save=max(0, device_save - activations - logits),
         host_routes=host_routes,
         host_save=_save_bytes(c, parameters, optimizer_share),
+        host_reference=size * parameters.total if c.algo.kl.coef else 0,
     )
 
 

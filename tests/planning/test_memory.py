@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.algorithms import KlSettings
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration, ParallelSettings
 from megatron_rl.config.values import Dtype
@@ -130,6 +131,17 @@ def test_a_background_save_also_copies_the_share_that_a_rank_writes() -> None:
     share = parameters.dense // 4 + parameters.experts // 2
     assert memory_of(in_background).host_save == 20 * parameters.total + 16 * share
     assert memory_of(in_background).total == memory_of(saving).total, "nothing more on the device"
+
+
+@pytest.mark.parametrize(("dtype", "size"), [("float32", 4), ("bfloat16", 2)])
+def test_a_reference_takes_host_memory_for_a_rank_s_weights(dtype: Dtype, size: int) -> None:
+    c = make_settings(ep=2)
+    c = replace(c, model=replace(c.model, dtype=dtype))
+    parameters = rank_parameters(SMALL, ParallelSettings(ep=2), 0)
+    with_penalty = replace(c, algo=replace(c.algo, kl=KlSettings(coef=0.1)))
+    assert memory_of(c).host_reference == 0
+    assert memory_of(with_penalty).host_reference == size * parameters.total
+    assert memory_of(with_penalty).total == memory_of(c).total, "nothing more on the device"
 
 
 def test_a_save_gathers_the_largest_buffer_on_the_device() -> None:
