@@ -43,6 +43,13 @@ class Loss:
         return record
 
 
+def assert_ran_forward_and_backward(loss: Loss) -> None:
+    value, gradient = loss.tensors
+    assert torch.isfinite(value).all()
+    assert torch.isfinite(gradient).all()
+    assert gradient.abs().sum() > 0
+
+
 @pytest.mark.parametrize(
     "algo",
     [
@@ -79,8 +86,5 @@ def test_kernels_run_forward_and_backward_without_the_model(algo: AlgoSettings) 
         model=ModelSettings(path=str(TWO_DIGIT_ADDITION)),
     )
     warm_up(worker)
-    value, gradient = loss.tensors
-    assert (
-        torch.isfinite(value).all() and torch.isfinite(gradient).all() and gradient.abs().sum() > 0
-    )
+    assert_ran_forward_and_backward(loss)
     assert model.output_layer.weight.grad is None and torch.equal(model.output_layer.weight, before)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from launch.rehearsal.cuda_guard import RehearsalUnavailable
 from launch.rehearsal.order.grid import Grid, Program, flatten, require_equal_groups
-from launch.rehearsal.order.scenario import WITH_ROLLOUTS, WITHOUT_ROLLOUTS
+from launch.rehearsal.order.phases import WITH_ROLLOUTS, WITHOUT_ROLLOUTS
 from launch.rehearsal.order.simulation import Simulation
 from launch.rehearsal.order.trace import Trace
 

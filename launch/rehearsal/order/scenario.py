@@ -26,9 +26,6 @@ from megatron_rl.contracts.exit_codes import Failure
 # The order does not depend on the number of tokens. With these, every expert gets equally many.
 PROMPT_TOKENS = 32
 _GPU = GPUS["h100"]
-# Phases of which a rank takes one: with its rollouts, or with empty micro-batches alone.
-WITH_ROLLOUTS = "uneven step, with rollouts"
-WITHOUT_ROLLOUTS = "uneven step, empty micro-batches"
 
 
 def response_tokens(tp: int, cp: int, num_experts: int, topk: int) -> int:
