@@ -53,7 +53,7 @@ SUGGESTIONS = [
     ("algo=ppo", "algo=ppo", "custom, espo, espo_wide, grpo, gspo, gspo_wide, sft"),
     ("experiment=nope", "experiment=nope", "quickstart"),
     ("+engine=nope", "engine=nope", "external, managed"),
-    ("algo.name=ppo", "algo.name=ppo", "algo=grpo|gspo|espo|sft|custom"),
+    ("algo.name=ppo", "algo.name=ppo", "algo=grpo|gspo|cispo|espo|sft|custom"),
     ("run.name=a,b", "run.name=a,b", "'run.name=\"a,b\"'"),
     (["model.path=/a b/c=d"], "model.path=/a b/c=d", "'model.path=\"/a b/c=d\"'"),
     (
@@ -154,7 +154,7 @@ LIMITS = [
     ("sync.bucket_mb=1e-9", "sync.bucket_mb=1e-09", "at least 0.001"),
     ("samples.every=-1", "samples.every=-1", "at least 0"),
     ("samples.groups=0", "samples.groups=0", "at least 1"),
-    ("samples.max_mb=0", "samples.max_mb=0.0", "at least 0.1"),
+    ("samples.max_mb=0", "samples.max_mb=0", "at least 0.1"),
     ("seed=4294967296", "seed=4294967296", "at most 4294967295"),
     ("seed=-1", "seed=-1", "at least 0"),
     ("rollout.max_new_tokens=0", "rollout.max_new_tokens=0", "at least 1"),

@@ -151,7 +151,9 @@ def test_a_result_has_the_device_in_its_name(
 ) -> None:
     monkeypatch.setattr(gpu_check, "RESULTS", tmp_path)
     outcomes = [gpu_check.Outcome("machine", "passed", values={"device": "NVIDIA H200 (80GB)"})]
-    file = gpu_check.write_record(outcomes, gpu_check.argparse.Namespace(small=False, out=None))
+    file = gpu_check.write_record(
+        outcomes, gpu_check.argparse.Namespace(small=False, pretended=False, out=None)
+    )
     assert re.fullmatch(r"nvidia-h200-80gb-\d{4}-\d\d-\d\d-\d{4}\.json", file.name)
 
 

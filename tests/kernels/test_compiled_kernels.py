@@ -13,6 +13,8 @@ import torch
 from tests.kernels.processes import ROOT
 
 pytest.importorskip("triton")
+# Modules of other tests replace functions of torch, and a cold cache of Triton costs a minute
+pytestmark = pytest.mark.nightly
 
 # With more registers, an SM would hold fewer programs. Kernels with fewer programs than a GPU has
 # SMs have looser bounds.
@@ -63,7 +65,6 @@ def test_kernels_for_hopper_spill_nothing_and_move_the_bytes_of_the_formula() ->
     assert by_part["grouping"].num_bytes == pytest.approx(22 * 1_371_552, rel=1e-3)
 
 
-@pytest.mark.slow
 def test_kernels_for_blackwell_spill_nothing_and_the_documented_table_is_the_printed_one() -> None:
     import triton
     from bench.compiled_report import case_table, kernel_table

@@ -49,12 +49,12 @@ def refusal_of(*overrides: str) -> str:
         (
             "data=jsonl",
             "data=json",
-            "Choose one of column_addition, column_addition_mixed, custom, jsonl,",
+            "Choose one of column_addition, column_addition_calls, column_addition_mixed, custom,",
         ),
         (
             "data=jsonl",
             "data.source=json",
-            "Must be one of column_addition, column_addition_mixed, two_digit_addition",
+            "Must be one of column_addition, column_addition_calls, column_addition_mixed,",
         ),
         ("data.train_path=sums.jsonl", "data.train_path=sum.jsonl", "There is no such file (from "),
         (

@@ -12,11 +12,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from launch.testbed.policies import TWO_DIGIT_ADDITION
-from megatron_rl.config.algorithms import CustomAlgoSettings
+from megatron_rl.config.algorithms import CustomAlgoSettings, SftSettings
 from megatron_rl.config.cli import compose
 from megatron_rl.config.curriculum import Phase, PhaseEnd, phases_of
 from megatron_rl.contracts.commands import EnterPhase
 from megatron_rl.contracts.run_state import LoopState, PhaseState, SelectorState
+from megatron_rl.losses.regularization import Regularization
 from megatron_rl.models.families import read_shape
 from megatron_rl.run.curriculum import Curriculum, PhaseSchedule, apply_phase
 from megatron_rl.run.stopping import AccuracyUnknown
@@ -180,7 +181,9 @@ def test_a_phase_gives_every_rank_its_loss_temperature_and_learning_rate() -> No
     calls: list[tuple[Any, Any, float]] = []
     shape = read_shape(TWO_DIGIT_ADDITION)
     worker: Any = SimpleNamespace(
-        policy=SimpleNamespace(loss="the loss of the phase before"),
+        policy=SimpleNamespace(
+            loss="the loss of the phase before", regularization=Regularization(SftSettings())
+        ),
         shape=shape,
         layout=SimpleNamespace(groups={"tp_group": None, "cp_group": None}),
         set_objective=lambda *objective: calls.append(objective),
@@ -199,7 +202,7 @@ def test_a_phase_keeps_a_user_defined_loss() -> None:
     algo = CustomAlgoSettings(name="my_loss:Loss")
     calls: list[Any] = []
     worker: Any = SimpleNamespace(
-        policy=SimpleNamespace(loss="the user's"),
+        policy=SimpleNamespace(loss="the user's", regularization=Regularization(SftSettings())),
         shape=read_shape(TWO_DIGIT_ADDITION),
         layout=SimpleNamespace(groups={"tp_group": None, "cp_group": None}),
         set_objective=lambda loss, *_: calls.append(loss),

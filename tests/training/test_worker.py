@@ -92,6 +92,7 @@ class Passes:
         objectives: list[str],
         denominators: Denominators,
         *,
+        reference_logprobs: list[Any],
         dp_size: int,
         first_step: bool,
         metrics: MetricSums,
@@ -116,7 +117,7 @@ def make_worker(
 
     layout: Any = SimpleNamespace(rank=0, dp_rank=0, dp_size=1, control_group=None)
     batcher: Any = SimpleNamespace(optimizer_steps=optimizer_steps)
-    policy: Any = SimpleNamespace(replay=replay)
+    policy: Any = SimpleNamespace(replay=replay, reference=None)
     nothing: Any = SimpleNamespace()
     return Worker(
         layout=layout,

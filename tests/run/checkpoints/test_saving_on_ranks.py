@@ -147,7 +147,7 @@ def test_as_many_checkpoints_are_kept_as_run_keep_checkpoints(
 def test_an_old_checkpoint_that_cannot_be_removed_does_not_fail_the_save(
     save: Save, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(keep: int) -> None:
+    def refuse(keep: int, *, best_step: int | None) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(store, "prune", refuse)
