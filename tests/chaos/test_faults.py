@@ -21,7 +21,12 @@ pytestmark = [
     pytest.mark.distributed,
     pytest.mark.timeout(300),
 ]
-FAULTS = ["SIGKILL rank 1", "SIGSTOP rank 0", "SIGSTOP rank 1", "SIGSTOP engine"]
+FAULTS = [
+    "SIGKILL rank 1",
+    "SIGSTOP rank 0",
+    pytest.param("SIGSTOP rank 1", marks=pytest.mark.nightly),
+    pytest.param("SIGSTOP engine", marks=pytest.mark.nightly),
+]
 
 
 @pytest.mark.parametrize("name", FAULTS)

@@ -106,6 +106,7 @@ def test_engine_that_is_not_healthy_in_time_raises(
     assert not any(map(is_alive, tree))
 
 
+@pytest.mark.nightly
 def test_port_taken_before_the_start_is_replaced(
     start: Callable[..., ManagedEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,6 +13,7 @@ from tests.support.exactness import EXACT
 STEPS = 6
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.engine,
     pytest.mark.distributed,
     pytest.mark.chaos,

@@ -53,7 +53,7 @@ def test_one_command_prints_a_table_and_writes_json(tmp_path: Path) -> None:
     assert record["rows"][-1]["max_difference"] < 1e-4
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_bench_compares_logprobs_with_eager_torch(tmp_path: Path) -> None:
     arguments = ["--operations", "logprob", "--rows", "4", "--vocabulary", "1000"]
     output, record = run_bench(tmp_path / "result.json", *arguments)
