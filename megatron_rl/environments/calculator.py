@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.environments.episode import Episode
 
-# Numbers of at most nine digits, so that no text of the model causes much work
-_CALL = re.compile(r"(\d{1,9}(?:\+\d{1,9}){1,7})=\Z", re.ASCII)
-_CALL_WITH_RESULT = re.compile(r"\d{1,9}(?:\+\d{1,9}){1,7}=(?=\d)", re.ASCII)
+# At most eight numbers of nine digits, so that no text of the model causes much work. The end of
+# a longer sum is no call: its result would be wrong.
+_SUM = r"(?<![\d+])\d{1,9}(?:\+\d{1,9}){1,7}"
+_CALL = re.compile(rf"({_SUM})=\Z", re.ASCII)
+_CALL_WITH_RESULT = re.compile(rf"{_SUM}=(?=\d)", re.ASCII)
 _MAX_CALLS = 32
 
 

@@ -9,8 +9,10 @@ from pathlib import Path
 
 from megatron_rl.records.past_run import Record, RunUnreadable, iterate_metrics
 
-# "time/step" is the time of a whole step without these. The others are parts of it.
+# "time/step" is the time of a whole step without these and those of evaluation sets. The others are
+# parts of it.
 _OUTSIDE_OF_STEPS = ("time/eval", "time/checkpoint")
+_SETS = "time/eval/"
 
 
 @dataclass(frozen=True)
@@ -140,7 +142,9 @@ def _total(records: Iterable[Record], name: str) -> float:
 
 def _seconds(record: Record) -> float:
     """The seconds of a record: of its step and of what came after it."""
-    return sum(record.get(name) or 0.0 for name in ("time/step", *_OUTSIDE_OF_STEPS))
+    names = ["time/step", *_OUTSIDE_OF_STEPS]
+    names += (name for name in record if name.startswith(_SETS))
+    return sum(record.get(name) or 0.0 for name in names)
 
 
 def _step_of(weights: Path) -> int:

@@ -298,9 +298,11 @@ class Leader:
         values: the metrics of the step. is_counted: the curriculum has counted its tokens.
         """
         metrics = dict(values)
+        accuracies = self._accuracies.copy()
         try:
             yield
         except (Failure, EngineError):
+            self._accuracies = accuracies  # a resumed run evaluates the step again
             if self.curriculum is not None and not is_counted:
                 metrics |= self.curriculum.update(metrics)
             self._save_unevaluated(step, metrics)

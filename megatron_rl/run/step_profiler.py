@@ -28,7 +28,7 @@ class StepProfiler:
     def profile_step(self, step: int) -> Iterator[None]:
         """Profile the body if the step was chosen.
 
-        A trace that cannot be written costs itself, not the run.
+        A trace that cannot be made or written costs itself, not the run.
         """
         if step not in self.steps:
             yield
@@ -36,10 +36,22 @@ class StepProfiler:
         activities = [ProfilerActivity.CPU]
         if torch.cuda.is_available():
             activities.append(ProfilerActivity.CUDA)
-        with profile(activities=activities) as profiler:
-            yield
         file = self.directory / f"step-{step}-rank-{self.rank}.json.gz"
+        profiler = profile(activities=activities)
         try:
+            profiler.start()
+        except RuntimeError as error:
+            self.log(f"warning: logger.profile_steps: step {step} has no trace ({error})")
+            yield
+            return
+        try:
+            yield
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                profiler.stop()
+            raise
+        try:
+            profiler.stop()
             self.directory.mkdir(exist_ok=True)
             profiler.export_chrome_trace(str(file))
         except (OSError, RuntimeError) as error:

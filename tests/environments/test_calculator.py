@@ -124,3 +124,8 @@ def test_demonstrations_of_the_task_are_what_the_calculator_plays() -> None:
 
 def test_a_worked_question_by_hand() -> None:
     assert column_addition_calls.calls_of("a38b13c65=") == "a3+8=11b1+3+1=05c6+5+0=11"
+
+
+@pytest.mark.parametrize("text", ["1234567890+1=", "1+1+1+1+1+1+1+1+1="])
+def test_the_end_of_a_sum_that_is_too_long_is_no_call(text: str) -> None:
+    assert answer_call(text) is None

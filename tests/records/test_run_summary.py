@@ -88,3 +88,8 @@ def test_damaged_metrics_cost_only_their_lines(tmp_path: Path) -> None:
         f"done: metrics, logs and checkpoints are in {tmp_path}",
         f"next: python launch/report.py {tmp_path}",
     ]
+
+
+def test_the_time_of_evaluation_sets_counts() -> None:
+    times = {"time/step": 30.0, "time/eval": 2.0, "time/eval/hard": 5.0}
+    assert summarize([record(1, **times)]).seconds == 37.0

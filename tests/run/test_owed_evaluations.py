@@ -8,6 +8,7 @@ import pytest
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.curriculum import phases_of
+from megatron_rl.config.schema import EvalSettings
 from megatron_rl.contracts.commands import Checkpoint, Command
 from megatron_rl.contracts.run_state import LoopState
 from megatron_rl.rollouts.evaluation import EvaluationFailed
@@ -188,3 +189,24 @@ def test_a_phase_that_ends_the_run_is_saved_if_its_evaluation_fails_after_a_stop
     position = ranks.states[-1].position
     assert position.unevaluated_metrics is not None
     assert position.phase is not None and position.phase.tokens == 24
+
+
+def test_the_accuracy_of_an_evaluation_whose_set_failed_counts_once(tmp_path: Path) -> None:
+    class FailingSet:
+        settings = EvalSettings(every=1)
+
+        def sample(self, label: str) -> Any:
+            raise EvaluationFailed("too many responses are lost")
+
+    ranks = FakeRanks()
+    with pytest.raises(EvaluationFailed):
+        lead(
+            ScriptedParts(accuracies=[0.3]),
+            tmp_path,
+            steps=9,
+            evals={"every": 2, "start_step": 2},
+            sets={"hard": FailingSet()},
+            checkpoints=make_manager(ranks),
+        )
+    assert ranks.states[-1].position.unevaluated_metrics is not None
+    assert ranks.states[-1].position.accuracies == ()

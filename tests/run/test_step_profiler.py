@@ -4,6 +4,7 @@ import gzip
 import json
 from pathlib import Path
 
+import pytest
 import torch
 
 from megatron_rl.run.step_profiler import StepProfiler
@@ -29,3 +30,19 @@ def test_a_trace_that_cannot_be_written_costs_itself_alone(tmp_path: Path) -> No
     with profiler.profile_step(1):
         pass
     assert len(lines) == 1 and lines[0].startswith("warning: logger.profile_steps: ")
+
+
+def test_a_profiler_that_cannot_start_costs_the_trace_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(profiler: object) -> None:
+        raise RuntimeError("no access to performance counters")
+
+    monkeypatch.setattr(torch.profiler.profile, "start", fail)
+    lines: list[str] = []
+    profiler = StepProfiler({1}, rank=0, directory=tmp_path / "profiles", log=lines.append)
+    has_trained = False
+    with profiler.profile_step(1):
+        has_trained = True
+    assert has_trained
+    assert len(lines) == 1 and "step 1 has no trace" in lines[0]

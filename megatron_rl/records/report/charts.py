@@ -35,6 +35,7 @@ _STYLE: dict[Any, Any] = {
     "axes.spines.right": False,
     "axes.spines.top": False,
     "text.color": _INK,
+    "text.parse_math": False,  # names may contain $
     "xtick.color": _INK,
     "ytick.color": _INK,
     "legend.frameon": False,

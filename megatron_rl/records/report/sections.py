@@ -17,6 +17,7 @@ STEP_PARTS = (
     "exchange",
     "old_policy",
     "measure_replay",
+    "reference",
     "train",
     "account",
     "samples",
@@ -252,7 +253,9 @@ def _timeline(run: PastRun) -> Iterator[Chart]:
     start = 0.0
     for record in run.records:
         for part in (*STEP_PARTS, *LATER_PARTS):
-            seconds = record.get(f"time/{part}") or 0.0
+            names = [f"time/{part}"]
+            names += (name for name in record if name.startswith(f"time/{part}/"))
+            seconds = sum(record.get(name) or 0.0 for name in names)
             if seconds:
                 rows.setdefault(part, []).append((start, seconds))
                 start += seconds

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from megatron_rl.contracts.run_state import BestState
@@ -27,9 +28,9 @@ class BestCheckpoint:
         store.set_best(self._best)
 
     def observe(self, step: int, values: Mapping[str, float], *, is_saved: bool) -> None:
-        """Take the metrics of an evaluated step. is_saved: its checkpoint exists."""
+        """Take the metrics of an evaluated step. NaN is no value. is_saved: it has a checkpoint."""
         value = values.get(self._metric)
-        if value is None or step < 1:
+        if value is None or math.isnan(value) or step < 1:
             return
         if self._best is not None and not value > self._best.value:
             return

@@ -7,6 +7,7 @@ import pytest
 
 from launch import report
 from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.records.report.charts import Line, line_chart
 from megatron_rl.records.report.page import render_page
 from megatron_rl.records.report.past_run import read_run, read_runs
 from megatron_rl.records.report.sections import sections_of
@@ -122,3 +123,8 @@ def test_a_directory_that_is_no_run_is_refused(
     assert report.main([str(tmp_path)]) == ExitCode.REFUSED
     assert "metrics.jsonl" in capsys.readouterr().err
     assert not (tmp_path / "report.html").exists()
+
+
+def test_a_name_with_dollar_signs_is_no_formula() -> None:
+    chart = line_chart("t", [Line("a", [1], [1]), Line("b$x_$", [1], [1])])
+    assert "b$x_$" in chart.svg

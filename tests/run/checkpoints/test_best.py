@@ -233,3 +233,9 @@ def test_names_and_metrics_of_the_best(keep_best: str, metric: str, is_valid: bo
     evaluation = EvalSettings(sets={"hard": EvalSetSettings(path="x", samples_per_prompt=4)})
     assert best_metric(keep_best) == metric
     assert is_best_metric(metric, evaluation) == is_valid
+
+
+def test_an_evaluation_that_is_nan_is_never_the_best(tmp_path: Path) -> None:
+    best = BestCheckpoint(METRIC, CheckpointStore(tmp_path / "checkpoints"))
+    best.observe(1, {METRIC: math.nan}, is_saved=False)
+    assert best.state(1) is None
