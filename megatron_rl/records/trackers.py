@@ -5,10 +5,10 @@ A service that fails costs its metrics, not the run.
 
 from __future__ import annotations
 
-import hashlib
 import importlib
 import math
 import re
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +18,7 @@ from omegaconf import OmegaConf
 from megatron_rl.config.schema import LoggerSettings
 from megatron_rl.records.heat_maps import is_expert_share
 
+_LOGIN_SECONDS = 60
 _INVALID_CHARACTERS = re.compile(r"[^a-zA-Z0-9_]")
 
 
@@ -41,16 +42,17 @@ class WandbTracker:
 
     def __init__(self, project: str, directory: Path) -> None:
         wandb: Any = importlib.import_module("wandb")  # an extra
-        identity = hashlib.sha256(str(directory.resolve()).encode()).hexdigest()[:16]
         # config.yaml names the environment variables of secret values, and not these values
         settings = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
         self._run: Any = wandb.init(
             project=project,
             name=directory.name,
-            id=identity,
+            id=_identity(directory),
             resume="allow",
             dir=str(directory),
             config=settings,
+            # Without a key, wandb asks for one and would wait for ever
+            settings={"login_timeout": _LOGIN_SECONDS},
         )
         # W&B's own steps must grow, but a resumed run repeats some
         self._run.define_metric("step")
@@ -165,6 +167,14 @@ def open_trackers(
             settings.prometheus_host, port, directory.name
         )
     return Trackers(trackers, log)
+
+
+def _identity(directory: Path) -> str:
+    """Return the name of a run for Weights & Biases, which a file of the run keeps."""
+    file = directory / "wandb_id.txt"
+    if not file.exists():
+        file.write_text(secrets.token_hex(8))
+    return file.read_text().strip()
 
 
 def prometheus_name(name: str) -> str:

@@ -99,6 +99,7 @@ def test_wandb_gets_settings_steps_and_values(tmp_path: Path, wandb: dict[str, A
     arguments = wandb["init"]
     assert (arguments["project"], arguments["name"]) == ("project", "my_run")
     assert arguments["resume"] == "allow" and len(arguments["id"]) == 16
+    assert arguments["settings"] == {"login_timeout": 60}
     assert arguments["config"] == {"optimizer": {"lr": 0.5}, "key": "${oc.env:SECRET}"}
     calls = wandb["run"].calls
     assert calls[:2] == [("step", None), ("*", "step")]
@@ -109,12 +110,14 @@ def test_wandb_gets_settings_steps_and_values(tmp_path: Path, wandb: dict[str, A
 def test_a_resumed_run_continues_the_same_run_of_wandb(
     tmp_path: Path, wandb: dict[str, Any]
 ) -> None:
-    (tmp_path / "config.yaml").write_text("{}")
     identities = []
-    for _ in range(2):
-        open_trackers(LoggerSettings(wandb="project"), tmp_path, print).close()
+    for name in ("first", "first", "second"):
+        directory = tmp_path / name
+        directory.mkdir(exist_ok=True)
+        (directory / "config.yaml").write_text("{}")
+        open_trackers(LoggerSettings(wandb="project"), directory, print).close()
         identities.append(wandb["init"]["id"])
-    assert identities[0] == identities[1]
+    assert identities[0] == identities[1] != identities[2]
 
 
 def test_a_tracker_that_fails_is_left_out_and_the_others_go_on() -> None:

@@ -7,6 +7,7 @@ rename. Invariant: if a save is interrupted, the previous checkpoint is still co
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shutil
 from pathlib import Path
@@ -86,7 +87,10 @@ class CheckpointStore:
         return self.folder / _BEST
 
     def set_best(self, best: BestState | None) -> None:
-        """Let the link `best` and the file best.json of the run name a checkpoint, or none."""
+        """Let the link `best` and the file best.json of the run name a checkpoint, or none.
+
+        On a file system without symbolic links, only best.json names it.
+        """
         record = self.folder.parent / f"{_BEST}.json"
         if best is None:
             record.unlink(missing_ok=True)
@@ -95,8 +99,9 @@ class CheckpointStore:
         name = self.path(best.step).name
         new_link = self.folder / f"{_BEST}{_STAGING_SUFFIX}"
         new_link.unlink(missing_ok=True)
-        new_link.symlink_to(name)
-        new_link.rename(self.best_link)
+        with contextlib.suppress(OSError):
+            new_link.symlink_to(name)
+            new_link.rename(self.best_link)
         sync_folder(self.folder)
         content = msgspec.structs.asdict(best) | {"checkpoint": f"{self.folder.name}/{name}"}
         write_synced(record, msgspec.json.format(msgspec.json.encode(content)) + b"\n")

@@ -239,3 +239,18 @@ def test_an_evaluation_that_is_nan_is_never_the_best(tmp_path: Path) -> None:
     best = BestCheckpoint(METRIC, CheckpointStore(tmp_path / "checkpoints"))
     best.observe(1, {METRIC: math.nan}, is_saved=False)
     assert best.state(1) is None
+
+
+def test_without_symbolic_links_a_file_names_the_best(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path, target: str) -> None:
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "symlink_to", refuse)
+    store = CheckpointStore(tmp_path / "checkpoints")
+    store.path(4).mkdir(parents=True)
+    store.set_best(BestState(metric=METRIC, value=0.5, step=4))
+    record = json.loads((tmp_path / "best.json").read_text())
+    assert record["checkpoint"] == f"checkpoints/{store.path(4).name}"
+    assert not store.best_link.exists()
