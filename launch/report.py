@@ -25,21 +25,9 @@ from statistics import mean
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.records.heat_maps import draw, heat_maps
 from megatron_rl.records.past_run import Record, RunUnreadable, read_metrics
+from megatron_rl.records.stopwatch import SECTIONS
 from megatron_rl.records.write_errors import write_problem
 
-# The sections of a step, in their order. True: every step that trains has it.
-SECTIONS = {
-    "rollout": True,
-    "credit": False,
-    "exchange": True,
-    "old_policy": True,
-    "measure_replay": False,
-    "train": True,
-    "account": False,
-    "samples": False,
-    "record": False,
-    "sync": True,
-}
 _OTHER = "other"
 _PAGE = "page"
 _PAGE_NAME = "report.html"

@@ -11,11 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from megatron_rl.prompts.files.row import EXAMPLE_ROW, MAX_ROW_BYTES, Render, refuse_messages
+from megatron_rl.prompts.files.row import EXAMPLE_ROW, MAX_ROW_BYTES
 from megatron_rl.prompts.files.rows import Rows
-from megatron_rl.prompts.question import BadRows, CheckedRows, PromptDataError, Question
-
-__all__ = ["Render", "is_line_id", "read_jsonl", "read_lines_into", "refuse_messages"]
+from megatron_rl.prompts.question import PromptDataError
 
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _FORMAT_REMEDY = f"Write one JSON object a line, such as {EXAMPLE_ROW}"
@@ -36,22 +34,6 @@ def is_line_id(prompt_id: str) -> bool:
     """
     key, _, number = prompt_id.rpartition("/")[2].partition(":")
     return key == "data.train_path" and number.isdecimal()
-
-
-def read_jsonl(
-    path: str | Path, bad_rows: BadRows, *, key: str, render: Render = refuse_messages
-) -> list[Question]:
-    """Read all questions of a file.
-
-    key: configuration key that names the file (`data.train_path`), for messages.
-    render: renders rows with `messages`.
-
-    Raises `PromptDataError` if the file cannot be read or has no usable row.
-    """
-    rows = Rows(f"{key}={path}", CheckedRows(bad_rows), render, id_key=key)
-    read_lines_into(rows, path, key)
-    require_usable_lines(rows)
-    return rows.questions
 
 
 def read_lines_into(

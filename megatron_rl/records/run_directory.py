@@ -24,6 +24,8 @@ from megatron_rl.records.run_lock import run_is_alive
 
 # The run saves a checkpoint and ends when this file appears in its directory
 STOP_FILE = "stop"
+# The folder that holds one folder for each time that the run was resumed
+ARCHIVE = "resumed"
 _SOURCE = Path(__file__).resolve().parents[1]
 _GIT_SECONDS = 5.0
 PACKAGES = ("torch", "megatron-core", "sglang", "triton", "transformers", "hydra-core", "numpy")

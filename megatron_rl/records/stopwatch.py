@@ -6,6 +6,21 @@ import contextlib
 import time
 from collections.abc import Iterator
 
+# The sections of a step, in their order. True: every step that trains has it.
+SECTIONS = {
+    "rollout": True,
+    "credit": False,
+    "exchange": True,
+    "old_policy": True,
+    "measure_replay": False,
+    "reference": False,
+    "train": True,
+    "account": False,
+    "samples": False,
+    "record": False,
+    "sync": True,
+}
+
 
 class Stopwatch:
     """Measures the sections of one step, in seconds, as metrics `time/<section>`."""

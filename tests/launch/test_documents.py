@@ -20,8 +20,8 @@ from megatron_rl.config.cli import compose
 from megatron_rl.config.keys import declared_keys
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.launch_facts import LaunchFacts
-from megatron_rl.prompts.jsonl import read_jsonl
 from megatron_rl.prompts.question import BadRows
+from tests.support.question_files import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"

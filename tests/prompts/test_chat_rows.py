@@ -10,8 +10,8 @@ import pytest
 
 from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.models.chat_template import ChatTemplate
-from megatron_rl.prompts.jsonl import read_jsonl
 from megatron_rl.prompts.question import BadRows, PromptDataError
+from tests.support.question_files import read_jsonl
 
 TOOL = {
     "type": "function",

@@ -5,8 +5,9 @@ from typing import Any, Literal
 
 import pytest
 
-from megatron_rl.prompts.jsonl import is_line_id, read_jsonl
+from megatron_rl.prompts.jsonl import is_line_id
 from megatron_rl.prompts.question import BadRows, PromptDataError, Question
+from tests.support.question_files import read_jsonl
 
 GOOD_ROW = b'{"prompt": "2+2=", "answer": "4"}'
 MAX_LINE_BYTES = 16 * 2**20

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.prompts.jsonl import read_jsonl
 from megatron_rl.prompts.question import BadRows
+from tests.support.question_files import read_jsonl
 
 MAX_LINE_BYTES = 16 * 2**20
 GOOD_ROW = b'{"prompt": "2+2=", "answer": "4"}\n'

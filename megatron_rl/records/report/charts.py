@@ -64,7 +64,7 @@ class Line:
 class Chart:
     """A chart with its caption.
 
-    number: unique on the page. note: a sentence below the chart. "" for none.
+    note: a sentence below the chart, "" for none.
     """
 
     title: str

@@ -11,12 +11,11 @@ from typing import Any
 from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.records.exit_record import ExitRecord, read_exit_record
 from megatron_rl.records.past_run import Record, read_metrics, read_settings
+from megatron_rl.records.run_directory import ARCHIVE
 from megatron_rl.records.run_lock import run_is_alive
 from megatron_rl.records.run_summary import RunSummary, summarize
 from megatron_rl.records.samples.reader import read_samples, sample_steps
 from megatron_rl.records.samples.sample import Sample
-
-_ARCHIVE = "resumed"  # holds a folder for each time that the run was resumed
 
 
 @dataclass(frozen=True)
@@ -98,7 +97,7 @@ def read_runs(directories: Sequence[Path]) -> list[PastRun]:
 
 
 def _earlier_exits(directory: Path) -> Iterator[ExitRecord]:
-    folders = (path for path in (directory / _ARCHIVE).glob("*") if path.name.isdecimal())
+    folders = (path for path in (directory / ARCHIVE).glob("*") if path.name.isdecimal())
     for folder in sorted(folders, key=lambda path: int(path.name)):
         record = read_exit_record(folder)
         if record is not None:

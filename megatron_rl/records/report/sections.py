@@ -9,21 +9,9 @@ from megatron_rl.records.heat_maps import BY_EXPERT, BY_STEP, heat_maps
 from megatron_rl.records.report import charts
 from megatron_rl.records.report.charts import COLOURS, Chart, Line
 from megatron_rl.records.report.past_run import PastRun
+from megatron_rl.records.stopwatch import SECTIONS
 
-# The parts of a step, and what comes after it, in their order
-STEP_PARTS = (
-    "rollout",
-    "credit",
-    "exchange",
-    "old_policy",
-    "measure_replay",
-    "reference",
-    "train",
-    "account",
-    "samples",
-    "record",
-    "sync",
-)
+# What comes after a step, in its order
 LATER_PARTS = ("eval", "checkpoint")
 _OTHER = "other"
 _PART_COLOURS = {
@@ -230,9 +218,7 @@ def _step_time_chart(run: PastRun) -> Iterator[Chart]:
     records = [record for record in run.records if record.get("time/step")][-_MAX_BARS:]
     if not records:
         return
-    layers = {
-        part: [record.get(f"time/{part}") or 0.0 for record in records] for part in STEP_PARTS
-    }
+    layers = {part: [record.get(f"time/{part}") or 0.0 for record in records] for part in SECTIONS}
     whole = [record.get("time/step") or 0.0 for record in records]
     parts_of_step = zip(*layers.values(), strict=True)
     layers[_OTHER] = [
@@ -252,7 +238,7 @@ def _timeline(run: PastRun) -> Iterator[Chart]:
     rows: dict[str, list[tuple[float, float]]] = {}
     start = 0.0
     for record in run.records:
-        for part in (*STEP_PARTS, *LATER_PARTS):
+        for part in (*SECTIONS, *LATER_PARTS):
             names = [f"time/{part}"]
             names += (name for name in record if name.startswith(f"time/{part}/"))
             seconds = sum(record.get(name) or 0.0 for name in names)
@@ -261,7 +247,7 @@ def _timeline(run: PastRun) -> Iterator[Chart]:
                 start += seconds
     visible = {
         part: rows[part]
-        for part in (*STEP_PARTS, *LATER_PARTS)
+        for part in (*SECTIONS, *LATER_PARTS)
         if sum(seconds for _, seconds in rows.get(part, ())) > _MIN_SHARE * start
     }
     if visible:

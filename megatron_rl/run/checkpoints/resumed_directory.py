@@ -21,6 +21,7 @@ from megatron_rl.records.durable_files import write_synced
 from megatron_rl.records.exit_record import read_exit_record, reserve_exit_record
 from megatron_rl.records.past_run import RunUnreadable, read_metrics
 from megatron_rl.records.run_directory import (
+    ARCHIVE,
     STOP_FILE,
     RunDirectory,
     RunDirectoryTaken,
@@ -31,8 +32,6 @@ from megatron_rl.records.samples.files import move_samples
 from megatron_rl.run.stopping import ending_key
 
 _PATIENCE_SECONDS = 30.0
-# The folder that holds one folder for each time that the run was resumed
-_ARCHIVE = "resumed"
 _FILES_TO_ARCHIVE = ("exit.json", "left_out.txt", STOP_FILE)
 
 
@@ -99,7 +98,7 @@ def reopen_directory(directory: RunDirectory, settings: str, position: LoopState
         step = position.step
         if position.unevaluated_metrics is not None:
             step -= 1  # the resumed run evaluates this step, and writes its record again
-    archive = _next_folder(path / _ARCHIVE)
+    archive = _next_folder(path / ARCHIVE)
     truncate_metrics(directory.metrics_file, archive / "metrics.jsonl", step)
     move_samples(path, archive, after_step=0 if position is None else position.step)
     for name in _FILES_TO_ARCHIVE:

@@ -4,6 +4,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import pytest
 import torch.distributed as dist
 
 from megatron_rl.run.supervision.rank_sample import sample_rank
@@ -101,6 +102,7 @@ def test_short_commands_are_not_reported() -> None:
     assert not lines
 
 
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_store_that_fails_ends_the_monitor_and_not_the_run() -> None:
     class FailingStore(dist.HashStore):
         def set(self, key: str, value: str) -> None:
