@@ -13,6 +13,7 @@ from torch.utils.flop_counter import flop_registry
 
 from launch.rehearsal.code_places import calling_functions, calling_place
 from launch.rehearsal.collective_log import CollectiveLog
+from launch.rehearsal.cuda_guard import RehearsalUnavailable
 from launch.rehearsal.gpus import Gpu
 from launch.rehearsal.known_values import MAX_KNOWN_ELEMENTS, KnownValues, tensors_in
 from launch.rehearsal.memory_meter import MemoryMeter
@@ -25,7 +26,7 @@ _MAX_REAL_FLOATS = 1 << 12
 _SIZED_BY_VALUES = ("aten::nonzero", "aten::masked_select", "aten::repeat_interleave")
 
 
-class UnknownValue(Exception):
+class UnknownValue(RehearsalUnavailable):
     """The host reads a value that a rehearsal does not know."""
 
 
