@@ -421,6 +421,17 @@ class EvalSettings(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
+class RecoverySettings(Section):
+    """What the run does when an engine or a collector ends, hangs or answers rubbish."""
+
+    # Starts of one engine, or of the collector of one node, within an hour after its first one. When
+    # they are used up, it is given up. 0: it is given up at once.
+    restarts_per_hour: Annotated[int, Ge(0), Le(1000)] = 6
+    # The longest time that the run waits while no engine serves. Then it saves a checkpoint and ends.
+    wait_s: Seconds = 900.0
+
+
+@dataclass(frozen=True, kw_only=True)
 class SyncSettings(Section):
     """The transport of new weights to the engines."""
 
@@ -525,6 +536,7 @@ class Configuration(Section):
     train: TrainSettings
     eval: EvalSettings = field(default_factory=EvalSettings)
     sync: SyncSettings = field(default_factory=SyncSettings)
+    recovery: RecoverySettings = field(default_factory=RecoverySettings)
     samples: SampleSettings = field(default_factory=SampleSettings)
     run: RunSettings = field(default_factory=RunSettings)
     # train_only trains on rollouts that a run with rollout_only recorded. eval measures the
