@@ -3,6 +3,7 @@
 import contextlib
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal
 
 from sglang_bridge.keys import RunKeys, create_keys
 from sglang_bridge.server.lifeline import Lifeline
@@ -16,12 +17,15 @@ def running_engine(
     directory: Path,
     *,
     max_running_requests: int = 128,
+    dtype: Literal["float32", "bfloat16"] = "float32",
     keys: RunKeys | None = None,
 ) -> Iterator[ManagedEngine]:
-    """One float32 server on CPU, healthy, ended afterwards."""
+    """One server on CPU, healthy, ended afterwards."""
     lifeline = Lifeline()
     settings = ServerSettings(
-        max_running_requests=max_running_requests, extra_args=["--weight-version=0"]
+        max_running_requests=max_running_requests,
+        dtype=dtype,
+        extra_args=["--weight-version=0"],
     )
     place = ServerPlace(model_path=str(model_path), device="cpu")
     engine = ManagedEngine.start(
