@@ -43,6 +43,7 @@ def start_supervised(
     log: IO[bytes] | int | None = None,
     grace_seconds: float = 5.0,
     scratch_variable: str | None = None,
+    descriptors: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Run a command under a supervisor that ends its whole process tree when the lifeline breaks.
 
@@ -51,7 +52,8 @@ def start_supervised(
 
     log: receives stdout and stderr. grace_seconds: time between SIGTERM and SIGKILL.
     scratch_variable: an environment variable that gives the command an empty directory. The
-    supervisor removes it at the end.
+    supervisor removes it at the end. descriptors: those of open files that the command inherits,
+    under the same numbers.
     """
     scratch_option = [] if scratch_variable is None else [f"--scratch-variable={scratch_variable}"]
     supervisor = [
@@ -61,13 +63,14 @@ def start_supervised(
         f"--lifeline={lifeline.read_end}",
         f"--grace-seconds={grace_seconds}",
         *scratch_option,
+        *(f"--descriptor={descriptor}" for descriptor in descriptors),
         "--",
         *command,
     ]
     return subprocess.Popen(
         supervisor,
         env={**environment, "PYTHONPATH": _with_package_root(environment.get("PYTHONPATH"))},
-        pass_fds=(lifeline.read_end,),
+        pass_fds=(lifeline.read_end, *descriptors),
         stdin=subprocess.DEVNULL,
         stdout=log,
         stderr=subprocess.STDOUT if log is not None else None,

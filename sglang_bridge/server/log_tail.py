@@ -12,15 +12,16 @@ _PARSER_ERROR = re.compile(r"^[\w. -]+: error: (.+)$", re.MULTILINE)  # argparse
 _EXCEPTION = re.compile(r"^(?:\w+\.)*\w*(?:Error|Exception): .+$", re.MULTILINE)
 
 
-def last_lines(path: Path, *, count: int = 30, secrets: Iterable[str] = ()) -> str:
+def last_lines(path: Path, *, count: int = 30, secrets: Iterable[str] = (), start: int = 0) -> str:
     """Return the last `count` lines of a log, with every secret blanked out.
 
-    Without a log, the text is empty.
+    start: the byte where the text begins, after the output of earlier processes. Without a log, the
+    text is empty.
     """
     try:
         with path.open("rb") as file:
             file.seek(0, 2)
-            file.seek(max(0, file.tell() - _TAIL_BYTES))
+            file.seek(max(start, file.tell() - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except FileNotFoundError:
         return ""

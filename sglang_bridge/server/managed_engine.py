@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
 import time
+import urllib.parse
 from pathlib import Path
 
 from sglang_bridge.addresses import require_private_address
@@ -17,6 +17,7 @@ from sglang_bridge.server.command import build_argv, build_environment
 from sglang_bridge.server.lifeline import Lifeline, start_supervised
 from sglang_bridge.server.log_tail import argument_error, last_exception, last_lines
 from sglang_bridge.server.ports import choose_port
+from sglang_bridge.server.supervised_tree import SupervisedTree
 from sglang_bridge.settings import ServerPlace, ServerSettings, server_refusals
 
 _POLL_SECONDS = 0.25
@@ -24,7 +25,7 @@ _PORT_TAKEN = "address already in use"
 _PORT_ATTEMPTS = 3
 # A server has nothing to save, and SGLang takes five seconds for an orderly shutdown.
 _GRACE_SECONDS = 0.5
-_KILL_SECONDS = 10.0  # from SIGKILL to the end, unless the kernel blocks the process
+_STOP_SECONDS = 15.0
 # Where a server's processes keep their counters. A server that is killed does not remove them.
 _COUNTERS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 
@@ -46,10 +47,10 @@ class ManagedEngine:
         self.keys = keys
         self.log_path = log_path
         self._lifeline = lifeline
-        self._start_time = time.monotonic()
-        self._starts = 0
+        self._tree = SupervisedTree()
+        self._epoch = 0
         self._healthy = False
-        self._launch(place.port)
+        self._begin(place.port)
 
     @classmethod
     def start(
@@ -90,7 +91,17 @@ class ManagedEngine:
     @property
     def pid(self) -> int:
         """The process id of the server's supervisor."""
-        return self._process.pid
+        return self._tree.pid
+
+    @property
+    def epoch(self) -> int:
+        """The number of restarts so far. A start that lost its port and chose another is none."""
+        return self._epoch
+
+    @property
+    def age_seconds(self) -> float:
+        """The time since the last start."""
+        return time.monotonic() - self._start_time
 
     def admin(self, *, timeout: float = 60.0) -> AdminClient:
         """A control client with this run's keys. timeout: seconds per call."""
@@ -106,11 +117,13 @@ class ManagedEngine:
             return True
         if self._lost_its_port():
             # After logging the error, SGLang may linger in its warm-up: do not wait for its end.
-            self._end(timeout=15.0)
+            self._tree.end(_STOP_SECONDS)
             self._launch(None)
         self.check_alive()
         # The server reports ready only after SGLang's own warm-up has generated tokens.
         self._healthy = self.admin().is_ready()
+        if self._healthy:
+            self._tree.note_members()
         return self._healthy
 
     def wait_healthy(self, deadline_seconds: float) -> None:
@@ -119,18 +132,21 @@ class ManagedEngine:
         Raises `EngineUnhealthy` and `EngineDied`.
         """
         while not self.poll_healthy():
-            age = time.monotonic() - self._start_time
-            if age > deadline_seconds:
-                raise EngineUnhealthy(
-                    f"engine {self.url} was not healthy {age:.0f} s after its start; raise "
-                    f"engine.start_timeout_s or read {self.log_path}",
-                    log_tail=self.log_tail(),
-                )
+            self.check_age(deadline_seconds)
             time.sleep(_POLL_SECONDS)
+
+    def check_age(self, deadline_seconds: float) -> None:
+        """Raise `EngineUnhealthy` if the last start is older. Call it for unhealthy servers."""
+        if self.age_seconds > deadline_seconds:
+            raise EngineUnhealthy(
+                f"engine {self.url} was not healthy {self.age_seconds:.0f} s after its start; "
+                f"raise engine.start_timeout_s or read {self.log_path}",
+                log_tail=self.log_tail(),
+            )
 
     def check_alive(self) -> None:
         """Raise `EngineDied` if the server's process has ended."""
-        code = self._process.poll()
+        code = self._tree.exit_code
         if code is None:
             return
         log = self.log_tail()
@@ -147,41 +163,53 @@ class ManagedEngine:
         raise EngineDied(message, returncode=code, log_path=self.log_path, log_tail=log)
 
     def log_tail(self, count: int = 30) -> str:
-        """The last lines of the server's log, with the keys blanked out."""
-        return last_lines(
-            self.log_path, count=count, secrets=(self.keys.api_key, self.keys.admin_api_key)
-        )
+        """The last lines of the log since the last start, with the keys blanked out."""
+        secrets = (self.keys.api_key, self.keys.admin_api_key)
+        return last_lines(self.log_path, count=count, secrets=secrets, start=self._log_start)
 
-    def stop(self, *, timeout: float = 15.0) -> None:
+    def request_end(self) -> None:
+        """Ask the server and every process below it to end, and do not wait."""
+        self._tree.request_end()
+
+    def restart(self, *, timeout: float = _STOP_SECONDS) -> bool:
+        """End what is left of the server, and start it again with the same settings.
+
+        It gets the same port, or another one if a process has taken that. The log continues.
+        timeout: after so many seconds, a process that does not end is killed.
+
+        Returns False, and starts nothing, after `stop` began. Raises `OSError`.
+        """
+        self._tree.end(timeout)
+        self._epoch += 1
+        return self._begin(urllib.parse.urlsplit(self.url).port)
+
+    def stop(self, *, timeout: float = _STOP_SECONDS) -> None:
         """End the server and every process below it, and return when none is left.
 
-        You may call it again.
+        It cannot be started again. You may call this again, also while another thread starts the
+        server.
         """
-        self._end(timeout)
+        self._tree.close(timeout)
         self._config_path().unlink(missing_ok=True)
 
-    def _end(self, timeout: float) -> None:
-        if self._process.poll() is None:
-            self._process.terminate()
-            try:
-                self._process.wait(timeout)
-            except subprocess.TimeoutExpired:
-                # The supervisor itself hangs. The kernel kills its child with it.
-                self._process.kill()
-                with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel blocks it
-                    self._process.wait(_KILL_SECONDS)
+    def _begin(self, preferred_port: int | None) -> bool:
+        """Launch the server for a new epoch."""
+        self._start_time = time.monotonic()
+        self._attempts = 0
+        self._healthy = False
+        return self._launch(preferred_port)
 
-    def _launch(self, preferred_port: int | None) -> None:
-        self._starts += 1
+    def _launch(self, preferred_port: int | None) -> bool:
+        self._attempts += 1
         port = choose_port(self.place.host, preferred_port)
         self._engine = self._describe(port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        write_server_config(self.keys, self._config_path())
         descriptor = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._log_start = os.fstat(descriptor).st_size
-        try:
-            os.fchmod(descriptor, 0o600)
-            self._process = start_supervised(
+
+        def start_supervisor() -> subprocess.Popen[bytes]:
+            write_server_config(self.keys, self._config_path())
+            return start_supervised(
                 build_argv(self.settings, self.place, port=port, key_config=self._config_path()),
                 lifeline=self._lifeline,
                 environment=build_environment(self.settings, self.place, os.environ),
@@ -189,6 +217,10 @@ class ManagedEngine:
                 grace_seconds=_GRACE_SECONDS,
                 scratch_variable=_COUNTERS_VARIABLE,
             )
+
+        try:
+            os.fchmod(descriptor, 0o600)
+            return self._tree.start(start_supervisor)
         finally:
             os.close(descriptor)
 
@@ -206,4 +238,4 @@ class ManagedEngine:
         with self.log_path.open("rb") as log:
             log.seek(self._log_start)  # skip the output of earlier starts
             text = log.read().decode(errors="replace").lower()
-        return self._starts < _PORT_ATTEMPTS and _PORT_TAKEN in text
+        return self._attempts < _PORT_ATTEMPTS and _PORT_TAKEN in text

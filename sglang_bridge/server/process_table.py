@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import psutil
 
 _FLAGS_FIELD = 6  # counted from the state, which follows the name in brackets
 _EXITING = 0x4  # the kernel's PF_EXITING
+_POLL_SECONDS = 0.02
 
 
 def is_alive(pid: int) -> bool:
@@ -75,6 +77,25 @@ def kill(processes: Iterable[psutil.Process]) -> None:
     for process in processes:
         with contextlib.suppress(psutil.Error):
             process.kill()
+
+
+def wait_for_end(processes: Iterable[psutil.Process], seconds: float) -> bool:
+    """Wait until none of them runs, at most `seconds`. Returns True if none does.
+
+    It reaps no child, so that the exit codes of children stay known.
+    """
+    deadline = time.monotonic() + seconds
+    remaining = [process for process in processes if _runs(process)]
+    while remaining and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        remaining = [process for process in remaining if _runs(process)]
+    return not remaining
+
+
+def _runs(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _status(pid: int) -> str:

@@ -1,6 +1,7 @@
 """Run a command and end its whole process tree when the process that holds the lifeline is gone.
 
-python -m sglang_bridge.server.supervise --lifeline FD [--grace-seconds S] -- COMMAND...
+python -m sglang_bridge.server.supervise --lifeline FD [--grace-seconds S] [--descriptor FD ...] --
+COMMAND...
 """
 
 from __future__ import annotations
@@ -40,7 +41,11 @@ def main(arguments: list[str]) -> int:
             env=environment,
             start_new_session=True,
             preexec_fn=_die_with_parent,
+            pass_fds=options.descriptor,
         )
+        # Whoever holds the other ends sees when the command closes its own.
+        for descriptor in options.descriptor:
+            os.close(descriptor)
         _wait_for_the_end(child, parent, options.lifeline, is_stop_requested)
         code = end_tree(child, options.grace_seconds)
     return 128 - code if code < 0 else code
@@ -123,6 +128,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument(
         "--scratch-variable", help="names a directory for the command, removed at the end"
+    )
+    parser.add_argument(
+        "--descriptor", type=int, action="append", default=[], help="open one for the command"
     )
     parser.add_argument("command", nargs="+")
     return parser.parse_args(arguments)

@@ -1,0 +1,55 @@
+"""Managed engines that run a tiny server instead of SGLang."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from sglang_bridge.server import managed_engine
+from sglang_bridge.server.process_table import descendants
+
+# Answers /ready, holds shared memory and has a child, as SGLang does. Nobody needs it to end
+# in an orderly way.
+SERVER = """
+import subprocess, sys
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from multiprocessing.shared_memory import SharedMemory
+
+class Handler(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+    def log_message(self, *arguments):
+        pass
+
+memory = SharedMemory(create=True, size=4096)
+print("memory", memory.name, flush=True)
+child = subprocess.Popen(["sleep", "60"])
+HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+"""
+# Never answers.
+SILENT = "import time; time.sleep(60)"
+FAILING = "raise OSError('no model there')"
+
+
+def run_instead_of_sglang(monkeypatch: pytest.MonkeyPatch, code: Callable[[], str]) -> None:
+    """Start managed engines with this code, whose argument is the port."""
+
+    def build_argv(*arguments: Any, port: int, **options: Any) -> list[str]:
+        return [sys.executable, "-c", code(), str(port)]
+
+    monkeypatch.setattr(managed_engine, "build_argv", build_argv)
+
+
+def server_pid(supervisor: int) -> int:
+    """The process id of the tiny server itself."""
+    return descendants(supervisor)[0]
+
+
+def memory_names(log: Path) -> list[str]:
+    """The shared memory of every start, from the log of an engine."""
+    lines = [line.split() for line in log.read_text().splitlines()]
+    return [words[1] for words in lines if words[:1] == ["memory"]]
