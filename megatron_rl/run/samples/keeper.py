@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.config.schema import SampleSettings
@@ -32,7 +32,7 @@ _SURPLUS = "surplus"
 class SampleKeeper:
     """Chooses, gathers and writes the samples of every `samples.every`-th step.
 
-    directory: of the run. log: takes warnings.
+    directory: of the run. log: takes warnings. A warning of each kind is printed once.
     """
 
     settings: SampleSettings
@@ -41,6 +41,7 @@ class SampleKeeper:
     dispatcher: Dispatcher
     texts: SampleTexts
     log: Callable[[str], None]
+    _printed: set[str] = field(default_factory=set, init=False, repr=False)
 
     def is_due(self, step: int) -> bool:
         """Return whether the step keeps samples: the first one, and every `samples.every`-th."""
@@ -58,25 +59,41 @@ class SampleKeeper:
 
         extremes: indices in the plan of rollouts with extreme values.
 
-        A file that cannot be written never ends the run: it costs a warning and a metric.
+        An error in the choice or in the file never ends the run: it costs a warning and a metric.
+        An error of the ranks does, because they would wait for one another.
         """
-        choices = choose_samples(
-            batch.all_groups,
-            {kind: plan.rollouts[index] for kind, index in extremes.items()},
-            self.settings,
-            f"{self.seed}/samples/{plan.step}",
-        )
-        contexts = list(_contexts(choices.choices, batch, credit, plan))
+        chosen = self._choose(batch, credit, plan, extremes)
+        if chosen is None:
+            return _metrics(None, 0)
         parts: list[SamplePart] = []
-        if contexts:
-            parts = self.dispatcher.run(_command(contexts, plan))
-        num_written = self._write(plan.step, contexts, parts)
-        num_left_out = choices.num_left_out + len(contexts) - (num_written or 0)
-        return {
-            "samples/kept": float(num_written or 0),
-            "samples/left_out": float(num_left_out),
-            "samples/failed": float(num_written is None),
-        }
+        if chosen.contexts:
+            parts = self.dispatcher.run(chosen.command)
+        num_written = self._write(plan.step, chosen.contexts, parts)
+        return _metrics(
+            num_written, chosen.num_left_out + len(chosen.contexts) - (num_written or 0)
+        )
+
+    def _choose(
+        self,
+        batch: RolloutBatch,
+        credit: BatchCredit,
+        plan: StepPlan,
+        extremes: dict[SampleKind, int],
+    ) -> _Chosen | None:
+        """Choose the samples, None if that fails."""
+        try:
+            choices = choose_samples(
+                batch.all_groups,
+                {kind: plan.rollouts[index] for kind, index in extremes.items()},
+                self.settings,
+                f"{self.seed}/samples/{plan.step}",
+            )
+            contexts = tuple(_contexts(choices.choices, batch, credit, plan))
+            return _Chosen(contexts, _command(contexts, plan), choices.num_left_out)
+        # Any exception: samples are for people, and no reason to lose a run
+        except Exception as error:
+            self._warn(plan.step, error, f"{type(error).__name__}: {error}")
+            return None
 
     def _write(
         self, step: int, contexts: Sequence[SampleContext], parts: Sequence[SamplePart]
@@ -85,17 +102,24 @@ class SampleKeeper:
         file = samples_file(self.directory, step)
         max_bytes = int(self.settings.max_mb * 2**20)
         try:
-            samples = self._assemble(contexts, parts)
+            samples = self._assemble(step, contexts, parts)
             return write_samples(file, samples, max_bytes)
-        # Any exception: samples are for people, and no reason to lose a run
-        except Exception as error:
+        except Exception as error:  # as in `_choose`
             problem = write_problem(error, file)
-            reason = problem or f"{type(error).__name__}: {error}"
-            self.log(f"warning: step {step} keeps no samples: {reason}")
+            self._warn(step, error, problem or f"{type(error).__name__}: {error}")
             return None
 
+    def _warn(self, step: int, error: Exception, reason: str) -> None:
+        kind = f"{type(error).__name__} {getattr(error, 'errno', '')}"
+        self._print_once(kind, f"step {step} keeps no samples: {reason}")
+
+    def _print_once(self, kind: str, text: str) -> None:
+        if kind not in self._printed:
+            self._printed.add(kind)
+            self.log(f"warning: {text}. The run continues, and others like it are only counted")
+
     def _assemble(
-        self, contexts: Sequence[SampleContext], parts: Sequence[SamplePart]
+        self, step: int, contexts: Sequence[SampleContext], parts: Sequence[SamplePart]
     ) -> list[Sample]:
         tokens: dict[int, TokenPart] = {}
         values: dict[int, ValuePart] = {}
@@ -105,12 +129,33 @@ class SampleKeeper:
             if part.values is not None:
                 values[part.index] = part.values
             if part.problem:
-                self.log(f"warning: a sample is lost: {part.problem}")
+                self._print_once("part", f"step {step} lacks a part of its samples: {part.problem}")
         return [
             assemble(context, tokens[index], values.get(index), self.texts)
             for index, context in enumerate(contexts)
             if index in tokens
         ]
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The samples of a step, and the command that gathers them.
+
+    num_left_out: responses of chosen groups that `samples.max_mb` leaves out.
+    """
+
+    contexts: tuple[SampleContext, ...]
+    command: GatherSamples
+    num_left_out: int
+
+
+def _metrics(num_written: int | None, num_left_out: int) -> dict[str, float]:
+    """Return the metrics of a step. num_written: None if the samples could not be kept."""
+    return {
+        "samples/kept": float(num_written or 0),
+        "samples/left_out": float(num_left_out),
+        "samples/failed": float(num_written is None),
+    }
 
 
 def open_samples(setup: RunSetup, parts: LoopParts) -> SampleKeeper | None:

@@ -15,7 +15,7 @@ from megatron_rl.records.samples.parts import SamplePart, SegmentPart, TokenPart
 from megatron_rl.rollouts.store import read_rollout
 from megatron_rl.training.collectives import send_to_rank_zero
 from megatron_rl.training.exchange.transfer_plan import Receiver
-from megatron_rl.training.samples.token_values import TokenValues
+from megatron_rl.training.samples.token_values import TokenValues, describe
 
 
 def gather_samples(
@@ -46,12 +46,24 @@ def gather_samples(
 
 
 def _value_parts(command: GatherSamples, values: TokenValues | None) -> Iterator[SamplePart]:
+    if values is None:
+        return
+    if values.problem:
+        yield SamplePart(index=0, problem=values.problem)
     for index, source in enumerate(command.sources):
-        if values is None or source.plan_index is None:
-            continue
-        part = values.part(source.plan_index)
-        if part is not None:
-            yield SamplePart(index=index, values=part)
+        if source.plan_index is not None:
+            yield from _value_part(index, source.plan_index, values)
+
+
+def _value_part(index: int, plan_index: int, values: TokenValues) -> Iterator[SamplePart]:
+    try:
+        part = values.part(plan_index)
+    # Any exception: a rank that raises alone would leave the others waiting
+    except Exception as error:
+        yield SamplePart(index=index, problem=describe(error))
+        return
+    if part is not None:
+        yield SamplePart(index=index, values=part)
 
 
 def _token_parts(command: GatherSamples, node: int) -> Iterator[SamplePart]:
@@ -62,11 +74,9 @@ def _token_parts(command: GatherSamples, node: int) -> Iterator[SamplePart]:
 
 def _token_part(index: int, ref: RolloutRef) -> SamplePart:
     try:
-        rollout = read_rollout(ref)
-    # Any exception: a rank that raises alone would leave the others waiting
-    except Exception as error:
-        return SamplePart(index=index, problem=str(error))
-    return SamplePart(index=index, tokens=encode_tokens(rollout))
+        return SamplePart(index=index, tokens=encode_tokens(read_rollout(ref)))
+    except Exception as error:  # as in `_value_part`
+        return SamplePart(index=index, problem=describe(error))
 
 
 def encode_tokens(rollout: Rollout) -> TokenPart:

@@ -31,6 +31,7 @@ class TokenValues:
     plan: of the step. dp_rank: of this rank.
     objectives: of all micro-batches of the step in order. Empty unless this rank is of the last
     pipeline stage.
+    problem: the first error that lost values. No such error ends a step: samples are for people.
     """
 
     def __init__(self, plan: StepPlan, dp_rank: int, objectives: Sequence[BatchObjective]) -> None:
@@ -40,6 +41,7 @@ class TokenValues:
         )
         self._indices = list(batches) if objectives else []
         self._ratios: dict[int, TokenRatios] = {}
+        self.problem = ""
 
     def observed_objectives(self) -> list[BatchObjective]:
         """Return the objectives, whose ratios are held from now on."""
@@ -50,12 +52,11 @@ class TokenValues:
 
     def extremes(self) -> Extremes:
         """Return the largest mean mismatch and the largest share of clipped tokens, above 0."""
-        largest: Extremes = {}
-        for batch, indices in enumerate(self._indices):
-            for kind, means in self._sequence_means(batch).items():
-                for extreme in zip(means.tolist(), indices, strict=True):
-                    largest[kind] = _larger(largest.get(kind, _NO_EXTREME), extreme)
-        return {kind: extreme for kind, extreme in largest.items() if extreme[0] > 0}
+        try:
+            return self._extremes()
+        except Exception as error:
+            self.problem = self.problem or describe(error)
+            return {}
 
     def part(self, plan_index: int) -> ValuePart | None:
         """Return the values of one rollout, None if it did not train on this rank."""
@@ -64,12 +65,25 @@ class TokenValues:
                 return self._part(batch, indices.index(plan_index))
         return None
 
+    def _extremes(self) -> Extremes:
+        largest: Extremes = {}
+        for batch, indices in enumerate(self._indices):
+            for kind, means in self._sequence_means(batch).items():
+                for extreme in zip(means.tolist(), indices, strict=True):
+                    largest[kind] = _larger(largest.get(kind, _NO_EXTREME), extreme)
+        return {kind: extreme for kind, extreme in largest.items() if extreme[0] > 0}
+
     def _observe(self, batch: int, logprobs: torch.Tensor, result: LossResult) -> None:
+        try:
+            self._ratios[batch] = self._token_ratios(batch, logprobs, result)
+        except Exception as error:
+            self.problem = self.problem or describe(error)
+
+    def _token_ratios(self, batch: int, logprobs: torch.Tensor, result: LossResult) -> TokenRatios:
         if result.token_ratios is not None:
-            self._ratios[batch] = result.token_ratios()
-            return
+            return result.token_ratios()
         ratios = limited_ratio(logprobs - self._objectives[batch].old_logprobs)
-        self._ratios[batch] = TokenRatios(ratios, None)
+        return TokenRatios(ratios, None)
 
     def _sequence_means(self, batch: int) -> dict[SampleKind, torch.Tensor]:
         """Return the means of the micro-batch's sequences, float32 [B], by kind."""
@@ -107,6 +121,11 @@ def merge_extremes(extremes: Extremes, group: dist.ProcessGroup | None) -> dict[
         for kind, extreme in msgspec.msgpack.decode(data, type=Extremes).items():
             largest[kind] = _larger(largest.get(kind, _NO_EXTREME), extreme)
     return {SampleKind(kind): index for kind, (_, index) in largest.items()}
+
+
+def describe(error: Exception) -> str:
+    """Return one line that names an error."""
+    return " ".join(f"{type(error).__name__}: {error}".split())
 
 
 def _larger(left: tuple[float, int], right: tuple[float, int]) -> tuple[float, int]:

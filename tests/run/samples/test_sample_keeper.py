@@ -29,6 +29,7 @@ from megatron_rl.records.samples.parts import SamplePart, ValuePart
 from megatron_rl.records.samples.reader import read_samples
 from megatron_rl.records.samples.sample import Sample, SampleKind
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.run.samples import keeper as keeper_module
 from megatron_rl.run.samples.assembly import SampleContext, SampleTexts, assemble
 from megatron_rl.run.samples.keeper import SampleKeeper
 from megatron_rl.run.samples.selection import Choice
@@ -230,10 +231,59 @@ def test_a_file_that_cannot_be_written_costs_a_warning_and_is_counted(
     assert line.startswith("warning: step 7 keeps no samples: ") and reasons[fault] in line
 
 
+@pytest.mark.parametrize("function", ["choose_samples", "_contexts", "_command"])
+def test_an_error_in_the_choice_is_counted_printed_once_and_ends_no_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, function: str
+) -> None:
+    log: list[str] = []
+    keeper = make_keeper(tmp_path, Ranks(), log)
+    with monkeypatch.context() as faults:
+        faults.setattr(keeper_module, function, lambda *arguments: 1 / 0)
+        for _ in range(3):
+            metrics = keeper.keep(BATCH, CREDIT, PLAN, {})
+            assert metrics == {"samples/kept": 0, "samples/left_out": 0, "samples/failed": 1}
+    (line,) = log
+    assert line.startswith("warning: step 7 keeps no samples: ZeroDivisionError: division by zero")
+    assert keeper.keep(BATCH, CREDIT, PLAN, {})["samples/kept"] == 6 * GROUP, "it goes on"
+
+
+def test_another_error_is_printed_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    log: list[str] = []
+    keeper = make_keeper(tmp_path, Ranks(), log)
+    for error in (ValueError("a"), ValueError("b"), KeyError("c"), OSError(28, "full")):
+
+        def fail(*arguments: Any, error: Exception = error) -> None:
+            raise error
+
+        monkeypatch.setattr(keeper_module, "choose_samples", fail)
+        keeper.keep(BATCH, CREDIT, PLAN, {})
+    assert [line.split(": ")[2] for line in log] == ["ValueError", "KeyError", "OSError"]
+
+
+def test_an_error_of_the_ranks_is_no_error_of_samples(tmp_path: Path) -> None:
+    """After a failed collective the ranks wait for different things, so the run has to end."""
+
+    class Broken(Ranks):
+        def run(self, command: GatherSamples) -> list[SamplePart]:
+            raise ConnectionError("rank 3 is gone")
+
+    with pytest.raises(ConnectionError):
+        make_keeper(tmp_path, Broken()).keep(BATCH, CREDIT, PLAN, {})
+
+
+def test_lost_samples_are_named_once(tmp_path: Path) -> None:
+    log: list[str] = []
+    keeper = make_keeper(tmp_path, Ranks(lost_id="t5"), log)
+    for _ in range(3):
+        assert keeper.keep(BATCH, CREDIT, PLAN, {})["samples/left_out"] == 1
+    assert len(log) == 1
+
+
 def test_a_rollout_that_is_gone_is_named_and_counted(tmp_path: Path) -> None:
     log: list[str] = []
     metrics = make_keeper(tmp_path, Ranks(lost_id="t5"), log).keep(BATCH, CREDIT, PLAN, {})
-    assert log == ["warning: a sample is lost: t5 is gone"]
+    (line,) = log
+    assert line.startswith("warning: step 7 lacks a part of its samples: t5 is gone. The run cont")
     assert (metrics["samples/kept"], metrics["samples/left_out"]) == (6 * GROUP - 1, 1)
 
 
