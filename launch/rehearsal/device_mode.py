@@ -19,6 +19,7 @@ from launch.rehearsal.known_values import MAX_KNOWN_ELEMENTS, KnownValues, tenso
 from launch.rehearsal.memory_meter import MemoryMeter
 
 _aten = torch.ops.aten
+_DEVICE_OF = torch.ops.prim.device.default
 # Integers that the host reads although they depend on weights, by the function that reads them:
 # all numbers are finite, and no router differs from the recorded routes.
 _HOST_ANSWERS = {"_true_on_all_ranks": 1, "layer_disagreement": 0, "layer_load": 0}
@@ -66,6 +67,8 @@ class DeviceMode(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if func is _DEVICE_OF:  # more than half of all calls: every `tensor.device`
+            return args[0].fake_device
         options = kwargs or {}
         if func.namespace == "c10d":
             return self.log.run(func, args)
@@ -190,7 +193,7 @@ class DeviceMode(TorchDispatchMode):
         return fake
 
     def _copies_to_host(self, func: Any, args: Any, options: dict[str, Any]) -> bool:
-        if func is not _aten._to_copy.default or args[0].device.type != "cuda":
+        if func is not _aten._to_copy.default or not _is_on_device(args[0]):
             return False
         device = options.get("device")
         return device is not None and torch.device(device).type == "cpu"
@@ -209,7 +212,7 @@ class DeviceMode(TorchDispatchMode):
         tensors = tensors_in(output)
         for tensor in tensors:
             self._add_to_memory(tensor)
-        if not any(tensor.device.type == "cuda" for tensor in tensors):
+        if not any(_is_on_device(tensor) for tensor in tensors):
             return
         formula = flop_registry.get(func.overloadpacket)
         flops = formula(*args, **options, out_val=output) if formula is not None else 0
@@ -222,11 +225,15 @@ class DeviceMode(TorchDispatchMode):
         self.seconds[self.phase] += seconds
 
     def _add_to_memory(self, tensor: torch.Tensor) -> None:
-        if isinstance(tensor, FakeTensor) and tensor.device.type == "cuda":
+        if _is_on_device(tensor):
             self.meter.add(tensor)
 
     def _count_host_read(self) -> None:
         self.host_reads[calling_place()] += 1
+
+
+def _is_on_device(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, FakeTensor) and tensor.fake_device.type == "cuda"
 
 
 def _max_elements(dtype: torch.dtype) -> int:

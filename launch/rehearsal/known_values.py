@@ -19,10 +19,10 @@ from torch.utils._pytree import tree_map
 # Larger tensors hold no values. Routing maps of 65,536 tokens and 256 experts are just smaller.
 MAX_KNOWN_ELEMENTS = 1 << 24
 VALUE_ATTRIBUTE = "_rehearsal_value"
-_FILLS = {"aten::zeros_like": 0, "aten::ones_like": 1}
+_FILLS = {"aten::zeros": 0, "aten::zeros_like": 0, "aten::ones_like": 1}
 # Floating-point values are kept where a routing map begins as a tensor of zeros. Those that are
 # computed depend on weights, or are not needed.
-_FLOATS = ("aten::zeros", "aten::ones", "aten::full", "aten::scalar_tensor", *_FILLS)
+_FLOATS = ("aten::ones", "aten::full", "aten::scalar_tensor", *_FILLS)
 
 
 class KnownValues:
@@ -80,14 +80,14 @@ class KnownValues:
         outputs = tensors_in(output)
         name = func._schema.name
         is_small = bool(outputs) and max(leaf.numel() for leaf in outputs) <= MAX_KNOWN_ELEMENTS
-        if is_small and _is_kept(name, outputs) and self._knows_all((args, kwargs)):
-            for leaf, value in zip(outputs, tensors_in(self.run(func, args, kwargs)), strict=True):
-                if isinstance(leaf, FakeTensor):
-                    self.put(leaf, value)
-        elif is_small and name in _FILLS:
+        if is_small and name in _FILLS:
             with _disable_current_modes():
                 value = _fill(outputs[0].shape, _FILLS[name], outputs[0].dtype)
             self.put(outputs[0], value)
+        elif is_small and _is_kept(name, outputs) and self._knows_all((args, kwargs)):
+            for leaf, value in zip(outputs, tensors_in(self.run(func, args, kwargs)), strict=True):
+                if isinstance(leaf, FakeTensor):
+                    self.put(leaf, value)
         elif func._schema.is_mutable:
             for tensor in written_tensors(func, args, kwargs):
                 self.forget(tensor)
@@ -106,7 +106,7 @@ def _fill(shape: torch.Size, value: int, dtype: torch.dtype) -> torch.Tensor:
 
     The moments of an optimizer are such tensors, and larger than a machine without GPUs.
     """
-    if value:
+    if value or not shape.numel():
         return torch.full(shape, value, dtype=dtype)
     data = np.zeros(shape.numel() * dtype.itemsize, np.uint8)
     return torch.from_numpy(data).view(dtype).reshape(shape)

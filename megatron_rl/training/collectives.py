@@ -30,16 +30,16 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     """Return every rank's bytes, in rank order, on every rank."""
     if group is None:
         return [data]
-    world_size = dist.get_world_size(group)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world_size)]
-    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
-    max_size = max(int(size) for size in sizes)
-    buffer = torch.zeros(max_size, dtype=torch.uint8)
+    sizes = _gather_sizes(len(data), group)
+    row = max(sizes)
+    buffer = torch.zeros(row, dtype=torch.uint8)
     if data:
         buffer[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    parts = [torch.zeros(max_size, dtype=torch.uint8) for _ in range(world_size)]
-    dist.all_gather(parts, buffer, group=group)
-    return [part[: int(size)].numpy().tobytes() for part, size in zip(parts, sizes, strict=True)]
+    # One tensor for all ranks: hundreds of small ones cost more than the collective
+    rows = torch.empty(len(sizes), row, dtype=torch.uint8)
+    dist.all_gather(list(rows), buffer, group=group)
+    array = rows.numpy()
+    return [array[rank, :size].tobytes() for rank, size in enumerate(sizes)]
 
 
 def send_to_rank_zero(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
@@ -49,19 +49,26 @@ def send_to_rank_zero(data: bytes, group: dist.ProcessGroup | None) -> list[byte
     """
     if group is None:
         return [data]
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(sizes, torch.tensor([len(data)]), group=group)
+    sizes = _gather_sizes(len(data), group)
     if dist.get_rank(group):
         if data:
             dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), 0, group=group)
         return []
     parts = [data]
-    for rank, size in enumerate(map(int, sizes[1:]), start=1):
+    for rank, size in enumerate(sizes[1:], start=1):
         buffer = torch.empty(size, dtype=torch.uint8)
         if size:
             dist.recv(buffer, rank, group=group)
         parts.append(buffer.numpy().tobytes())
     return parts
+
+
+def _gather_sizes(size: int, group: dist.ProcessGroup) -> list[int]:
+    """Every rank's number of bytes, in rank order."""
+    sizes = torch.zeros(dist.get_world_size(group), 1, dtype=torch.int64)
+    dist.all_gather(list(sizes), torch.tensor([size]), group=group)
+    counts: list[int] = sizes[:, 0].tolist()
+    return counts
 
 
 def sum_counts(counts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
