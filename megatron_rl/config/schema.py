@@ -205,6 +205,9 @@ class EngineSettings(Section, ServerSettings):
     mode: Literal["managed", "external"] = "managed"
     # external only: the addresses of the servers.
     urls: list[str] = field(default_factory=list)
+    # external only, instead of urls: a file with one URL a line. Engines are added and removed when
+    # it changes during the run.
+    urls_file: str | None = None
     # external only: a file with {"api_key": ..., "admin_api_key": ...} and permissions 0600.
     key_file: str | None = None
     # managed only: engines per node.
@@ -424,10 +427,11 @@ class EvalSettings(Section):
 class RecoverySettings(Section):
     """What the run does when an engine or a collector ends, hangs or answers rubbish."""
 
-    # Starts of one engine, or of the collector of one node, within an hour after its first one. When
-    # they are used up, it is given up. 0: it is given up at once.
+    # How often one engine, or the collector of one node, may be started again within an hour. After
+    # that it is given up. 0: it is given up when it ends.
     restarts_per_hour: Annotated[int, Ge(0), Le(1000)] = 6
-    # The longest time that the run waits while no engine serves. Then it saves a checkpoint and ends.
+    # The longest time that the run waits while no engine, or no collector, serves. Then it saves a
+    # checkpoint and ends.
     wait_s: Seconds = 900.0
 
 

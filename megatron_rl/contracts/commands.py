@@ -22,10 +22,13 @@ class Sync(msgspec.Struct, frozen=True, tag="sync"):
 
     version: number of these weights.
     audit: compare the engines' weights with the trainer's afterwards.
+    only: the names of the engines that get them, because they have joined since the last sync.
+    None: all engines get them, and the version is new.
     """
 
     version: int
     audit: bool = False
+    only: tuple[str, ...] | None = None
 
 
 class Train(msgspec.Struct, frozen=True, tag="train"):

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 
-from megatron_rl.config.schema import Configuration, EngineSettings
+from megatron_rl.config.schema import Configuration, EngineSettings, RecoverySettings
+from megatron_rl.engines.connections import EngineConnections
+from megatron_rl.engines.engine_prober import EngineProber
+from megatron_rl.engines.fleet import Fleet, managed_name
+from megatron_rl.engines.members import Members
+from megatron_rl.engines.node_board import NodeBoard
+from megatron_rl.engines.node_keeper import NodeKeeper
 from megatron_rl.engines.node_processes import NodeProcesses
 from megatron_rl.engines.server_places import server_places
 from megatron_rl.engines.token_counter import TokenCounter
+from megatron_rl.engines.url_list import UrlList
 from megatron_rl.engines.weight_sync import WeightSync, open_weight_sync
 from megatron_rl.mcore.job import Job
 from megatron_rl.models.route_shape import route_shape
@@ -25,35 +32,25 @@ from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 from sglang_bridge.addresses import node_address, require_private_address
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
+from sglang_bridge.errors import RequestFailed
 from sglang_bridge.keys import RunKeys, create_keys, read_keys
-from sglang_bridge.server.readiness import require_external_engines
+from sglang_bridge.server.readiness import require_external_engines, require_settings
 
 _HUB_SECONDS = 60.0
 _ABORT_SECONDS = 5.0
 _KILL_SECONDS = 2.5
 _COUNT_SECONDS = 5.0
+_PROBE_SECONDS = 10.0
 
-WeightSyncOpener = Callable[[Sequence[Engine]], WeightSync]
-
-
-@dataclass(frozen=True)
-class EngineConnections:
-    """Rank 0's connections: `queue` takes requests for rollouts, `weights` sends weights.
-
-    token_counter: compares the engines' counts of tokens with the run's, None if they do not count.
-    """
-
-    queue: RolloutQueue
-    weights: WeightSync
-    token_counter: TokenCounter | None = None
+WeightSyncOpener = Callable[[Members, Callable[[str], None]], WeightSync]
 
 
 class Engines:
     """The engines of a run as one rank sees them. `open_engines` makes it.
 
     processes: the processes of this node, None on ranks that own none. template: the configuration
-    of every collector, without its engines. open_sync: opens weight sync to all engines. stack:
-    closes the connections.
+    of every collector, without its engines. open_sync: opens weight sync to the members of the run,
+    with a function that logs. stack: closes the connections.
     """
 
     def __init__(
@@ -62,6 +59,7 @@ class Engines:
         keys: RunKeys,
         processes: NodeProcesses | None,
         template: Configure,
+        recovery: RecoverySettings,
         open_sync: WeightSyncOpener,
         stack: contextlib.ExitStack,
     ) -> None:
@@ -70,26 +68,50 @@ class Engines:
         self._processes = processes
         self._template = template
         self._settings = template.engine
+        self._recovery = recovery
         self._open_sync = open_sync
         self._stack = stack
+        self._keeper: NodeKeeper | None = None
 
-    def connect(self, log: Callable[[str], None] | None = None) -> EngineConnections | None:
+    def connect(
+        self, log: Callable[[str], None] | None = None, *, sends_weights: bool = True
+    ) -> EngineConnections | None:
         """Wait until every engine answers, and connect rank 0 to all of them (a collective).
 
-        log: writes a line about an engine for people. Returns None on the other ranks.
+        log: writes a line about an engine for people. sends_weights: False where engines serve the
+        weights that they have loaded themselves. Returns None on the other ranks.
         """
-        node_engines = self._wait_for_node_engines()
+        log = log or _write_nothing
+        urls = self._open_url_list(log)
+        node_engines = self._wait_for_node_engines(self._share_urls(urls))
         engines = self._gather_engines(node_engines)
         hub = self._open_hub(start_collector=bool(node_engines))
+        board = NodeBoard(self._job.store())
+        self._keep_processes(board, log)
         if hub is None:
             return None
         nodes = sorted({engine.node for engine in engines})
         hub.wait_for(len(nodes), _HUB_SECONDS)
         queue = RolloutQueue(hub, self._template.rollout, abort=self._abort_request, log=log)
-        queue.configure({node: self._collector_configuration(engines, node) for node in nodes})
-        weights = self._open_sync(engines)
+        queue.configure(dict.fromkeys(nodes, self._template))
+        members = self._open_members(engines)
+        weights = self._open_sync(members, log)
         self._stack.callback(weights.close)
-        return EngineConnections(queue, weights, self._open_token_counter(engines, log))
+        token_counter = self._open_token_counter(engines, log)
+        fleet = Fleet(
+            members,
+            queue,
+            EngineProber(self._require_usable),
+            self._recovery,
+            board=board,
+            nodes=nodes,
+            log=log,
+            urls=urls,
+            token_counter=token_counter,
+            open_counter=self._open_counter,
+        )
+        queue.observer = fleet
+        return EngineConnections(queue, weights, fleet, sends_weights, token_counter)
 
     @property
     def description(self) -> str:
@@ -99,25 +121,76 @@ class Engines:
         return f"starting {self._settings.count} engine(s) a node"
 
     def check(self) -> None:
-        """Raise an error if a process of this node has ended or was stopped."""
-        if self._processes is not None:
-            self._processes.check()
+        """Raise an error if nobody looks after the processes of this node any more."""
+        if self._keeper is not None:
+            self._keeper.check()
 
     def kill_processes(self) -> None:
         """End the processes of this node quickly: nothing that they hold is needed any more."""
         if self._processes is not None:
             self._processes.stop(_KILL_SECONDS)
 
+    def _keep_processes(self, board: NodeBoard, log: Callable[[str], None]) -> None:
+        """Look after the processes of this node from now on."""
+        if self._processes is None:
+            return
+        self._keeper = NodeKeeper(self._processes, board, log=log)
+        self._stack.callback(self._keeper.close)
+
+    def _open_members(self, engines: Sequence[Engine]) -> Members:
+        """Return the engines of the run, which answer and wait for weights."""
+        members = Members()
+        counts = Counter[int]()  # engines by node
+        for engine in engines:
+            name = engine.url
+            if self._settings.mode == "managed":
+                name = managed_name(engine.node, counts[engine.node])
+            counts[engine.node] += 1
+            members.add(name, engine)
+            members.answer(name, 0)
+        return members
+
+    def _require_usable(self, engine: Engine) -> None:
+        """Raise `EngineError` if an engine that wants to join does not answer or does not fit."""
+        admin = AdminClient(engine, self._keys, timeout=_PROBE_SECONDS)
+        if not admin.is_ready():
+            raise RequestFailed(f"{engine.url} does not answer")
+        if self._settings.mode == "external":
+            return_routes = self._template.routes is not None
+            info = admin.server_info()
+            require_settings(engine, info, self._settings.dtype, return_routes=return_routes)
+
     def _open_token_counter(
-        self, engines: Sequence[Engine], log: Callable[[str], None] | None
+        self, engines: Sequence[Engine], log: Callable[[str], None]
     ) -> TokenCounter | None:
         if not self._settings.count_tokens:
             return None
-        admins = [AdminClient(engine, self._keys, timeout=_COUNT_SECONDS) for engine in engines]
-        return TokenCounter(admins, log or _write_nothing)
+        return TokenCounter([self._open_counter(engine) for engine in engines], log)
 
-    def _wait_for_node_engines(self) -> list[Engine]:
-        """The engines of this node, once they answer. Empty on ranks that own none."""
+    def _open_counter(self, engine: Engine) -> AdminClient:
+        return AdminClient(engine, self._keys, timeout=_COUNT_SECONDS)
+
+    def _open_url_list(self, log: Callable[[str], None]) -> UrlList | None:
+        if self._settings.urls_file is None or self._job.rank:
+            return None
+        return UrlList(self._settings, log)
+
+    def _share_urls(self, urls: UrlList | None) -> list[str]:
+        """Return the URLs of the external engines at the start (a collective).
+
+        Rank 0 reads the file for all: it may change meanwhile. Raises `BadUrlList` on rank 0.
+        """
+        if self._settings.urls_file is None:
+            return self._settings.urls
+        message = None if urls is None else msgspec.msgpack.encode(urls.read_first())
+        data = broadcast_bytes(message, self._job.control_group)
+        return msgspec.msgpack.decode(data, type=list[str])
+
+    def _wait_for_node_engines(self, urls: Sequence[str]) -> list[Engine]:
+        """The engines of this node, once they answer. Empty on ranks that own none.
+
+        urls: of the external engines of all nodes.
+        """
         settings = self._settings
         job = self._job
         if self._processes is None:
@@ -125,7 +198,7 @@ class Engines:
         if settings.mode == "managed":
             return self._processes.wait_healthy(settings.start_timeout_s)
         engines = []
-        for url in settings.urls[job.node :: job.num_nodes]:
+        for url in urls[job.node :: job.num_nodes]:
             engine = Engine(
                 url=url,
                 node=job.node,
@@ -166,10 +239,6 @@ class Engines:
             self._processes.start_collector(address, run_key)
         return hub
 
-    def _collector_configuration(self, engines: Sequence[Engine], node: int) -> Configure:
-        node_engines = tuple(engine for engine in engines if engine.node == node)
-        return msgspec.structs.replace(self._template, engines=node_engines)
-
     def _abort_request(self, url: str, rid: str) -> None:
         """Abort one request. Collectors do not hold the key for this."""
         AdminClient(Engine(url=url), self._keys, timeout=_ABORT_SECONDS).abort(rid)
@@ -204,9 +273,9 @@ def open_engines(
             )
             processes.start_engines(configuration.engine, places, keys)
 
-        def open_sync(engines: Sequence[Engine]) -> WeightSync:
+        def open_sync(members: Members, log: Callable[[str], None]) -> WeightSync:
             return open_weight_sync(
-                engines,
+                members,
                 keys,
                 configuration.sync,
                 configuration.engine,
@@ -214,9 +283,10 @@ def open_engines(
                 directory=directory.path / "sync",
                 model_path=Path(configuration.model.path),
                 device=job.device,
+                log=log,
             )
 
-        yield Engines(job, keys, processes, template, open_sync, stack)
+        yield Engines(job, keys, processes, template, configuration.recovery, open_sync, stack)
 
 
 def collector_template(configuration: Configuration, shape: ModelShape, keys: RunKeys) -> Configure:

@@ -54,6 +54,15 @@ class TokenCounter:
         self._counted_tokens = 0
         self._counts = self._read()
 
+    def set_engines(self, engines: Sequence[CountingEngine]) -> None:
+        """Read the counters of these engines from now on. Comparisons begin anew."""
+        self._engines = engines
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin comparisons anew: tokens that were sampled are known to nobody."""
+        self._counts = None
+
     def compare(self, counted_tokens: int) -> TokenComparison | None:
         """Compare the tokens since the last comparison. Returns None where a counter is missing.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -11,11 +11,17 @@ import torch
 
 from megatron_rl.config.schema import EngineSettings, SyncSettings
 from megatron_rl.contracts.commands import Sync
+from megatron_rl.engines.members import Member, Members, MemberState
 from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.models.shape import ModelShape
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import AuditUnsupported
+from sglang_bridge.errors import (
+    AuditUnsupported,
+    RequestFailed,
+    WeightMismatch,
+    WeightUpdateFailed,
+)
 from sglang_bridge.keys import RunKeys
 from sglang_bridge.weights.audit import audit_engine, value_obstacles
 from sglang_bridge.weights.disk import DiskTransport
@@ -51,30 +57,44 @@ class FollowerSync:
 
 
 class WeightSync:
-    """Sends the weights from rank 0 to every engine.
+    """Sends the weights from rank 0 to the engines of the run.
 
     Versions count up by one from 0, the start checkpoint, which every engine receives before its
-    first prompt.
+    first prompt. An engine that does not take the weights, or holds others afterwards, is out. It
+    may join again later. Only the first sync requires that all engines take them.
 
+    members: the engines of the run. Only those that hold the sent weights serve afterwards.
     make_expectation: makes an empty record of the weights that engines must hold, for one audit.
         Its argument is False if names alone are compared.
+    open_admin: opens the control client of an engine. log: writes a line for people.
     audit_obstacle: the reason why an audit compared names only. The reason stays the same, so that
         all further audits compare names only.
+    is_current: the engines hold the trainer's weights. `expire` ends that.
     """
 
     def __init__(
         self,
         updater: WeightUpdater,
         settings: SyncSettings,
+        members: Members,
         *,
         make_expectation: MakeExpectation,
+        open_admin: Callable[[Engine], AdminClient],
+        log: Callable[[str], None] = print,
     ) -> None:
         self._updater = updater
         self._settings = settings
+        self._members = members
         self._make_expectation = make_expectation
+        self._open_admin = open_admin
+        self._log = log
+        # By name: the epoch and the client for it
+        self._admins: dict[str, tuple[int, AdminClient]] = {}
+        self._num_mismatches = collections.Counter[str]()  # in a row, by name
         self._next_version = 0
         self._is_first = True
         self.audit_obstacle = ""
+        self.is_current = False
 
     @property
     def version(self) -> int | None:
@@ -101,51 +121,126 @@ class WeightSync:
         self._is_first = False
         return Sync(version=version, audit=is_first or (every > 0 and version % every == 0))
 
-    def send(self, command: Sync, weights: NamedTensors) -> dict[str, float]:
-        """Send one export to every engine, and audit it if the command says so.
+    def expire(self) -> None:
+        """Note that the trainer's weights have changed since the last sync."""
+        self.is_current = False
 
-        Returns metrics. Raises `WeightUpdateFailed` and `WeightMismatch`.
+    def send(self, command: Sync, weights: NamedTensors) -> dict[str, float]:
+        """Send one export to engines, and audit it if the command says so.
+
+        Returns metrics. In the first sync, it raises `WeightUpdateFailed` and `WeightMismatch`.
+        Later it raises `WeightMismatch` for an engine that holds other weights twice in a row while
+        no other one serves.
         """
-        values = {"sync/version": float(command.version)}
-        if not command.audit:
-            self._updater.push(weights, command.version)
-            return values
-        expectation = self._make_expectation(compares_values=self._can_compare_values())
-        self._updater.push(expectation.observe(weights), command.version)
-        num_compared = self._audit(expectation, command.version)
-        if not self.audit_obstacle:
-            values["sync/audit_mismatches"] = 0.0
-            values["sync/audit_compared"] = float(num_compared)
-        return values
+        is_first = self._members.version is None
+        targets = self._targets(command)
+        expectation = None
+        if command.audit and targets:
+            expectation = self._make_expectation(compares_values=self._can_compare_values(targets))
+            weights = expectation.observe(weights)
+        failures = self._push(targets, weights, command.version, is_first=is_first)
+        num_compared = 0
+        for member in targets:
+            if member.url not in failures and expectation is not None:
+                num_compared += self._audit(member, expectation, command.version, is_first)
+        for member in targets:
+            if member.url in failures:
+                self._exclude(member, failures[member.url])
+            elif member.state is MemberState.WAITING:
+                self._members.admit(member.name, member.epoch, command.version)
+        if command.only is None:
+            self.is_current = True
+        return self._values(command, num_compared)
 
     def close(self) -> None:
         """Disconnect from every engine."""
         self._updater.close()
 
-    def _can_compare_values(self) -> bool:
+    def _targets(self, command: Sync) -> list[Member]:
+        """The engines that get the weights of a command."""
+        if command.only is None:
+            return self._members.begin_update(command.version)
+        return [member for member in self._members.waiting if member.name in command.only]
+
+    def _push(
+        self, targets: Sequence[Member], weights: NamedTensors, version: int, *, is_first: bool
+    ) -> Mapping[str, str]:
+        """Send the weights; returns the reasons of failures by URL."""
+        admins = [self._admin(member) for member in targets]
+        self._drop_old_admins()
+        try:
+            self._updater.push(weights, version, admins)
+        except WeightUpdateFailed as error:
+            if is_first:
+                raise
+            return error.failures
+        return {}
+
+    def _admin(self, member: Member) -> AdminClient:
+        """Return the control client of an engine. A new start of the engine has a new one."""
+        epoch, admin = self._admins.get(member.name, (-1, None))
+        if admin is not None and epoch == member.epoch:
+            return admin
+        if admin is not None:
+            self._updater.forget(admin)
+        new_admin = self._open_admin(member.engine)
+        self._admins[member.name] = (member.epoch, new_admin)
+        return new_admin
+
+    def _drop_old_admins(self) -> None:
+        """Drop the connections to engines that do not serve."""
+        for name in list(self._admins):
+            if self._members[name].state in (MemberState.OUT, MemberState.GONE):
+                _, admin = self._admins.pop(name)
+                self._updater.forget(admin)
+
+    def _can_compare_values(self, targets: Sequence[Member]) -> bool:
         """False if an engine, or an earlier audit, rules out that values are compared."""
-        engines = (admin.engine for admin in self._updater.admins)
+        engines = (member.engine for member in targets)
         return not self.audit_obstacle and not any(map(value_obstacles, engines))
 
-    def _audit(self, expectation: WeightExpectation, version: int) -> int:
-        """Audit every engine; returns the number of parameters that were compared.
+    def _audit(
+        self, member: Member, expectation: WeightExpectation, version: int, is_first: bool
+    ) -> int:
+        """Audit an engine; returns the number of parameters that were compared."""
+        try:
+            report = audit_engine(self._admin(member), expectation)
+            report.raise_on_mismatch(version)
+        except AuditUnsupported as obstacle:
+            self.audit_obstacle = str(obstacle)
+            return 0
+        except RequestFailed as error:
+            if is_first:
+                raise
+            self._exclude(member, str(error))
+            return 0
+        except WeightMismatch as error:
+            self._num_mismatches[member.name] += 1
+            is_alone = not self._members.serving
+            if is_first or (is_alone and self._num_mismatches[member.name] > 1):
+                raise
+            self._exclude(member, str(error))
+            return 0
+        self._num_mismatches.pop(member.name, None)
+        return report.num_compared
 
-        Raises `WeightMismatch`.
-        """
-        num_compared = 0
-        for admin in self._updater.admins:
-            try:
-                report = audit_engine(admin, expectation)
-            except AuditUnsupported as obstacle:
-                self.audit_obstacle = str(obstacle)
-            else:
-                report.raise_on_mismatch(version)
-                num_compared += report.num_compared
-        return num_compared
+    def _exclude(self, member: Member, reason: str) -> None:
+        self._members.fail(member.name, member.epoch, reason)
+        self._log(f"engine {member.name} is out: {reason}")
+
+    def _values(self, command: Sync, num_compared: int) -> dict[str, float]:
+        values = {
+            "sync/version": float(command.version),
+            "sync/engines": float(len(self._members.serving)),
+        }
+        if command.audit and num_compared and not self.audit_obstacle:
+            values["sync/audit_mismatches"] = float(sum(self._num_mismatches.values()))
+            values["sync/audit_compared"] = float(num_compared)
+        return values
 
 
 def open_weight_sync(
-    engines: Sequence[Engine],
+    members: Members,
     keys: RunKeys,
     settings: SyncSettings,
     engine_settings: EngineSettings,
@@ -154,13 +249,13 @@ def open_weight_sync(
     directory: Path,
     model_path: Path,
     device: torch.device,
+    log: Callable[[str], None],
 ) -> WeightSync:
-    """Open weight sync from this process to `engines`, over the transport of `sync.transport`.
+    """Open weight sync from this process to `members`, over the transport of `sync.transport`.
 
     directory: for the disk transport, on a file system that the engines share. device: the device
-    of this rank.
+    of this rank. log: writes a line for people.
     """
-    admins = [AdminClient(engine, keys, timeout=settings.timeout_s) for engine in engines]
     on_gpu = device.type == "cuda"
     if settings.transport == "disk":
         transport: WeightTransport = DiskTransport(
@@ -173,7 +268,7 @@ def open_weight_sync(
             device=device if on_gpu else None,
         )
     bucket_bytes = int(settings.bucket_mb * 2**20)
-    updater = WeightUpdater(admins, transport=transport, bucket_bytes=bucket_bytes)
+    updater = WeightUpdater(transport=transport, bucket_bytes=bucket_bytes)
 
     def make_expectation(*, compares_values: bool) -> WeightExpectation:
         return WeightExpectation(
@@ -183,4 +278,14 @@ def open_weight_sync(
             compares_values=compares_values,
         )
 
-    return WeightSync(updater, settings, make_expectation=make_expectation)
+    def open_admin(engine: Engine) -> AdminClient:
+        return AdminClient(engine, keys, timeout=settings.timeout_s)
+
+    return WeightSync(
+        updater,
+        settings,
+        members,
+        make_expectation=make_expectation,
+        open_admin=open_admin,
+        log=log,
+    )

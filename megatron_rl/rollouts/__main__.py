@@ -1,4 +1,6 @@
-"""Collector process: `python -m megatron_rl.rollouts HOST PORT NODE`.
+"""Collector process: `python -m megatron_rl.rollouts HOST PORT NODE EPOCH`.
+
+EPOCH counts the starts of the collector on its node.
 
 The environment variable MEGATRON_RL_RUN_KEY holds the run's key.
 """
@@ -19,9 +21,9 @@ from megatron_rl.rollouts.messages import RUN_KEY_VARIABLE
 _SHUTDOWN_SECONDS = 3.0
 
 
-async def _serve(host: str, port: int, node: int, run_key: str) -> int:
+async def _serve(host: str, port: int, node: int, epoch: int, run_key: str) -> int:
     """Run the collector to its end and return its exit code."""
-    link = CollectorLink(host, port, node, run_key)
+    link = CollectorLink(host, port, node, epoch, run_key)
     try:
         await serve(link, node)
     except LinkLost as error:
@@ -50,11 +52,11 @@ def main(arguments: list[str]) -> int:
     """Run a collector and return its exit code."""
     raise_open_file_limit()
     key = os.environ.pop(RUN_KEY_VARIABLE)
-    host, port, node = arguments
+    host, port, node, epoch = arguments
     code = 1
     with asyncio.Runner() as runner:
         try:
-            code = runner.run(_serve(host, int(port), int(node), key))
+            code = runner.run(_serve(host, int(port), int(node), int(epoch), key))
         finally:
             _limit_shutdown(code)
     return code

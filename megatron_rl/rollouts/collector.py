@@ -13,6 +13,7 @@ from megatron_rl.contracts.plugins import PluginError
 from megatron_rl.rollouts.episode_runner import EpisodeRunner, RejectedRollout, ScoredRollout
 from megatron_rl.rollouts.link import CollectorLink
 from megatron_rl.rollouts.messages import (
+    AddEngine,
     Alive,
     Configure,
     Failed,
@@ -20,6 +21,8 @@ from megatron_rl.rollouts.messages import (
     GroupDone,
     GroupRequest,
     Release,
+    RemoveEngine,
+    SetVersion,
     Stop,
     ToCollector,
 )
@@ -56,6 +59,8 @@ class Collector:
                 task.add_done_callback(self._tasks.discard)
             case Release():
                 self._store.release(message.group_ids)
+            case AddEngine() | RemoveEngine() | SetVersion():
+                await self._change_engines(message)
             case Stop():
                 return False
             case Configure():
@@ -69,6 +74,16 @@ class Collector:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._runner.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _change_engines(self, message: AddEngine | RemoveEngine | SetVersion) -> None:
+        engines = self._runner.engines
+        match message:
+            case AddEngine(engine):
+                engines.add(engine)
+            case RemoveEngine(url):
+                await engines.remove(url)
+            case SetVersion(version):
+                engines.set_version(version)
 
     async def _answer(self, request: GroupRequest) -> None:
         """Run a group and send the result.

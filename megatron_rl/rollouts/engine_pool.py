@@ -1,7 +1,8 @@
 """Engines of one node behind one `generate`.
 
-The pool balances requests over the engines, repeats failed ones on other engines, and pauses
-engines that keep failing.
+The pool balances requests over the engines and repeats failed ones on other engines. It stops using
+an engine that keeps failing, and reports that to rank 0. Rank 0 alone decides which engines belong
+to the pool.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from megatron_rl.config.schema import EngineSettings
+from megatron_rl.contracts.group import NEVER_SENT, STALE
 from megatron_rl.contracts.prompt import Sampling
-from megatron_rl.rollouts.messages import AbortRequest, EngineBack, EngineLeftOut, FromCollector
+from megatron_rl.rollouts.messages import AbortRequest, EngineLeftOut, FromCollector
+from megatron_rl.rollouts.slots import Slots
 from sglang_bridge.client import GenerateClient, RequestExpired, may_succeed_elsewhere
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
@@ -25,10 +28,11 @@ from sglang_bridge.generation import Generation, GenerationRejected
 # Requests in flight for each that an engine can run at a time, so that the next one is waiting.
 _QUEUE_PER_SLOT = 2
 _MAX_CONSECUTIVE_FAILURES = 3  # an engine with this many is left out
+# A request that was running on so many engines when they failed is not tried on another one. It
+# may be the cause.
+_MAX_LOST_ENGINES = 5
 _FIRST_BACKOFF_SECONDS = 0.2
 _LAST_BACKOFF_SECONDS = 5.0
-_FIRST_PAUSE_SECONDS = 5.0
-_LAST_PAUSE_SECONDS = 60.0
 
 _log = logging.getLogger(__name__)
 
@@ -37,16 +41,19 @@ _log = logging.getLogger(__name__)
 class _Member:
     """One engine of the pool.
 
-    failures: number of consecutive failures.
-    pause: seconds between health checks while the engine is left out. Doubles with every check and
-    is reset by a response.
+    failures: number of consecutive failures. left_out: the engine failed, and rank 0 knows it.
+    removed: set once rank 0 has removed the engine.
     """
 
     client: GenerateClient
     in_flight: int = 0
     failures: int = 0
     left_out: bool = False
-    pause: float = _FIRST_PAUSE_SECONDS
+    removed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class _EngineRemoved(Exception):
+    """Rank 0 removed the engine while it worked on a request."""
 
 
 @dataclass
@@ -54,8 +61,8 @@ class _Attempts:
     """Attempts of one request.
 
     members: engines that failed in this round.
-    silent: engines that did not answer before their deadline. They get no further attempt, because
-    it could take another deadline.
+    lost_engines: number of engines that fell silent, lost their connection or were removed while
+    they worked on the request.
     unusable: number of responses that could not be used.
     rejected_tokens: receives the tokens of these responses, by the reason.
     """
@@ -63,20 +70,26 @@ class _Attempts:
     retries: int
     rejected_tokens: Counter[str]
     members: set[_Member] = field(default_factory=set)
-    silent: set[_Member] = field(default_factory=set)
+    lost_engines: int = 0
     unusable: int = 0
+    backoff: float = _FIRST_BACKOFF_SECONDS
 
     def record(self, member: _Member, failure: RequestFailed | GenerationRejected) -> None:
         self.members.add(member)
-        if isinstance(failure, RequestExpired):
-            self.silent.add(member)
         if isinstance(failure, GenerationRejected):
             self.unusable += 1
             self.rejected_tokens[failure.reason] += failure.num_tokens
+        elif _is_loss(failure):
+            self.lost_engines += 1
 
-    def start_next_round(self) -> None:
-        self.retries -= 1
-        self.members = set(self.silent)
+    @property
+    def is_exhausted(self) -> bool:
+        """True if the request may be the reason of its failures."""
+        return self.unusable > 1 or self.lost_engines >= _MAX_LOST_ENGINES
+
+    def start_next_round(self, *, is_counted: bool) -> None:
+        self.retries -= is_counted
+        self.members.clear()
 
 
 @dataclass(frozen=True)
@@ -97,9 +110,10 @@ class RequestForm:
 class EnginePool:
     """Engines of one node behind one `generate`.
 
-    An engine that fails several times in a row is left out until it is healthy again. The last
-    engine is never left out.
+    An engine that fails several times in a row, or that falls silent, gets no further requests
+    until rank 0 adds it again. Requests wait while there is no engine: rank 0 limits that time.
 
+    engines: those at the start.
     report: sends a message to rank 0.
     threads: decode replies.
     """
@@ -113,26 +127,45 @@ class EnginePool:
         *,
         threads: Executor | None = None,
     ) -> None:
-        deadline = settings.request_timeout_s + settings.token_timeout_s * form.longest_response
-        self._members = [
-            _Member(
-                GenerateClient(
-                    engine.url,
-                    api_key=form.api_key,
-                    deadline_seconds=deadline,
-                    route_shape=form.route_shape,
-                    vocab_size=form.vocab_size,
-                    abort=self._abort,
-                    threads=threads,
-                )
-            )
-            for engine in engines
-        ]
-        self._retries = settings.retries
-        num_slots = _QUEUE_PER_SLOT * settings.max_running_requests * len(self._members)
-        self._slots = asyncio.Semaphore(num_slots)
+        self._settings = settings
+        self._form = form
         self._report = report
-        self._probes: set[asyncio.Task[None]] = set()
+        self._threads = threads
+        self._members: dict[str, _Member] = {}
+        self._slots = Slots()
+        self._slots_per_engine = _QUEUE_PER_SLOT * settings.max_running_requests
+        self._change = asyncio.Event()
+        self._version: int | None = None
+        for engine in engines:
+            self.add(engine)
+
+    def set_version(self, version: int) -> None:
+        """Use responses of these weights alone, from now on."""
+        self._version = version
+
+    def add(self, engine: Engine) -> None:
+        """Send requests to an engine from now on. One with the same URL is replaced."""
+        self._discard(engine.url)
+        deadline = self._settings.request_timeout_s
+        deadline += self._settings.token_timeout_s * self._form.longest_response
+        client = GenerateClient(
+            engine.url,
+            api_key=self._form.api_key,
+            deadline_seconds=deadline,
+            route_shape=self._form.route_shape,
+            vocab_size=self._form.vocab_size,
+            abort=self._abort,
+            threads=self._threads,
+        )
+        self._members[engine.url] = _Member(client)
+        self._slots.add(self._slots_per_engine)
+        self._announce_change()
+
+    async def remove(self, url: str) -> None:
+        """Send no further request to an engine, and repeat its running ones elsewhere."""
+        member = self._discard(url)
+        if member is not None:
+            await member.client.close()
 
     async def generate(
         self,
@@ -147,53 +180,77 @@ class EnginePool:
         """Sample one response. Raises `EngineError` and `GenerationRejected`.
 
         A failed request goes to every other engine before it goes to the same one again. A response
-        that cannot be used is sampled once more, by another engine.
+        that cannot be used is sampled once more, by another engine. A request whose engine ends or
+        falls silent is sampled again, with the same seed.
 
         rejected_tokens: receives the tokens of responses that cannot be used, by the reason. The
         tokens of a request without a reply are unknown.
         """
+
+        async def request(member: _Member) -> Generation:
+            return await self._request(member, token_ids, sampling, rid, return_routes, seed)
+
         async with self._slots:
-            attempts = _Attempts(self._retries, rejected_tokens)
-            backoff = _FIRST_BACKOFF_SECONDS
+            attempts = _Attempts(self._settings.retries, rejected_tokens)
             while True:
-                member = self._choose(attempts.members)
+                member = await self._wait_for_member(attempts.members)
                 try:
-                    return await self._request(
-                        member, token_ids, sampling, rid, return_routes, seed
-                    )
+                    return await request(member)
+                except _EngineRemoved:
+                    attempts.lost_engines += 1
+                    if attempts.is_exhausted:
+                        raise _too_many_losses(rid) from None
                 except (RequestFailed, GenerationRejected) as failure:
                     attempts.record(member, failure)
-                    if not _is_engine_fault(failure) or attempts.unusable > 1:
+                    if not _is_engine_fault(failure) or attempts.is_exhausted:
                         raise
-                    if len(attempts.members) < len(self._members):
-                        continue
-                    if not self._may_retry(attempts):
-                        raise
-                attempts.start_next_round()
-                await asyncio.sleep(backoff * random.uniform(0.5, 1.5))
-                backoff = min(2 * backoff, _LAST_BACKOFF_SECONDS)
+                    if not self._has_others(attempts.members):
+                        await self._start_next_round(attempts, failure)
 
     async def close(self) -> None:
         """Close the connections to all engines."""
-        for probe in self._probes:
-            probe.cancel()
-        await asyncio.gather(*self._probes, return_exceptions=True)
-        for member in self._members:
+        for member in self._members.values():
             await member.client.close()
 
-    def _may_retry(self, attempts: _Attempts) -> bool:
-        """Return True if a further round may succeed after every engine failed."""
-        if attempts.unusable or len(attempts.silent) == len(self._members):
-            return False
-        return attempts.retries > 0
+    async def _start_next_round(
+        self, attempts: _Attempts, failure: RequestFailed | GenerationRejected
+    ) -> None:
+        """Wait before all engines are tried again. Raises `failure` if they must not be.
 
-    def _choose(self, failed_members: set[_Member]) -> _Member:
-        """Choose the engine with the fewest requests in flight.
-
-        An engine that is left out is chosen only if all others have failed.
+        A round in which an engine was lost does not count: the engine was at fault.
         """
-        candidates = [member for member in self._members if member not in failed_members]
-        return min(candidates, key=lambda member: (member.left_out, member.in_flight))
+        is_counted = not _is_loss(failure)
+        if attempts.unusable or (is_counted and attempts.retries <= 0):
+            raise failure
+        attempts.start_next_round(is_counted=is_counted)
+        await asyncio.sleep(attempts.backoff * random.uniform(0.5, 1.5))
+        attempts.backoff = min(2 * attempts.backoff, _LAST_BACKOFF_SECONDS)
+
+    def _has_others(self, failed_members: set[_Member]) -> bool:
+        return any(member not in failed_members for member in self._usable_members())
+
+    def _usable_members(self) -> list[_Member]:
+        return [member for member in self._members.values() if not member.left_out]
+
+    async def _wait_for_member(self, failed_members: set[_Member]) -> _Member:
+        """Return the engine with the fewest requests in flight, once there is one."""
+        while True:
+            members = self._usable_members()
+            candidates = [member for member in members if member not in failed_members] or members
+            if candidates:
+                return min(candidates, key=lambda member: member.in_flight)
+            await self._change.wait()
+
+    def _announce_change(self) -> None:
+        self._change.set()
+        self._change = asyncio.Event()
+
+    def _discard(self, url: str) -> _Member | None:
+        member = self._members.pop(url, None)
+        if member is not None:
+            self._slots.remove(self._slots_per_engine)
+            member.removed.set()
+        return member
 
     async def _request(
         self,
@@ -205,30 +262,56 @@ class EnginePool:
         seed: int | None,
     ) -> Generation:
         member.in_flight += 1
-        try:
-            generation = await member.client.generate(
+        answer = asyncio.ensure_future(
+            member.client.generate(
                 token_ids, sampling, rid=rid, return_routes=return_routes, seed=seed
             )
+        )
+        removal = asyncio.ensure_future(member.removed.wait())
+        try:
+            await asyncio.wait({answer, removal}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise _EngineRemoved
+            generation = answer.result()
+            self._require_version(generation)
         except (RequestFailed, GenerationRejected) as failure:
+            if member.removed.is_set() and _is_engine_fault(failure):
+                raise _EngineRemoved from failure
             if _is_engine_fault(failure):
                 await self._count_failure(member, failure)
             raise
         finally:
+            answer.cancel()
+            removal.cancel()
             member.in_flight -= 1
         member.failures = 0
-        member.pause = _FIRST_PAUSE_SECONDS
         return generation
 
+    def _require_version(self, generation: Generation) -> None:
+        """Raise `GenerationRejected` if other weights sampled the response than rank 0 has sent."""
+        if self._version is None:
+            return
+        versions = generation.weight_versions
+        other_versions = [version for version in versions if version != str(self._version)]
+        if other_versions:
+            reason = NEVER_SENT
+            if other_versions[0].isdecimal() and int(other_versions[0]) < self._version:
+                reason = STALE
+            text = f"the engine serves weight version {versions[-1]} instead of {self._version}"
+            rejection = GenerationRejected(reason, text)
+            rejection.num_tokens = len(generation.output_ids)
+            raise rejection
+
     async def _count_failure(self, member: _Member, failure: Exception) -> None:
-        """Count a failure and leave the engine out after too many of them."""
+        """Count a failure and leave the engine out after too many of them.
+
+        An engine that fell silent is left out at once: the next request would wait as long.
+        """
         member.failures += 1
-        has_others = any(not other.left_out for other in self._members if other is not member)
-        if member.left_out or member.failures < _MAX_CONSECUTIVE_FAILURES or not has_others:
+        is_silent = isinstance(failure, RequestExpired)
+        if member.left_out or (member.failures < _MAX_CONSECUTIVE_FAILURES and not is_silent):
             return
         member.left_out = True
-        probe = asyncio.create_task(self._bring_back(member))
-        self._probes.add(probe)
-        probe.add_done_callback(self._probes.discard)
         _log.warning(
             "%s is left out after %d failures in a row: %s",
             member.client.url,
@@ -237,23 +320,20 @@ class EnginePool:
         )
         await self._report(EngineLeftOut(member.client.url, str(failure)))
 
-    async def _bring_back(self, member: _Member) -> None:
-        """Wait until an engine reports that it is healthy, then use it again.
-
-        Its next failure leaves it out again, for longer.
-        """
-        is_healthy = False
-        while not is_healthy:
-            await asyncio.sleep(member.pause)
-            member.pause = min(2 * member.pause, _LAST_PAUSE_SECONDS)
-            is_healthy = await member.client.is_up()
-        member.left_out = False
-        member.failures = _MAX_CONSECUTIVE_FAILURES - 1
-        _log.warning("%s is used again", member.client.url)
-        await self._report(EngineBack(member.client.url))
-
     async def _abort(self, url: str, rid: str) -> None:
         await self._report(AbortRequest(url, rid))
+
+
+def _too_many_losses(rid: str) -> RequestFailed:
+    return RequestFailed(
+        f"{rid}: {_MAX_LOST_ENGINES} engines ended or fell silent while they worked on this "
+        "request, so it is not sent to another one"
+    )
+
+
+def _is_loss(failure: RequestFailed | GenerationRejected) -> bool:
+    """True if the engine gave no answer at all: its connection ended, or it fell silent."""
+    return isinstance(failure, RequestFailed) and failure.status is None
 
 
 def _is_engine_fault(failure: RequestFailed | GenerationRejected) -> bool:

@@ -2,15 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
+from dataclasses import dataclass
 
 import msgspec
 import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.rollouts.messages import MAX_MESSAGE_BYTES, Alive, FromCollector, ToCollector
+from megatron_rl.rollouts.messages import (
+    MAX_MESSAGE_BYTES,
+    Alive,
+    FromCollector,
+    Stop,
+    ToCollector,
+    collector_name,
+)
 
 _LINGER_MILLISECONDS = 1000
 
@@ -18,19 +27,48 @@ _decoder: msgspec.msgpack.Decoder[FromCollector] = msgspec.msgpack.Decoder(FromC
 
 
 class CollectorLost(Failure):
-    """A collector did not connect in time, fell silent, or sent an invalid message."""
+    """A collector did not connect in time, or has an invalid name."""
 
     exit_code = ExitCode.ENGINE_FAILED
+
+
+@dataclass(frozen=True)
+class CollectorConnected:
+    """The collector of a node has connected. epoch: counts its starts."""
+
+    epoch: int
+
+
+@dataclass(frozen=True)
+class CollectorGone:
+    """The collector of a node ended, fell silent, or sent an invalid message.
+
+    Nothing that it sends later is delivered.
+    """
+
+    epoch: int
+    reason: str
+
+
+Event = FromCollector | CollectorConnected | CollectorGone
+
+
+@dataclass
+class _Peer:
+    """A connected collector. silence: seconds that the hub has listened since its last message."""
+
+    epoch: int
+    silence: float = 0.0
 
 
 class CollectorHub:
     """Exchanges messages with the collectors that hold the run's key.
 
-    The traffic is encrypted (CURVE).
+    The traffic is encrypted (CURVE). A node has one collector at a time: that of the highest epoch.
 
     address: host and port.
     run_key: a secret that a collector needs to connect.
-    silence_seconds: a collector is lost if it sends nothing for this long while the hub listens.
+    silence_seconds: a collector is gone if it sends nothing for this long while the hub listens.
     """
 
     def __init__(self, host: str, *, silence_seconds: float = 12.0) -> None:
@@ -38,9 +76,9 @@ class CollectorHub:
         collector_public, collector_secret = zmq.curve_keypair()
         self.run_key = (hub_public + collector_secret).decode()
         self._silence_seconds = silence_seconds
-        # For each node, the seconds that the hub has listened since the last message
-        self._silence: dict[int, float] = {}
-        self._inbox: deque[tuple[int, FromCollector]] = deque()
+        self._peers: dict[int, _Peer] = {}
+        self._gone_epochs: dict[int, int] = {}  # by node, the last epoch that is gone
+        self._inbox: deque[tuple[int, Event]] = deque()
         self._context = zmq.Context()
         self._authenticator = ThreadAuthenticator(self._context)
         self._authenticator.start()
@@ -61,34 +99,48 @@ class CollectorHub:
 
     @property
     def nodes(self) -> list[int]:
-        """Nodes whose collectors have connected, ascending."""
-        return sorted(self._silence)
+        """Nodes whose collectors are connected, ascending."""
+        return sorted(self._peers)
 
     def wait_for(self, num_nodes: int, deadline_seconds: float) -> None:
         """Block until every node's collector has connected. Raises `CollectorLost`."""
         deadline = time.monotonic() + deadline_seconds
-        while len(self._silence) < num_nodes:
+        while len(self._peers) < num_nodes:
             if time.monotonic() > deadline:
                 raise CollectorLost(
-                    f"{len(self._silence)} of {num_nodes} collectors connected to {self.address} "
+                    f"{len(self._peers)} of {num_nodes} collectors connected to {self.address} "
                     f"within {deadline_seconds:g} s; see the collector logs in the run directory"
                 )
             self._receive(0.1)
 
     def send(self, node: int, message: ToCollector) -> None:
-        """Send without waiting for delivery. Raises `CollectorLost`."""
-        try:
-            self._socket.send_multipart([_routing_id(node), msgspec.msgpack.encode(message)])
-        except zmq.ZMQError as error:
-            raise CollectorLost(
-                f"the collector of node {node} is gone: {error}; {_log_hint(node)}"
-            ) from error
+        """Send without waiting for delivery.
 
-    def poll(self, timeout_seconds: float) -> tuple[int, FromCollector] | None:
-        """Return the next message with its node, or None after the timeout.
-
-        Raises `CollectorLost`.
+        If the collector is gone, the message is dropped, and `poll` returns `CollectorGone`.
         """
+        peer = self._peers.get(node)
+        if peer is None:
+            return
+        try:
+            self._send_to(node, peer.epoch, message)
+        except zmq.ZMQError as error:
+            # What it sent before it ended comes first: it may be the reason
+            self._receive_pending()
+            self.disconnect(node, peer.epoch, f"is gone: {error}")
+
+    def disconnect(self, node: int, epoch: int, reason: str) -> None:
+        """Deliver nothing more of a collector, and end it if it lives. Later calls do nothing."""
+        peer = self._peers.get(node)
+        if peer is None or peer.epoch != epoch:
+            return
+        del self._peers[node]
+        self._gone_epochs[node] = epoch
+        self._stop_peer(node, epoch)
+        text = f"the collector of node {node} {reason}; {_log_hint(node)}"
+        self._inbox.append((node, CollectorGone(epoch, text)))
+
+    def poll(self, timeout_seconds: float) -> tuple[int, Event] | None:
+        """Return the next message or event with its node, or None after the timeout."""
         if not self._inbox:
             self._receive(timeout_seconds)
         return self._inbox.popleft() if self._inbox else None
@@ -102,37 +154,70 @@ class CollectorHub:
     def _receive(self, timeout_seconds: float) -> None:
         """Wait for messages, receive all that have arrived, and count the silence of the others."""
         start = time.monotonic()
-        active_nodes = set()
+        active_nodes: set[int] = set()
         if self._socket.poll(int(timeout_seconds * 1000)):
-            while self._socket.poll(0):
-                active_nodes.add(self._accept(*self._socket.recv_multipart()))
+            active_nodes = self._receive_pending()
         # If this process was suspended, the clock has advanced by more than the timeout. Only the
         # time that it listened counts as silence.
         listening_seconds = min(time.monotonic() - start, timeout_seconds)
-        for node, seconds in self._silence.items():
-            self._silence[node] = 0.0 if node in active_nodes else seconds + listening_seconds
-        for node, seconds in self._silence.items():
-            if seconds > self._silence_seconds:
-                raise CollectorLost(
-                    f"the collector of node {node} was not heard for {seconds:.0f} s: it is "
-                    "stopped, cut off, or its scorer or environment blocks it; "
-                    f"{_log_hint(node)}"
+        for node, peer in list(self._peers.items()):
+            peer.silence = 0.0 if node in active_nodes else peer.silence + listening_seconds
+            if peer.silence > self._silence_seconds:
+                self.disconnect(
+                    node,
+                    peer.epoch,
+                    f"was not heard for {peer.silence:.0f} s: it is stopped, cut off, or its "
+                    "scorer or environment blocks it",
                 )
 
-    def _accept(self, sender: bytes, *body: bytes) -> int:
-        """Decode a message, put it into the inbox and return its node."""
+    def _receive_pending(self) -> set[int]:
+        """Receive what has arrived, and return the nodes that sent it."""
+        active_nodes = set()
+        while self._socket.poll(0):
+            node = self._accept(*self._socket.recv_multipart())
+            if node is not None:
+                active_nodes.add(node)
+        return active_nodes
+
+    def _accept(self, sender: bytes, *body: bytes) -> int | None:
+        """Decode a message, put it into the inbox and return its node.
+
+        Returns None for a collector that is gone.
+        """
+        node, epoch = _node_and_epoch(sender)
+        if not self._is_current(node, epoch):
+            self._stop_peer(node, epoch)
+            return None
         try:
-            node = int(sender)
             message = _decoder.decode(b"".join(body))
-        except (ValueError, msgspec.MsgspecError) as error:
-            name = sender.decode(errors="replace")
-            raise CollectorLost(
-                f"the collector of node {name} sent an invalid message ({error}); {_log_hint(name)}"
-            ) from error
-        self._silence.setdefault(node, 0.0)
+        except msgspec.MsgspecError as error:
+            self.disconnect(node, epoch, f"sent an invalid message ({error})")
+            return None
         if not isinstance(message, Alive):
             self._inbox.append((node, message))
         return node
+
+    def _is_current(self, node: int, epoch: int) -> bool:
+        """Return False for a collector that is gone. One of a higher epoch replaces another."""
+        peer = self._peers.get(node)
+        if peer is not None and peer.epoch == epoch:
+            return True
+        last_epoch = self._gone_epochs.get(node, -1) if peer is None else peer.epoch
+        if epoch <= last_epoch:
+            return False
+        if peer is not None:
+            self.disconnect(node, peer.epoch, "was replaced by a new one")
+        self._peers[node] = _Peer(epoch)
+        self._inbox.append((node, CollectorConnected(epoch)))
+        return True
+
+    def _stop_peer(self, node: int, epoch: int) -> None:
+        with contextlib.suppress(zmq.ZMQError):  # it has ended
+            self._send_to(node, epoch, Stop())
+
+    def _send_to(self, node: int, epoch: int, message: ToCollector) -> None:
+        address = collector_name(node, epoch).encode()
+        self._socket.send_multipart([address, msgspec.msgpack.encode(message)])
 
 
 class _OneKey:
@@ -145,9 +230,15 @@ class _OneKey:
         return key == self._public_key
 
 
-def _routing_id(node: int) -> bytes:
-    return str(node).encode()
+def _node_and_epoch(sender: bytes) -> tuple[int, int]:
+    """Read the name of a collector. Raises `CollectorLost` for a peer that is no collector."""
+    try:
+        node, epoch = sender.split(b".")
+        return int(node), int(epoch)
+    except ValueError as error:
+        name = sender.decode(errors="replace")
+        raise CollectorLost(f"a collector with the invalid name {name!r} has connected") from error
 
 
-def _log_hint(node: int | str) -> str:
+def _log_hint(node: int) -> str:
     return f"see logs/collector-{node}.log in the run directory"

@@ -9,7 +9,12 @@ import zmq
 import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
-from megatron_rl.rollouts.messages import MAX_MESSAGE_BYTES, FromCollector, ToCollector
+from megatron_rl.rollouts.messages import (
+    MAX_MESSAGE_BYTES,
+    FromCollector,
+    ToCollector,
+    collector_name,
+)
 
 _KEY_CHARACTERS = 40  # length of a CURVE key in its printable form (Z85)
 _LINGER_MILLISECONDS = 1000
@@ -33,14 +38,14 @@ def present_run_key(socket: zmq.Socket[Any], run_key: str) -> None:
 class CollectorLink:
     """Connects the collector of `node` to the hub at host and port.
 
-    run_key: the hub's.
+    epoch: counts the starts of the node's collector. run_key: the hub's.
     """
 
-    def __init__(self, host: str, port: int, node: int, run_key: str) -> None:
+    def __init__(self, host: str, port: int, node: int, epoch: int, run_key: str) -> None:
         self._context = zmq.asyncio.Context()
         self._socket = self._context.socket(zmq.DEALER)
         present_run_key(self._socket, run_key)
-        self._socket.routing_id = str(node).encode()
+        self._socket.routing_id = collector_name(node, epoch).encode()
         self._socket.maxmsgsize = MAX_MESSAGE_BYTES
         self._socket.sndhwm = 0
         self._socket.rcvhwm = 0

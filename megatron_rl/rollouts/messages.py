@@ -30,7 +30,7 @@ ENVIRONMENT_ABANDONED = "environment_abandoned"  # the environment ignored its c
 class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     """Configuration of a collector, its first message.
 
-    engines: those of its node.
+    engines: those of its node at the start. `AddEngine` and `RemoveEngine` change them.
     api_key: of the engines.
     routes: None if routes are neither requested nor kept.
     vocab_size: of the model, the upper bound of sampled token ids.
@@ -73,6 +73,24 @@ class Release(msgspec.Struct, frozen=True, tag="release"):
     group_ids: tuple[str, ...]
 
 
+class AddEngine(msgspec.Struct, frozen=True, tag="add_engine"):
+    """Send requests to an engine from now on. It holds the current weights."""
+
+    engine: Engine
+
+
+class RemoveEngine(msgspec.Struct, frozen=True, tag="remove_engine"):
+    """Send no further request to an engine, and repeat its running ones on others."""
+
+    url: str
+
+
+class SetVersion(msgspec.Struct, frozen=True, tag="set_version"):
+    """The engines hold these weights from now on. Responses of other weights are not used."""
+
+    version: int
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End the collector."""
 
@@ -99,16 +117,10 @@ class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class EngineLeftOut(msgspec.Struct, frozen=True, tag="engine_left_out"):
-    """An engine failed several times in a row and gets no requests until `EngineBack`."""
+    """An engine failed several times in a row, and gets no requests until `AddEngine`."""
 
     url: str
     reason: str
-
-
-class EngineBack(msgspec.Struct, frozen=True, tag="engine_back"):
-    """An engine that was left out is used again."""
-
-    url: str
 
 
 class CallAbandoned(msgspec.Struct, frozen=True, tag="call_abandoned"):
@@ -127,7 +139,10 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     is_refusal: bool = False
 
 
-ToCollector = Configure | GroupRequest | Release | Stop
-FromCollector = (
-    Alive | GroupDone | AbortRequest | EngineLeftOut | EngineBack | CallAbandoned | Failed
-)
+ToCollector = Configure | GroupRequest | Release | AddEngine | RemoveEngine | SetVersion | Stop
+FromCollector = Alive | GroupDone | AbortRequest | EngineLeftOut | CallAbandoned | Failed
+
+
+def collector_name(node: int, epoch: int) -> str:
+    """Return the name under which a collector connects. epoch: counts the starts on its node."""
+    return f"{node}.{epoch}"

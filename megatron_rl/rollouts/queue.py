@@ -1,13 +1,18 @@
-"""Queue of rank 0: requests for groups go in, complete groups come out."""
+"""Queue of rank 0: requests for groups go in, complete groups come out.
+
+A group is delivered once. If a collector ends, its requests go to other collectors, or to the one
+that replaces it, under the same ids and with the same seeds.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 
@@ -15,21 +20,23 @@ from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import NEVER_SENT, STALE, Group, RolloutRef
 from megatron_rl.records.reminder import Reminder
-from megatron_rl.rollouts.hub import CollectorHub, CollectorLost
+from megatron_rl.rollouts.hub import CollectorConnected, CollectorGone, CollectorHub, Event
 from megatron_rl.rollouts.messages import (
     AbortRequest,
+    AddEngine,
     CallAbandoned,
     Configure,
-    EngineBack,
     EngineLeftOut,
     Failed,
-    FromCollector,
     GroupDone,
     GroupRequest,
     Release,
+    RemoveEngine,
+    SetVersion,
     Stop,
     ToCollector,
 )
+from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineError
 
 
@@ -45,22 +52,49 @@ class CollectorRefused(CollectorFailed):
     exit_code = ExitCode.REFUSED
 
 
-@dataclass(frozen=True)
-class _Outstanding:
-    """A request that a node's collector has not answered. since: on the monotonic clock."""
+class QueueObserver(Protocol):
+    """Learns what collectors report about engines and about themselves."""
 
-    node: int
+    def handle_engine_failure(self, url: str, reason: str) -> None:
+        """A collector does not use an engine any more, because it failed."""
+        ...
+
+    def handle_lost_collector(self, node: int, epoch: int, reason: str) -> None:
+        """The collector of a node is gone. Its requests wait, or went to others."""
+        ...
+
+
+@dataclass
+class _Outstanding:
+    """A request that was not answered yet. since: on the monotonic clock.
+
+    node: of the collector that has it, None while no collector is connected.
+    """
+
     request: GroupRequest
     since: float
+    node: int | None = None
+
+
+@dataclass(frozen=True)
+class _Holder:
+    """The collector that holds the rollouts of a delivered group, and the request for them."""
+
+    node: int
+    epoch: int
+    request: GroupRequest
 
 
 class RolloutQueue:
     """Distributes group requests over the collectors of all nodes.
 
-    Each request goes to the node with the fewest outstanding rollouts.
+    Each request goes to the node with the fewest outstanding rollouts. It waits while no collector
+    is connected.
 
     generated_tokens: tokens that engines have sampled for delivered groups since the start.
+    num_repeated: requests that were sent again, because their collector was gone.
     engines_left_out: URLs of engines that collectors do not use, because they failed.
+    observer: learns of engines and collectors that failed, if set.
     abort: aborts a request, given an engine's URL and the request id. None: expired requests are
     not aborted.
     log: writes a line for the user.
@@ -78,38 +112,60 @@ class RolloutQueue:
         self._abort = abort
         self._log = log
         self.engines_left_out: set[str] = set()
+        self.observer: QueueObserver | None = None
         self._max_staleness = settings.max_staleness
         self._version = 0
+        self._is_version_set = False
+        self._configurations: Mapping[int, Configure] = {}
+        self._engines: dict[str, Engine] = {}  # by URL, those that were added
+        self._epochs: dict[int, int] = {}  # by node, the epoch of the collector that is configured
         self._outstanding: dict[str, _Outstanding] = {}
+        self._ready: deque[Group] = deque()  # groups that `as_completed` has not yielded yet
         self._loads = Counter[int]()  # outstanding rollouts by node
-        self._holders: dict[str, int] = {}  # node by id of a group that is not released yet
+        self._holders: dict[str, _Holder] = {}  # by id of a group that is not released yet
         self.generated_tokens = 0
+        self.num_repeated = 0
 
     def configure(self, configurations: Mapping[int, Configure]) -> None:
-        """Send each node's collector its configuration."""
-        for node, configuration in configurations.items():
-            self._send(node, configuration)
+        """Set the configuration of each node's collector, also of those that connect later."""
+        self._configurations = configurations
+        self._handle_events()
+
+    def add_engine(self, engine: Engine) -> None:
+        """Let the collector of the engine's node use it. It holds the current weights."""
+        self._engines[engine.url] = engine
+        self.engines_left_out.discard(engine.url)
+        self._send(engine.node, AddEngine(engine))
+
+    def remove_engine(self, url: str) -> None:
+        """Let no collector use an engine. Does nothing for an engine that was not added."""
+        engine = self._engines.pop(url, None)
+        self.engines_left_out.discard(url)
+        if engine is not None:
+            self._send(engine.node, RemoveEngine(url))
 
     def set_version(self, version: int) -> None:
-        """Set the version of the trainer's weights, from which staleness is counted."""
+        """Set the version of the trainer's weights, which the engines hold now."""
         self._version = version
+        self._is_version_set = True
+        for node in self._epochs:
+            self._send(node, SetVersion(version))
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Request groups.
 
-        Raises ValueError for a group id that is outstanding, or delivered and not released. Like
-        every method that sends, it raises `CollectorFailed` and `CollectorLost`.
+        Raises ValueError for a group id that is outstanding, or delivered and not released, and
+        `CollectorFailed`.
         """
-        nodes = self._hub.nodes
+        self._handle_events()
         for request in requests:
             if request.group_id in self._outstanding or request.group_id in self._holders:
                 raise ValueError(
                     f"group {request.group_id} was submitted already: a group is delivered once"
                 )
-            node = min(nodes, key=lambda n: (self._loads[n], n))
-            self._loads[node] += request.num_samples
-            self._outstanding[request.group_id] = _Outstanding(node, request, time.monotonic())
-            self._send(node, request)
+            outstanding = _Outstanding(request, time.monotonic())
+            self._outstanding[request.group_id] = outstanding
+            self._assign(outstanding)
 
     def as_completed(
         self, idle: Callable[[], None], *, idle_every_seconds: float = 1.0
@@ -117,12 +173,16 @@ class RolloutQueue:
         """Yield groups until none is outstanding. Call `idle` about every `idle_every_seconds`.
 
         A long wait is logged at growing intervals. It ends, because collectors limit the time of
-        every response, environment and scorer. Raises `CollectorFailed` and `CollectorLost`.
+        every response, environment and scorer, and `idle` limits the time without engines or
+        collectors. Raises `CollectorFailed`, and what `idle` raises.
         """
         reminder = Reminder()
         num_arrived = 0
         due = time.monotonic() + idle_every_seconds
-        while self._outstanding:
+        while self._outstanding or self._ready:
+            if self._ready:
+                yield self._ready.popleft()
+                continue
             # The hub may return nothing before the timeout: heartbeats of collectors wake it.
             message = self._hub.poll(max(0.0, due - time.monotonic()))
             group = None if message is None else self._handle(*message)
@@ -135,15 +195,39 @@ class RolloutQueue:
             if self._outstanding and reminder.is_due():
                 self._write_log(self._describe_wait(num_arrived, reminder.seconds))
 
+    def lost_groups(self, group_ids: Sequence[str]) -> list[str]:
+        """Return those delivered groups whose rollouts are lost with their collector."""
+        self._handle_events()
+        return [group_id for group_id in group_ids if self._is_lost(group_id)]
+
+    def request_again(self, group_ids: Sequence[str]) -> None:
+        """Request delivered groups again, under the same ids. Their rollouts are released."""
+        requests = [self._holders[group_id].request for group_id in group_ids]
+        self.release(group_ids)
+        self.num_repeated += len(requests)
+        self.submit(requests)
+
     def release(self, group_ids: Sequence[str]) -> None:
         """Free the rollouts of delivered groups."""
         ids_by_node: dict[int, list[str]] = {}
         for group_id in group_ids:
-            node = self._holders.pop(group_id, None)
-            if node is not None:
-                ids_by_node.setdefault(node, []).append(group_id)
+            is_lost = self._is_lost(group_id)
+            holder = self._holders.pop(group_id, None)
+            if holder is not None and not is_lost:
+                ids_by_node.setdefault(holder.node, []).append(group_id)
         for node, ids in ids_by_node.items():
             self._send(node, Release(tuple(ids)))
+
+    def disconnect_before(self, node: int, epoch: int, reason: str) -> None:
+        """Deliver nothing more of a collector of an earlier epoch: its process has ended."""
+        connected_epoch = self._epochs.get(node)
+        if connected_epoch is not None and connected_epoch < epoch:
+            self._hub.disconnect(node, connected_epoch, reason)
+
+    @property
+    def connected_nodes(self) -> list[int]:
+        """The nodes whose collectors are connected and configured."""
+        return [node for node in self._hub.nodes if node in self._epochs]
 
     def stop(self) -> None:
         """End every collector."""
@@ -151,67 +235,118 @@ class RolloutQueue:
             self._send(node, Stop())
 
     def _send(self, node: int, message: ToCollector) -> None:
-        """Send a message. Raises `CollectorLost`.
+        self._hub.send(node, message)
 
-        Raises `CollectorFailed` if the collector reported the reason for its end before it ended.
-        """
-        try:
-            self._hub.send(node, message)
-        except CollectorLost as error:
-            for sender, pending_message in self._pending_messages():
-                if sender == node and isinstance(pending_message, Failed):
-                    raise _failure(node, pending_message) from error
-            raise
+    def _assign(self, outstanding: _Outstanding) -> None:
+        """Send a request to the node with the fewest outstanding rollouts, if there is one."""
+        nodes = self.connected_nodes
+        if not nodes:
+            return
+        node = min(nodes, key=lambda n: (self._loads[n], n))
+        outstanding.node = node
+        self._loads[node] += outstanding.request.num_samples
+        self._send(node, outstanding.request)
 
-    def _pending_messages(self) -> Iterator[tuple[int, FromCollector]]:
-        with contextlib.suppress(CollectorLost):
-            while (message := self._hub.poll(0)) is not None:
-                yield message
+    def _is_lost(self, group_id: str) -> bool:
+        holder = self._holders.get(group_id)
+        return holder is not None and self._epochs.get(holder.node) != holder.epoch
 
-    def _handle(self, node: int, message: FromCollector) -> Group | None:
+    def _handle_events(self) -> None:
+        """Handle what has arrived. Groups wait for `as_completed`. Raises `CollectorFailed`."""
+        while (message := self._hub.poll(0)) is not None:
+            group = self._handle(*message)
+            if group is not None:
+                self._ready.append(group)
+
+    def _handle(self, node: int, message: Event) -> Group | None:
         """Process a message and return the group that it delivers, if any."""
-        if isinstance(message, Failed):
-            raise _failure(node, message)
-        if isinstance(message, AbortRequest | EngineLeftOut | EngineBack | CallAbandoned):
-            self._handle_news(message)
-            return None
-        if not isinstance(message, GroupDone) or message.group.group_id not in self._outstanding:
-            raise CollectorFailed(
-                f"the collector of node {node} sent an unexpected {type(message).__name__}"
-            )
+        match message:
+            case CollectorConnected(epoch):
+                self._welcome(node, epoch)
+            case CollectorGone(epoch, reason):
+                self._handle_gone(node, epoch, reason)
+            case Failed():
+                raise _failure(node, message)
+            case AbortRequest() | EngineLeftOut() | CallAbandoned():
+                self._handle_news(message)
+            case GroupDone() if message.group.group_id in self._outstanding:
+                return self._take(node, message)
+            case _:
+                raise CollectorFailed(
+                    f"the collector of node {node} sent an unexpected {type(message).__name__}"
+                )
+        return None
+
+    def _welcome(self, node: int, epoch: int) -> None:
+        """Configure a collector that has connected, and send it the requests that wait."""
+        self._epochs[node] = epoch
+        self._loads[node] = 0
+        if node in self._configurations:
+            self._send(node, self._configurations[node])
+        if self._is_version_set:
+            self._send(node, SetVersion(self._version))
+        for engine in self._engines.values():
+            if engine.node == node:
+                self._send(node, AddEngine(engine))
+        self._assign_waiting()
+
+    def _handle_gone(self, node: int, epoch: int, reason: str) -> None:
+        """Send the requests of a collector that is gone to others. They may have to wait."""
+        if self._epochs.get(node) == epoch:
+            del self._epochs[node]
+        self._loads[node] = 0
+        for outstanding in self._outstanding.values():
+            if outstanding.node == node:
+                outstanding.node = None
+                self.num_repeated += 1
+        self._assign_waiting()
+        self._write_log(f"{reason}. Its requests go to others, or wait for the next one")
+        if self.observer is not None:
+            self.observer.handle_lost_collector(node, epoch, reason)
+
+    def _assign_waiting(self) -> None:
+        for outstanding in self._outstanding.values():
+            if outstanding.node is None:
+                self._assign(outstanding)
+
+    def _take(self, node: int, message: GroupDone) -> Group:
+        """Take a group out of the outstanding ones."""
         outstanding = self._outstanding.pop(message.group.group_id)
         request = outstanding.request
-        self._loads[outstanding.node] -= request.num_samples
+        self._loads[node] -= request.num_samples
         if not request.evaluation:
-            self._holders[message.group.group_id] = node
+            holder = _Holder(node, self._epochs[node], request)
+            self._holders[message.group.group_id] = holder
         self.generated_tokens += message.generated_tokens
         # An evaluation measures the current weights, so its rollouts may not be older.
         staleness = 0 if request.evaluation else self._max_staleness
         return _without_wrong_version(message.group, self._version - staleness, self._version)
 
-    def _handle_news(
-        self, message: AbortRequest | EngineLeftOut | EngineBack | CallAbandoned
-    ) -> None:
+    def _handle_news(self, message: AbortRequest | EngineLeftOut | CallAbandoned) -> None:
         match message:
             case AbortRequest(url, rid):
                 # In a thread, because an engine that is stopped would block this process.
                 threading.Thread(target=self._try_to_abort, args=(url, rid), daemon=True).start()
             case EngineLeftOut(url, reason):
                 self.engines_left_out.add(url)
-                self._write_log(f"engine {url} is left out until it is healthy again: {reason}")
-            case EngineBack(url):
-                self.engines_left_out.discard(url)
-                self._write_log(f"engine {url} is used again")
+                self._write_log(
+                    f"engine {url} gets no requests until it is healthy again: {reason}"
+                )
+                if self.observer is not None:
+                    self.observer.handle_engine_failure(url, reason)
             case CallAbandoned(text):
                 self._write_log(f"warning: {text}")
 
     def _describe_wait(self, num_arrived: int, seconds: float) -> str:
         oldest = next(iter(self._outstanding.values()))
         left_out = len(self.engines_left_out)
+        place = "waits for a collector"
+        if oldest.node is not None:
+            place = f"requested from node {oldest.node}"
         return (
             f"waiting for rollouts: {num_arrived} of {num_arrived + len(self._outstanding)} groups "
-            f"arrived in {seconds:.0f} s; group {oldest.request.group_id}, requested from node "
-            f"{oldest.node}, has taken {time.monotonic() - oldest.since:.0f} s"
+            f"arrived in {seconds:.0f} s; group {oldest.request.group_id}, {place}, has taken "
+            f"{time.monotonic() - oldest.since:.0f} s"
             + (f"; {left_out} engine(s) are left out" if left_out else "")
         )
 

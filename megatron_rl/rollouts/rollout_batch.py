@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import msgspec
 
@@ -36,6 +36,8 @@ class RolloutBatch:
     generated_tokens: tokens that engines sampled during this step.
     engines_left_out: number of engines that are left out at the end, because they failed.
     delivered_ids: ids under which the rollouts have to be released.
+    parts: by delivered id, the part of a group that came under it.
+    num_repeated: requests that were sent again, because a collector was gone.
     selection_metrics: of the prompt selection.
     """
 
@@ -45,6 +47,8 @@ class RolloutBatch:
     stopped_groups: tuple[Group, ...] = ()
     surplus_groups: tuple[Group, ...] = ()
     delivered_ids: tuple[str, ...] = ()
+    parts: Mapping[str, Group] = field(default_factory=dict)
+    num_repeated: int = 0
     selection_metrics: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -75,6 +79,35 @@ class RolloutBatch:
         )
         return max(0.0, *waits, 0.0)
 
+    def with_parts(self, parts: Mapping[str, Group], *, num_repeated: int) -> RolloutBatch:
+        """Return the batch with other parts under some of the delivered ids.
+
+        num_repeated: the requests for them, which are added.
+        """
+        all_parts = {**self.parts, **parts}
+        merged_groups: dict[str, Group] = {}
+        for part_id in self.delivered_ids:
+            part = all_parts[part_id]
+            # The first part has the id of its group, and comes first
+            first = merged_groups.get(_first_id(part_id))
+            merged = part if first is None else merge_groups(first, part)
+            merged_groups[_first_id(part_id)] = merged
+
+        def replaced(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+            return tuple(
+                msgspec.structs.replace(merged_groups[group.group_id], weight=group.weight)
+                for group in groups
+            )
+
+        return replace(
+            self,
+            groups=replaced(self.groups),
+            stopped_groups=replaced(self.stopped_groups),
+            surplus_groups=replaced(self.surplus_groups),
+            num_repeated=self.num_repeated + num_repeated,
+            parts=all_parts,
+        )
+
     def require(self, label: str, max_rejected_share: float) -> None:
         """Raise `TooManyRejected` or `UserClassFailed` when too many rollouts are unusable.
 
@@ -100,6 +133,7 @@ class RolloutBatch:
             "rollout/samples": float(len(rollouts)),
             "rollout/rejected": float(rejections.total()),
             "rollout/engines_left_out": float(self.engines_left_out),
+            "rollout/repeated": float(self.num_repeated),
             "time/reward_exposed": self.reward_exposed,
         }
         values |= _reward_metrics(rollouts)
@@ -128,8 +162,9 @@ class RolloutSampler:
         """Sample and score one batch. Raises `TooManyRejected` or `UserClassFailed`."""
         label = f"step-{step}"
         tokens_before = self.queue.generated_tokens
+        repeated_before = self.queue.num_repeated
         selection = self.selector.select(step)
-        request_ids = self._collect(label, selection)
+        parts, request_ids = self._collect(label, selection)
         result = selection.result()
         all_groups = result.groups + result.stopped_groups + result.surplus_groups
         batch = RolloutBatch(
@@ -139,10 +174,42 @@ class RolloutSampler:
             generated_tokens=self.queue.generated_tokens - tokens_before,
             engines_left_out=len(self.queue.engines_left_out),
             delivered_ids=tuple(id_ for group in all_groups for id_ in request_ids[group.group_id]),
+            parts=parts,
+            num_repeated=self.queue.num_repeated - repeated_before,
             selection_metrics=selection.metrics(),
         )
+        batch = self._without_lost_groups(batch)
         batch.require(label, self.settings.max_rejected_share)
         return batch
+
+    def sample_again(self, batch: RolloutBatch, rollout_ids: Sequence[str]) -> RolloutBatch:
+        """Replace the groups of these rollouts, which are gone, and others that are gone too.
+
+        The requests have the same ids and seeds, so deterministic engines give the same groups.
+        """
+        ids = set(rollout_ids)
+        lost_parts = [
+            part_id
+            for part_id, part in batch.parts.items()
+            if any(rollout.rollout_id in ids for rollout in part.rollouts)
+        ]
+        return self._without_lost_groups(self._repeat(batch, lost_parts))
+
+    def _without_lost_groups(self, batch: RolloutBatch) -> RolloutBatch:
+        while lost_parts := self.queue.lost_groups(batch.delivered_ids):
+            batch = self._repeat(batch, lost_parts)
+        return batch
+
+    def _repeat(self, batch: RolloutBatch, part_ids: Sequence[str]) -> RolloutBatch:
+        """Request parts of groups again and put them into the batch.
+
+        The tokens of the lost ones are in the batch's count already.
+        """
+        repeated_before = self.queue.num_repeated
+        self.queue.request_again(part_ids)
+        new_parts = {part.group_id: part for part in self.queue.as_completed(self.idle)}
+        num_repeated = self.queue.num_repeated - repeated_before
+        return batch.with_parts(new_parts, num_repeated=num_repeated)
 
     def state(self) -> SelectorState:
         """Return the selector's state."""
@@ -156,25 +223,29 @@ class RolloutSampler:
         """Make the selector's beliefs less certain."""
         self.selector.inflate_variance()
 
-    def _collect(self, label: str, selection: StepSelection) -> dict[str, list[str]]:
+    def _collect(
+        self, label: str, selection: StepSelection
+    ) -> tuple[dict[str, Group], dict[str, list[str]]]:
         """Request groups until the selection has enough of them.
 
-        Returns the ids of the requests of each group, by group id.
+        Returns the parts by the id of their request, and the ids of the requests of each group.
         """
         groups: dict[int, Group] = {}
+        parts: dict[str, Group] = {}
         request_ids: dict[str, list[str]] = {}
         requests = selection.first_round()
         while requests:
             outstanding = self._submit(label, requests)
             for part in self.queue.as_completed(self.idle):
                 index = outstanding.pop(part.group_id).index
+                parts[part.group_id] = part
                 group = merge_groups(groups[index], part) if index in groups else part
                 groups[index] = group
                 request_ids.setdefault(group.group_id, []).append(part.group_id)
                 if (extension := selection.handle_group(index, group)) is not None:
                     outstanding |= self._submit(label, [extension])
             requests = selection.next_round()
-        return request_ids
+        return parts, request_ids
 
     def _submit(self, label: str, requests: Sequence[RolloutRequest]) -> dict[str, RolloutRequest]:
         """Submit requests and return them by group id.
@@ -218,6 +289,11 @@ def merge_groups(first: Group, rest: Group) -> Group:
 def _group_id(label: str, request: RolloutRequest) -> str:
     extension = f"+{request.first_sample}" if request.first_sample else ""
     return f"{label}-{request.index}{extension}"
+
+
+def _first_id(part_id: str) -> str:
+    """Return the id of the group that a part belongs to."""
+    return part_id.partition("+")[0]
 
 
 def _reward_metrics(rollouts: Sequence[RolloutRef]) -> dict[str, float]:

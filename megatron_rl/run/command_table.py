@@ -30,7 +30,8 @@ from megatron_rl.run.modes.record import record_rollouts
 from megatron_rl.run.step_profiler import StepProfiler
 from megatron_rl.run.supervision.stop_request import StopRequest
 from megatron_rl.training.dispatcher import CommandTable as Table
-from megatron_rl.training.worker import TrainOutcome, Worker
+from megatron_rl.training.exchange.rollout_exchange import RolloutsLost
+from megatron_rl.training.worker import LostRollouts, TrainOutcome, Worker
 
 Export = Callable[[], NamedTensors]
 
@@ -97,13 +98,16 @@ class ModelCommands:
             WaitForSave: self.checkpoints.wait_for_save,
         }
 
-    def train(self, command: Train) -> TrainOutcome:
-        """Train one step (a collective)."""
+    def train(self, command: Train) -> TrainOutcome | LostRollouts:
+        """Train one step (a collective). No rank trains if rollouts are gone."""
         profile: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if self.profiler is not None:
             profile = self.profiler.profile_step(command.plan.step)
         with profile:
-            return self.worker.train(command.plan, keep_values=command.keep_values)
+            try:
+                return self.worker.train(command.plan, keep_values=command.keep_values)
+            except RolloutsLost as error:  # on every rank
+                return LostRollouts(error.rollout_ids)
 
     def enter_phase(self, command: EnterPhase) -> None:
         """Train with the settings of a phase from the next step on."""

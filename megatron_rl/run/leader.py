@@ -16,6 +16,7 @@ from megatron_rl.contracts.run_state import LoopState
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.credit.account import account, demonstrations, usage
 from megatron_rl.credit.assign import BatchCredit
+from megatron_rl.engines.fleet import NoEngineLeft
 from megatron_rl.engines.token_counter import TokenCounter
 from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.records.run_records import RunRecords
@@ -40,11 +41,17 @@ from megatron_rl.run.step_parts import RolloutHolder, StepParts
 from megatron_rl.run.stopping import AccuracyUnknown, ending_key, is_accuracy_reached
 from megatron_rl.run.supervision.stop_request import StepAborted
 from megatron_rl.training.dispatcher import Dispatcher
-from megatron_rl.training.worker import TrainOutcome
+from megatron_rl.training.worker import LostRollouts, TrainOutcome
 from sglang_bridge.errors import EngineError
 
 # With these, all ranks are alive and wait for a command
-_ROLLOUT_FAILURES = (TooManyRejected, UserClassFailed, CollectorFailed, BadRecording)
+_ROLLOUT_FAILURES = (
+    TooManyRejected,
+    UserClassFailed,
+    CollectorFailed,
+    NoEngineLeft,
+    BadRecording,
+)
 
 
 @dataclass
@@ -143,19 +150,25 @@ class Leader:
         watch = Stopwatch()
         with watch.section("rollout"), self._abortable():
             batch = self.parts.rollouts.sample(step)
-        with watch.section("credit"):
-            credit = self.parts.credit.assign(step, batch.groups, batch.stopped_groups)
-            values |= batch.metrics() | credit.metrics()
-            plan = self._plan(step, credit)
-        self._is_untrained = False
-        outcome = self._train(plan)
+        outcome: TrainOutcome | None = None
+        while outcome is None:
+            with watch.section("credit"):
+                credit = self.parts.credit.assign(step, batch.groups, batch.stopped_groups)
+                plan = self._plan(step, credit)
+            result = self._train(plan)
+            if isinstance(result, TrainOutcome):
+                outcome = result
+                continue
+            with watch.section("rollout"), self._abortable():
+                batch = self.parts.rollouts.sample_again(batch, result.rollout_ids)
+        values |= batch.metrics() | credit.metrics()
         with watch.section("account"):
             values |= self._training_metrics(batch, credit, plan, outcome)
             self.compare_with_engines(values, batch.generated_tokens)
         values |= self._keep_samples(batch, credit, plan, outcome)
         self.holder.release(batch.delivered_ids)
         self._guard.check(plan, finite=outcome.finite)
-        self._is_synced = False
+        self._expire_sync()
         with watch.section("sync"):
             if self.sync.when == "step":
                 self.send_weights(values)
@@ -163,12 +176,22 @@ class Leader:
         self.records.progress.log_step(step, values, is_sampled=self.weights is not None)
         self._report_alarms(values)
 
-    def _train(self, plan: StepPlan) -> TrainOutcome:
+    def _expire_sync(self) -> None:
+        """Note that the engines do not hold the trainer's weights any more."""
+        self._is_synced = False
+        if self.weights is not None:
+            self.weights.expire()
+
+    def _train(self, plan: StepPlan) -> TrainOutcome | LostRollouts:
         keep_values = self.samples is not None and self.samples.is_due(plan.step)
         with self.records.progress.task(f"training on the batch of step {plan.step}"):
-            outcome: TrainOutcome = self.dispatcher.run(Train(plan, keep_values=keep_values))
-        self._num_updates += outcome.optimizer_steps
-        return outcome
+            result: TrainOutcome | LostRollouts = self.dispatcher.run(
+                Train(plan, keep_values=keep_values)
+            )
+        if isinstance(result, TrainOutcome):
+            self._is_untrained = False
+            self._num_updates += result.optimizer_steps
+        return result
 
     def _keep_samples(
         self, batch: RolloutBatch, credit: BatchCredit, plan: StepPlan, outcome: TrainOutcome

@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from megatron_rl.config.curriculum import phases_of
 from megatron_rl.contracts.commands import Poll
-from megatron_rl.engines.engines import EngineConnections, Engines
+from megatron_rl.engines.connections import EngineConnections
+from megatron_rl.engines.engines import Engines
 from megatron_rl.engines.weight_sync import FollowerSync
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.progress import Progress
@@ -72,14 +73,19 @@ def open_loop(
         worker=worker,
         records=_open_records(setup, supervision),
         stop=supervision.stop,
-        idle=partial(_poll, dispatcher, setup.progress),
+        idle=partial(_poll, dispatcher, setup.progress, connections),
     )
     return mode.open_leader(parts).lead
 
 
-def _poll(dispatcher: Dispatcher, progress: Progress) -> None:
+def _poll(
+    dispatcher: Dispatcher, progress: Progress, connections: EngineConnections | None
+) -> None:
+    """Keep the other ranks waiting, and let engines join and leave meanwhile."""
     with progress.task("waiting for the other ranks"):
         dispatcher.run(Poll())
+    if connections is not None:
+        connections.recover(dispatcher.run)
 
 
 def _connect(
@@ -92,8 +98,10 @@ def _connect(
         urls = ", ".join(settings.urls)
         task = f"waiting for {urls} (engine.start_timeout_s={settings.start_timeout_s:g})"
     setup.progress.log(task)
+    is_measurement = setup.configuration.is_measurement
+    sends_weights = not is_measurement or setup.resume_point.checkpoint is not None
     with setup.progress.task(task):
-        connections = engines.connect(setup.progress.log)
+        connections = engines.connect(setup.progress.log, sends_weights=sends_weights)
     supervision.watchdog.add_check(engines.check)
     return connections
 

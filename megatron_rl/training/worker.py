@@ -79,6 +79,13 @@ class TrainOutcome:
     extremes: dict[SampleKind, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class LostRollouts:
+    """Result of a training step that trained nothing, because rollouts are gone."""
+
+    rollout_ids: tuple[str, ...]
+
+
 @dataclass
 class Worker:
     """One rank's model and optimizer. Each method is a collective that every rank enters.

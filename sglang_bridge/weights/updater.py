@@ -19,30 +19,29 @@ class WeightUpdater:
     Requests that run during an update are recomputed under the new weights.
     """
 
-    def __init__(
-        self, admins: Sequence[AdminClient], *, transport: WeightTransport, bucket_bytes: int
-    ) -> None:
+    def __init__(self, *, transport: WeightTransport, bucket_bytes: int) -> None:
         if bucket_bytes < 1:
             raise ValueError(
                 f"sync.bucket_mb gives buckets of {bucket_bytes} bytes: it must be positive"
             )
-        self.admins = tuple(admins)
         self._transport = transport
         self._bucket_bytes = bucket_bytes
-        # Engines whose last update may be incomplete. At the start these are all engines, because
-        # another run may have left an update open.
-        self._dirty_admins = set(self.admins)
+        # Engines whose last update is complete. Any other may have an open one, because of a
+        # failure or of another run.
+        self._clean_admins: set[AdminClient] = set()
 
-    def push(self, named_tensors: NamedTensors, version: int) -> None:
-        """Send every engine these weights, under Hugging Face names, as `version`.
+    def push(
+        self, named_tensors: NamedTensors, version: int, admins: Sequence[AdminClient]
+    ) -> None:
+        """Send engines these weights, under Hugging Face names, as `version`.
 
         Peak memory is one bucket and one tensor.
 
         Raises `WeightUpdateFailed` after the stream is exhausted. By then, the other engines serve
-        the version. The next push tries all engines again.
+        the version.
         """
         stream = iter(named_tensors)
-        update = _Update(self.admins)
+        update = _Update(admins)
         try:
             self._prepare(update, version)
             for bucket in iterate_buckets(
@@ -52,18 +51,23 @@ class WeightUpdater:
                     update.record(self._transport.send(bucket, update.alive, version))
             self._complete(update, version)
         except Exception:
-            for admin in self.admins:
+            for admin in admins:
                 self._transport.forget(admin)
             # The other ranks of the export still iterate, so the stream must be exhausted.
             collections.deque(stream, maxlen=0)
             raise
-        for admin in self.admins:
+        for admin in admins:
             if admin.url in update.failures:
                 self._transport.forget(admin)
         if update.failures:
             raise WeightUpdateFailed(
                 version, update.failures, [admin.url for admin in update.alive]
             )
+
+    def forget(self, admin: AdminClient) -> None:
+        """Drop the connection to an engine that gets no further update from this client."""
+        self._clean_admins.discard(admin)
+        self._transport.forget(admin)
 
     def close(self) -> None:
         """Leave every engine."""
@@ -79,14 +83,14 @@ class WeightUpdater:
         update.record(self._transport.end(update.alive, version))
         update.record(call_each(update.alive, lambda admin: admin.flush_cache()))
         update.record(call_each(update.alive, lambda admin: admin.resume()))
-        self._dirty_admins -= set(update.alive)
+        self._clean_admins |= set(update.alive)
 
     def _close_old_session(self, admin: AdminClient) -> None:
         """Close the session that a failed update, or a trainer that died, may have left open."""
-        if admin in self._dirty_admins:
+        if admin not in self._clean_admins:
             with contextlib.suppress(EngineError):  # the engine refuses if no session is open
                 admin.end_weight_update()
-        self._dirty_admins.add(admin)
+        self._clean_admins.discard(admin)
 
 
 class _Update:

@@ -7,7 +7,14 @@ from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.rollouts.hub import CollectorHub
 from megatron_rl.rollouts.link import present_run_key
-from megatron_rl.rollouts.messages import Alive, FromCollector, GroupDone, GroupRequest, ToCollector
+from megatron_rl.rollouts.messages import (
+    Alive,
+    FromCollector,
+    GroupDone,
+    GroupRequest,
+    ToCollector,
+    collector_name,
+)
 
 
 class Peer:
@@ -16,11 +23,13 @@ class Peer:
     run_key: None for the key of the hub.
     """
 
-    def __init__(self, hub: CollectorHub, node: int, *, run_key: str | None = None) -> None:
+    def __init__(
+        self, hub: CollectorHub, node: int, *, epoch: int = 0, run_key: str | None = None
+    ) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         present_run_key(self._socket, run_key or hub.run_key)
-        self._socket.routing_id = str(node).encode()
+        self._socket.routing_id = collector_name(node, epoch).encode()
         self._socket.linger = 0
         self._socket.connect("tcp://{}:{}".format(*hub.address))
         self.send(Alive())

@@ -137,7 +137,10 @@ def check_engine(engine: EngineSettings, facts: LaunchFacts) -> Iterator[BrokenR
 
 
 def _check_external(engine: EngineSettings) -> Iterator[BrokenRule]:
-    if not engine.urls:
+    if engine.urls and engine.urls_file is not None:
+        rule = "engine.urls gives the addresses of the servers, too"
+        yield BrokenRule("engine.urls_file", rule, "Set one of the two")
+    if not engine.urls and engine.urls_file is None:
         rule = "engine.mode=external needs the addresses of running servers"
         remedy = "Give them: engine.urls=[http://10.0.0.7:30000], or use engine=managed"
         yield BrokenRule("engine.urls", rule, remedy)
@@ -160,7 +163,7 @@ def _check_external(engine: EngineSettings) -> Iterator[BrokenRule]:
 
 
 def _check_managed(engine: EngineSettings, facts: LaunchFacts) -> Iterator[BrokenRule]:
-    for name in ("urls", "key_file"):
+    for name in ("urls", "urls_file", "key_file"):
         if getattr(engine, name):
             rule = "engine.mode=managed starts its own servers on free ports with random keys"
             yield BrokenRule(f"engine.{name}", rule, "Remove it, or use engine=external")

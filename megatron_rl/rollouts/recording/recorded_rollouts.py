@@ -157,6 +157,10 @@ class RecordedRollouts:
             delivered_ids=tuple(group.group_id for group in groups),
         )
 
+    def sample_again(self, batch: RolloutBatch, rollout_ids: Sequence[str]) -> RolloutBatch:
+        """Raise `BadRecording`: this process holds the rollouts, so they cannot be gone."""
+        raise BadRecording(f"recorded rollouts are gone: {', '.join(rollout_ids)}")
+
     def release(self, group_ids: Sequence[str]) -> None:
         """Free the memory of groups."""
         self._store.release(group_ids)

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from megatron_rl.config.schema import Configuration, ParallelSettings
 from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.engines.connections import EngineConnections
 from megatron_rl.engines.weight_sync import NamedTensors, WeightSync
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.checkpoint import SavedWeights
@@ -19,7 +20,6 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.run_records import RunRecords
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.evaluation import Evaluation
-from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.set_result import SetResult, measure_set
 from megatron_rl.run.checkpoints.resume import explained_load_errors
 from megatron_rl.run.modes.mode import LoopParts
@@ -43,7 +43,7 @@ class EvaluationMode:
             },
             weights=weights_to_send(self.setup, parts),
             dispatcher=parts.dispatcher,
-            queue=parts.connections.queue,
+            connections=parts.connections,
             records=parts.records,
         )
 
@@ -55,7 +55,7 @@ class EvaluationRun:
     sets: Mapping[str, Evaluation]
     weights: WeightSync | None
     dispatcher: Dispatcher
-    queue: RolloutQueue
+    connections: EngineConnections
     records: RunRecords
 
     def lead(self) -> None:
@@ -63,14 +63,14 @@ class EvaluationRun:
         values: dict[str, float] = {}
         try:
             with self.records.progress.task("sending the weights to the engines"):
-                values |= send_first(self.weights, self.dispatcher, self.queue)
+                values |= send_first(self.weights, self.dispatcher, self.connections)
             results = [
                 self._measure(name, evaluation, values) for name, evaluation in self.sets.items()
             ]
         finally:
             self.records.metrics.write(0, values)
         self.dispatcher.finish()
-        self.queue.stop()
+        self.connections.stop()
         for line in table(results):
             self.records.progress.log(line)
 
@@ -110,14 +110,15 @@ def weights_to_send(setup: RunSetup, parts: LoopParts) -> WeightSync | None:
 
 
 def send_first(
-    weights: WeightSync | None, dispatcher: Dispatcher, queue: RolloutQueue
+    weights: WeightSync | None, dispatcher: Dispatcher, connections: EngineConnections
 ) -> dict[str, float]:
     """Send the engines the weights that are measured; returns metrics. None: they hold them."""
     if weights is None:
+        connections.fleet.admit_without_weights()
         return {}
     command = weights.next_command()
     values: dict[str, float] = dispatcher.run(command)
-    queue.set_version(command.version)
+    connections.set_version(command.version)
     return values
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from megatron_rl.engines.engines import EngineConnections
+from megatron_rl.engines.connections import EngineConnections
 from megatron_rl.records.run_records import RunRecords
 from megatron_rl.run.supervision.stop_request import StopRequest
 from megatron_rl.training.dispatcher import Dispatcher

@@ -8,11 +8,11 @@ from dataclasses import dataclass, replace
 
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.engines.connections import EngineConnections
 from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.prompts.pass_rates import PassRate, PassRateFile
 from megatron_rl.records.run_records import RunRecords
 from megatron_rl.rollouts.evaluation import Evaluation, accuracy_of
-from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.run.data import open_rates
 from megatron_rl.run.modes.evaluate import open_evaluation, send_first, weights_to_send
 from megatron_rl.run.modes.mode import LoopParts
@@ -44,7 +44,7 @@ class ProfileMode:
             file=self.file,
             weights=weights_to_send(self.setup, parts),
             dispatcher=parts.dispatcher,
-            queue=parts.connections.queue,
+            connections=parts.connections,
             records=parts.records,
         )
 
@@ -57,7 +57,7 @@ class PassRateProfile:
     file: PassRateFile
     weights: WeightSync | None
     dispatcher: Dispatcher
-    queue: RolloutQueue
+    connections: EngineConnections
     records: RunRecords
 
     def lead(self) -> None:
@@ -66,7 +66,7 @@ class PassRateProfile:
         prompts = self.evaluation.prompts
         try:
             with self.records.progress.task("sending the weights to the engines"):
-                values |= send_first(self.weights, self.dispatcher, self.queue)
+                values |= send_first(self.weights, self.dispatcher, self.connections)
             self._sample([prompt for prompt in prompts if prompt.id not in self.file.rates])
             self.file.finish()
             rates = [self.file.rates[prompt.id] for prompt in prompts]
@@ -74,7 +74,7 @@ class PassRateProfile:
         finally:
             self.records.metrics.write(0, values)
         self.dispatcher.finish()
-        self.queue.stop()
+        self.connections.stop()
         for line in table(prompts, rates):
             self.records.progress.log(line)
 

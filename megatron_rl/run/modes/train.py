@@ -57,7 +57,7 @@ class TrainingMode:
             sync=c.sync,
             run=c.run,
             parts=open_parts(c),
-            holder=parts.connections.queue,
+            holder=parts.connections,
             weights=parts.connections.weights,
             token_counter=parts.connections.token_counter,
             dispatcher=parts.dispatcher,

@@ -20,6 +20,7 @@ from megatron_rl.contracts.group import RolloutRef
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.rollouts import codec
+from megatron_rl.rollouts.store import RolloutGone
 from megatron_rl.training.collectives import gather_bytes
 from megatron_rl.training.exchange.transfer_plan import Receiver, TransferPlan
 
@@ -30,6 +31,25 @@ class ExchangeFailed(Failure):
     """Some rank could not read its rollouts. Every rank raises this, so that none waits."""
 
     exit_code = ExitCode.ENGINE_FAILED
+
+
+class RolloutsLost(ExchangeFailed):
+    """Rollouts are gone with their collector. They can be sampled again.
+
+    rollout_ids: those that some rank could not read.
+    """
+
+    def __init__(self, message: str, rollout_ids: Sequence[str]) -> None:
+        super().__init__(message)
+        self.rollout_ids = tuple(rollout_ids)
+
+
+class _Problem(msgspec.Struct, frozen=True):
+    """Why a rank cannot train on a rollout. is_lost: it is gone with its collector."""
+
+    rollout_id: str
+    text: str
+    is_lost: bool
 
 
 def exchange_rollouts(
@@ -43,7 +63,7 @@ def exchange_rollouts(
 
     receivers: all ranks in order.
     read: reads a rollout that is stored on this node.
-    Raises `ExchangeFailed` on all ranks.
+    Raises `ExchangeFailed` on all ranks, and `RolloutsLost` where that is the only problem.
     """
     buffer = _ExchangeBuffer(plan, receivers[rank].moe_rows)
     transfers = TransferPlan.for_rank(plan, receivers, rank)
@@ -73,7 +93,7 @@ class _ExchangeBuffer:
         self._plan = plan
         self.moe_rows = moe_rows
         self.rollouts: dict[int, Rollout] = {}
-        self.problems: list[str] = []
+        self.problems: list[_Problem] = []
 
     def add(self, index: int, get: Callable[[RolloutRef], Rollout]) -> None:
         """Get a rollout, check it and add it."""
@@ -83,7 +103,7 @@ class _ExchangeBuffer:
             _check(rollout, ref, len(self.moe_rows))
         # Any exception: a rank that raises alone would leave the others waiting
         except Exception as error:
-            self.problems.append(f"rollout {ref.rollout_id}: {error}")
+            self.problems.append(_problem(ref, error))
         else:
             self.rollouts[index] = rollout
 
@@ -100,9 +120,13 @@ class _ExchangeBuffer:
             try:
                 parts.append(codec.encode(codec.select_layers(read(ref), moe_rows)))
             except Exception as error:
-                self.problems.append(f"rollout {ref.rollout_id}: {error}")
+                self.problems.append(_problem(ref, error))
                 parts.append(b"")
         return parts
+
+
+def _problem(ref: RolloutRef, error: Exception) -> _Problem:
+    return _Problem(ref.rollout_id, str(error), isinstance(error, RolloutGone))
 
 
 def _decode(data: memoryview, ref: RolloutRef) -> Rollout:
@@ -157,14 +181,14 @@ def _all_to_all(outgoing: Sequence[bytes], group: dist.ProcessGroup) -> list[mem
     return [view[start:stop] for start, stop in itertools.pairwise(offsets)]
 
 
-def _raise_problems(step: int, problems: Sequence[str], group: dist.ProcessGroup) -> None:
+def _raise_problems(step: int, problems: Sequence[_Problem], group: dist.ProcessGroup) -> None:
     """Raise `ExchangeFailed` on every rank if any rank has a problem (a collective)."""
     problems_of_ranks = [
-        msgspec.msgpack.decode(data, type=list[str])
+        msgspec.msgpack.decode(data, type=list[_Problem])
         for data in gather_bytes(msgspec.msgpack.encode(problems), group)
     ]
     texts = [
-        f"rank {rank}: {problem}"
+        f"rank {rank}: rollout {problem.rollout_id}: {problem.text}"
         for rank, rank_problems in enumerate(problems_of_ranks)
         for problem in rank_problems
     ]
@@ -172,4 +196,8 @@ def _raise_problems(step: int, problems: Sequence[str], group: dist.ProcessGroup
         num_more = len(texts) - _MAX_PROBLEMS_IN_MESSAGE
         more = f"; and {num_more} more" if num_more > 0 else ""
         first = "; ".join(texts[:_MAX_PROBLEMS_IN_MESSAGE])
-        raise ExchangeFailed(f"step {step}: rollouts cannot be trained on: {first}{more}")
+        message = f"step {step}: rollouts cannot be trained on: {first}{more}"
+        all_problems = [problem for part in problems_of_ranks for problem in part]
+        if all(problem.is_lost for problem in all_problems):
+            raise RolloutsLost(message, [problem.rollout_id for problem in all_problems])
+        raise ExchangeFailed(message)

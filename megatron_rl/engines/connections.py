@@ -1,0 +1,58 @@
+"""Rank 0's connections to the engines and collectors of a run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.contracts.commands import Command
+from megatron_rl.engines.fleet import Fleet
+from megatron_rl.engines.token_counter import TokenCounter
+from megatron_rl.engines.weight_sync import WeightSync
+from megatron_rl.rollouts.queue import RolloutQueue
+
+
+@dataclass(frozen=True)
+class EngineConnections:
+    """Rank 0's connections: `queue` takes requests for rollouts, `weights` sends weights.
+
+    fleet: decides which engines serve. sends_weights: False where engines serve the weights that
+    they have loaded themselves. token_counter: compares the engines' counts of tokens with the
+    run's, None if they do not count.
+    """
+
+    queue: RolloutQueue
+    weights: WeightSync
+    fleet: Fleet
+    sends_weights: bool = True
+    token_counter: TokenCounter | None = None
+
+    def set_version(self, version: int) -> None:
+        """Use the engines that hold these weights now, and no response of others."""
+        self.queue.set_version(version)
+        self.fleet.announce()
+
+    def release(self, group_ids: Sequence[str]) -> None:
+        """Free the rollouts of delivered groups."""
+        self.queue.release(group_ids)
+
+    def stop(self) -> None:
+        """End every collector."""
+        self.queue.stop()
+
+    def recover(self, run: Callable[[Command], Any]) -> None:
+        """Let engines join and leave while all ranks wait for rollouts.
+
+        run: runs a command on all ranks. Raises `NoEngineLeft`.
+        """
+        if not self.sends_weights:
+            self.fleet.update(can_join=True)
+            self.fleet.admit_without_weights()
+            return
+        is_current = self.weights.is_current
+        self.fleet.update(can_join=is_current)
+        command = self.fleet.join_command() if is_current else None
+        if command is not None:
+            run(command)
+            self.fleet.announce()

@@ -1,0 +1,307 @@
+"""Decides which engines serve, from what nodes, collectors and probes report. Rank 0 only."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from megatron_rl.config.schema import RecoverySettings
+from megatron_rl.contracts.commands import Sync
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.contracts.node_reports import (
+    CollectorReport,
+    EngineReport,
+    NodeOrders,
+    NodeReport,
+    ProcessState,
+)
+from megatron_rl.engines.engine_prober import EngineProber
+from megatron_rl.engines.members import Member, Members, MemberState
+from megatron_rl.engines.token_counter import CountingEngine, TokenCounter
+from megatron_rl.engines.url_list import UrlList
+from megatron_rl.rollouts.queue import RolloutQueue
+from sglang_bridge.engine import Engine
+
+# A managed engine that failed so often since its start is started again.
+_MAX_FAILURES_PER_START = 3
+# So is one that does not answer for so long, although its process lives.
+_MAX_SILENT_SECONDS = 45.0
+
+
+class NoEngineLeft(Failure):
+    """No engine, or no collector, serves, and none came back in time."""
+
+    exit_code = ExitCode.ENGINE_FAILED
+
+
+class Board(Protocol):
+    """Reports of nodes, and orders to them. `NodeBoard` is one."""
+
+    def read_reports(self, nodes: Iterable[int]) -> list[NodeReport]: ...
+
+    def order(self, node: int, orders: NodeOrders) -> None: ...
+
+
+def managed_name(node: int, index: int) -> str:
+    """Return the name of a managed engine. index: its number on the node."""
+    return f"{index} of node {node}"
+
+
+class Fleet:
+    """The engines and collectors of a run, as rank 0 sees and changes them.
+
+    members: the engines. It may lack engines that `urls` names. board: None without managed
+    processes. nodes: those that report. urls: the list of external engines that changes during the
+    run, if any. open_counter: opens the client that reads an engine's count of tokens.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        queue: RolloutQueue,
+        prober: EngineProber,
+        settings: RecoverySettings,
+        *,
+        board: Board,
+        nodes: Sequence[int],
+        log: Callable[[str], None],
+        urls: UrlList | None = None,
+        token_counter: TokenCounter | None = None,
+        open_counter: Callable[[Engine], CountingEngine] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.members = members
+        self._queue = queue
+        self._prober = prober
+        self._settings = settings
+        self._board = board
+        self._nodes = nodes
+        self._log = log
+        self._urls = urls
+        self._token_counter = token_counter
+        self._open_counter = open_counter
+        self._clock = clock
+        # By the name of an engine that serves: its URL and epoch, as collectors know them
+        self._announced: dict[str, tuple[str, int]] = {}
+        self._absent_since: dict[str, float] = {}
+        self._problems: dict[str, str] = {}  # the last one that was written, by name
+        self._orders: dict[int, NodeOrders] = {}
+        self._collectors_given_up: dict[int, str] = {}
+        self._out_since: float | None = None
+        self._has_started = False
+
+    def update(self, *, can_join: bool) -> None:
+        """Take in all that was reported, and tell collectors and nodes what follows from it.
+
+        can_join: engines could receive the weights now. If not, the time without engines does not
+        count. Raises `NoEngineLeft`.
+        """
+        for report in self._board.read_reports(self._nodes):
+            self._take_report(report)
+        if self._urls is not None:
+            self._take_urls(self._urls)
+        self._take_probes()
+        self._probe_absent()
+        self._restart_unusable()
+        self.announce()
+        self._limit_outage(counts=can_join)
+
+    def join_command(self) -> Sync | None:
+        """Return the command that gives waiting engines the weights; None if none waits."""
+        names = tuple(member.name for member in self.members.waiting)
+        if not names or self.members.version is None:
+            return None
+        return Sync(version=self.members.version, audit=True, only=names)
+
+    def admit_without_weights(self) -> None:
+        """Let waiting engines serve with the weights that they have loaded themselves."""
+        for member in self.members.waiting:
+            self.members.admit(member.name, member.epoch, None)
+        self.announce()
+
+    def announce(self) -> None:
+        """Tell collectors which engines serve."""
+        serving = {member.name: member for member in self.members.serving}
+        for name, (url, epoch) in list(self._announced.items()):
+            member = serving.get(name)
+            if member is None or (member.url, member.epoch) != (url, epoch):
+                del self._announced[name]
+                self._queue.remove_engine(url)
+                self._log(f"engine {name} ({url}) serves no longer: {self._reason(name)}")
+        new_members = [member for name, member in serving.items() if name not in self._announced]
+        for member in new_members:
+            self._announced[member.name] = (member.url, member.epoch)
+            self._queue.add_engine(member.engine)
+            self._problems.pop(member.name, None)
+            if member.num_failures < _MAX_FAILURES_PER_START:
+                self._prober.forget(member.name)
+            if self._has_started:
+                self._log(f"engine {member.name} ({member.url}) serves")
+        self._has_started |= bool(new_members)
+        if new_members and self._token_counter is not None and self._open_counter is not None:
+            counters = [self._open_counter(member.engine) for member in serving.values()]
+            self._token_counter.set_engines(counters)
+
+    def handle_engine_failure(self, url: str, reason: str) -> None:
+        """A collector does not use an engine any more, because it failed."""
+        member = self.members.of_url(url)
+        if member is None or member.state is not MemberState.SERVING:
+            return
+        self.members.fail(member.name, member.epoch, reason)
+
+    def handle_lost_collector(self, node: int, epoch: int, reason: str) -> None:
+        """The collector of a node is gone. Its process may live and hang."""
+        if self._token_counter is not None:
+            self._token_counter.restart()
+        orders = self._orders.get(node, NodeOrders())
+        self._order(
+            node,
+            NodeOrders(
+                restart_engines=orders.restart_engines,
+                restart_collector=epoch,
+                reasons=orders.reasons | {"collector": reason},
+            ),
+        )
+
+    def _take_report(self, report: NodeReport) -> None:
+        for engine in report.engines:
+            self._take_engine(report.node, engine)
+        if report.collector is not None:
+            self._take_collector(report.node, report.collector)
+
+    def _take_engine(self, node: int, report: EngineReport) -> None:
+        name = managed_name(node, report.index)
+        if report.state is ProcessState.GIVEN_UP:
+            if self.members.leave(name, report.reason):
+                self._log(f"engine {name} is given up: {report.reason}")
+            return
+        self.members.start(name, report.engine, report.epoch, report.reason)
+
+    def _take_collector(self, node: int, report: CollectorReport) -> None:
+        self._queue.disconnect_before(node, report.epoch, f"ended: {report.reason}")
+        if report.state is ProcessState.GIVEN_UP and node not in self._collectors_given_up:
+            self._collectors_given_up[node] = report.reason
+            self._queue.disconnect_before(node, report.epoch + 1, f"is given up: {report.reason}")
+            self._log(f"the collector of node {node} is given up: {report.reason}")
+
+    def _take_urls(self, urls: UrlList) -> None:
+        """Add and remove external engines."""
+        wanted = urls.read()
+        if wanted is None:
+            return
+        for member in list(self.members):
+            if member.name not in wanted and self.members.leave(
+                member.name, f"it was removed from {urls.path}"
+            ):
+                self._log(f"engine {member.name} was removed from {urls.path}")
+        for url in wanted:
+            if url not in self.members or self.members[url].state is MemberState.GONE:
+                self.members.add(url, urls.engine(url, self._emptiest_node()))
+                self._prober.forget(url)
+                self._log(f"engine {url} was added in {urls.path}: it serves once it is synced")
+
+    def _emptiest_node(self) -> int:
+        """Return the connected node with the fewest engines."""
+        nodes = self._queue.connected_nodes or list(self._nodes)
+        counts = dict.fromkeys(nodes, 0)
+        for member in self.members:
+            if member.state is not MemberState.GONE and member.engine.node in counts:
+                counts[member.engine.node] += 1
+        return min(nodes, key=lambda node: (counts[node], node))
+
+    def _take_probes(self) -> None:
+        for result in self._prober.results():
+            if result.name not in self.members:
+                continue
+            if not result.problem:
+                self.members.answer(result.name, result.epoch)
+            elif self._problems.get(result.name) != result.problem:
+                self._problems[result.name] = result.problem
+                self._log(f"engine {result.name} cannot serve: {result.problem}")
+
+    def _probe_absent(self) -> None:
+        for member in self.members.absent:
+            self._prober.probe(member.name, member.epoch, member.engine)
+
+    def _restart_unusable(self) -> None:
+        """Order restarts of managed engines that live and cannot be used."""
+        now = self._clock()
+        absent = {member.name: member for member in self.members.absent}
+        self._absent_since = {name: self._absent_since.get(name, now) for name in absent}
+        for node in self._nodes:
+            restarts = dict(self._orders.get(node, NodeOrders()).restart_engines)
+            reasons = dict(self._orders.get(node, NodeOrders()).reasons)
+            for index, member in self._managed_members(node, absent):
+                reason = self._restart_reason(member, now - self._absent_since[member.name])
+                if reason and restarts.get(index) != member.epoch:
+                    restarts[index] = member.epoch
+                    reasons[f"engine {index}"] = reason
+                    self._log(f"engine {member.name} is started again: {reason}")
+            orders = self._orders.get(node, NodeOrders())
+            if restarts != orders.restart_engines:
+                self._order(
+                    node,
+                    NodeOrders(
+                        restart_engines=restarts,
+                        restart_collector=orders.restart_collector,
+                        reasons=reasons,
+                    ),
+                )
+
+    def _managed_members(
+        self, node: int, absent: dict[str, Member]
+    ) -> Iterable[tuple[int, Member]]:
+        """Yield the absent engines of a node that it can start again, with their numbers."""
+        index = 0
+        while managed_name(node, index) in self.members:
+            member = absent.get(managed_name(node, index))
+            if member is not None:
+                yield index, member
+            index += 1
+
+    def _restart_reason(self, member: Member, absent_seconds: float) -> str:
+        """Return why an engine that served must be started again, empty if it must not."""
+        if member.num_failures >= _MAX_FAILURES_PER_START:
+            return f"it failed {member.num_failures} times: {member.reason}"
+        # The first start of an engine takes its time, which its node limits
+        if member.num_failures and absent_seconds > _MAX_SILENT_SECONDS:
+            return f"it did not answer for {absent_seconds:.0f} s"
+        return ""
+
+    def _order(self, node: int, orders: NodeOrders) -> None:
+        self._orders[node] = orders
+        self._board.order(node, orders)
+
+    def _limit_outage(self, *, counts: bool) -> None:
+        """Raise `NoEngineLeft` when nothing has served for too long, or nothing can."""
+        problem = self._outage() if counts else ""
+        if not problem:
+            self._out_since = None
+            return
+        now = self._clock()
+        if self._out_since is None:
+            self._out_since = now
+            self._log(f"{problem}. The run waits for recovery.wait_s={self._settings.wait_s:g}")
+        if now - self._out_since > self._settings.wait_s:
+            raise NoEngineLeft(
+                f"{problem}, for longer than recovery.wait_s={self._settings.wait_s:g}. Raise "
+                "it, or see the logs of the engines and collectors in the run directory"
+            )
+
+    def _outage(self) -> str:
+        """Describe why nothing serves, or return an empty string. Raises `NoEngineLeft`."""
+        if not self.members.serving:
+            reasons = "; ".join(f"engine {m.name}: {m.reason}" for m in self.members if m.reason)
+            if all(member.state is MemberState.GONE for member in self.members):
+                raise NoEngineLeft(f"every engine has left the run. {reasons}")
+            return f"no engine serves ({reasons})"
+        if not self._queue.connected_nodes:
+            if len(self._collectors_given_up) == len(self._nodes):
+                reasons = "; ".join(self._collectors_given_up.values())
+                raise NoEngineLeft(f"every collector is given up: {reasons}")
+            return "no collector is connected"
+        return ""
+
+    def _reason(self, name: str) -> str:
+        return self.members[name].reason or "it has to receive the weights again"
