@@ -9,6 +9,8 @@ import importlib
 import math
 import re
 import secrets
+import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,8 +19,10 @@ from omegaconf import OmegaConf
 
 from megatron_rl.config.schema import LoggerSettings
 from megatron_rl.records.heat_maps import is_expert_share
+from megatron_rl.records.reminder import FIRST_SECONDS, growing_intervals
 
 _LOGIN_SECONDS = 60
+_FINISH_SECONDS = 60.0
 _INVALID_CHARACTERS = re.compile(r"[^a-zA-Z0-9_]")
 
 
@@ -36,14 +40,16 @@ class WandbTracker:
     """A run of Weights & Biases, which a resumed run continues.
 
     project: its project. directory: of the run; its name is the name of the run there.
+    log: writes a line for people.
     """
 
     name = "logger.wandb"
 
-    def __init__(self, project: str, directory: Path) -> None:
+    def __init__(self, project: str, directory: Path, log: Callable[[str], None]) -> None:
         wandb: Any = importlib.import_module("wandb")  # an extra
         # config.yaml names the environment variables of secret values, and not these values
         settings = OmegaConf.to_container(OmegaConf.load(directory / "config.yaml"))
+        self._log = log
         self._run: Any = wandb.init(
             project=project,
             name=directory.name,
@@ -63,15 +69,43 @@ class WandbTracker:
         self._run.log({"step": step} | dict(values))
 
     def close(self) -> None:
-        """Send what is left."""
-        self._run.finish()
+        """Send what is left. Raises TimeoutError if that takes longer than a minute."""
+        errors: list[Exception] = []
+
+        def finish() -> None:
+            try:
+                self._run.finish()
+            except Exception as error:
+                errors.append(error)
+
+        # The library itself has no time limit, and would wait for a network that is gone
+        thread = threading.Thread(target=finish, daemon=True, name="wandb-finish")
+        thread.start()
+        self._wait_for(thread)
+        if errors:
+            raise errors[0]
+
+    def _wait_for(self, thread: threading.Thread) -> None:
+        start = time.monotonic()
+        for interval in growing_intervals(FIRST_SECONDS):
+            thread.join(max(0.0, min(interval, start + _FINISH_SECONDS - time.monotonic())))
+            seconds = time.monotonic() - start
+            if not thread.is_alive():
+                return
+            if seconds >= _FINISH_SECONDS:
+                raise TimeoutError(
+                    f"the last metrics were not sent within {_FINISH_SECONDS:.0f} s. "
+                    "Send them later with `wandb sync`"
+                )
+            self._log(f"sending the last metrics to Weights & Biases: {seconds:.0f} s so far")
 
 
 class PrometheusTracker:
     """A server that Prometheus reads the latest metrics from.
 
-    The metric `train/grad_norm` is `megatron_rl_train_grad_norm` there. host, port: the address it
-    listens on; port 0 stands for any free one. Raises OSError if that is impossible.
+    The metric `train/grad_norm` is `megatron_rl_train_grad_norm` there. The label `metric` is the
+    whole name, because metrics of `eval.sets` may differ in other characters alone. host, port: the
+    address it listens on; port 0 stands for any free one. Raises OSError if that is impossible.
     """
 
     name = "logger.prometheus_port"
@@ -85,10 +119,13 @@ class PrometheusTracker:
 
         class LatestMetrics(prometheus_client.registry.Collector):
             def collect(self) -> Iterator[GaugeMetricFamily]:
+                families: dict[str, GaugeMetricFamily] = {}
                 for name, value in sorted(tracker._latest.items()):
-                    family = GaugeMetricFamily(prometheus_name(name), name, labels=["run"])
-                    family.add_metric([run], value)
-                    yield family
+                    key = prometheus_name(name)
+                    if key not in families:
+                        families[key] = GaugeMetricFamily(key, name, labels=["metric", "run"])
+                    families[key].add_metric([name, run], value)
+                yield from families.values()
 
         registry = CollectorRegistry()
         registry.register(LatestMetrics())
@@ -160,7 +197,7 @@ def open_trackers(
     trackers: dict[str, Callable[[], Tracker]] = {}
     project = settings.wandb
     if project is not None:
-        trackers[WandbTracker.name] = lambda: WandbTracker(project, directory)
+        trackers[WandbTracker.name] = lambda: WandbTracker(project, directory, log)
     port = settings.prometheus_port
     if port is not None:
         trackers[PrometheusTracker.name] = lambda: PrometheusTracker(

@@ -2,6 +2,8 @@
 
 import math
 import sys
+import threading
+import time
 import urllib.request
 from pathlib import Path
 from types import ModuleType
@@ -10,6 +12,7 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.schema import LoggerSettings
+from megatron_rl.records import trackers as module
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.records.trackers import PrometheusTracker, Trackers, open_trackers, prometheus_name
@@ -63,10 +66,25 @@ def test_prometheus_reads_the_latest_finite_values() -> None:
         text = read(tracker.port)
     finally:
         tracker.close()
-    assert 'megatron_rl_train_grad_norm{run="my_run"} 1.5' in text
-    assert 'megatron_rl_eval_accuracy{run="my_run"} 0.25' in text, "of the step before"
-    assert 'megatron_rl_step{run="my_run"} 2.0' in text
+    assert 'megatron_rl_train_grad_norm{metric="train/grad_norm",run="my_run"} 1.5' in text
+    accuracy = 'megatron_rl_eval_accuracy{metric="eval/accuracy",run="my_run"} 0.25'
+    assert accuracy in text, "of the step before"
+    assert 'megatron_rl_step{metric="step",run="my_run"} 2.0' in text
     assert "policy_kl" not in text
+
+
+def test_metrics_whose_names_differ_only_in_other_characters_are_told_apart() -> None:
+    """They share a name of Prometheus, and have its values under their own label."""
+    tracker = PrometheusTracker("127.0.0.1", 0, "r")
+    try:
+        tracker.write(1, {"eval/a-b/accuracy": 0.25, "eval/a_b/accuracy": 0.75})
+        text = read(tracker.port)
+    finally:
+        tracker.close()
+    name = "megatron_rl_eval_a_b_accuracy"
+    assert f'{name}{{metric="eval/a-b/accuracy",run="r"}} 0.25' in text
+    assert f'{name}{{metric="eval/a_b/accuracy",run="r"}} 0.75' in text
+    assert text.count(f"# TYPE {name} gauge") == 1
 
 
 def test_names_of_metrics_become_names_of_prometheus() -> None:
@@ -118,6 +136,40 @@ def test_a_resumed_run_continues_the_same_run_of_wandb(
         open_trackers(LoggerSettings(wandb="project"), directory, print).close()
         identities.append(wandb["init"]["id"])
     assert identities[0] == identities[1] != identities[2]
+
+
+@pytest.mark.parametrize("fault", ["slow", "hangs", "fails"])
+def test_the_end_of_a_run_waits_for_wandb_only_for_a_while(
+    tmp_path: Path, wandb: dict[str, Any], monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    release = threading.Event()
+
+    class Slow(WandbRun):
+        def finish(self) -> None:
+            if fault == "fails":
+                raise ConnectionError("no route")
+            release.wait(0.3 if fault == "slow" else 60)
+
+    wandb["run"] = Slow()
+    monkeypatch.setattr(module, "FIRST_SECONDS", 0.1)
+    monkeypatch.setattr(module, "_FINISH_SECONDS", 1.0)
+    (tmp_path / "config.yaml").write_text("{}")
+    lines: list[str] = []
+    trackers = open_trackers(LoggerSettings(wandb="project"), tmp_path, lines.append)
+    start = time.monotonic()
+    trackers.close()
+    release.set()
+    assert time.monotonic() - start < 10
+    waiting = [line for line in lines if "sending the last metrics to Weights & Biases" in line]
+    warnings = [line for line in lines if line.startswith("warning: logger.wandb: ")]
+    assert len(waiting) + len(warnings) == len(lines)
+    if fault == "fails":
+        assert not waiting and "ConnectionError: no route" in warnings[0]
+        return
+    assert waiting[0].endswith("0 s so far")
+    assert [("not sent within 1 s" in line, "wandb sync" in line) for line in warnings] == (
+        [(True, True)] if fault == "hangs" else []
+    )
 
 
 def test_a_tracker_that_fails_is_left_out_and_the_others_go_on() -> None:
