@@ -1,66 +1,80 @@
-"""Starts and ends the processes of a node besides its ranks: SGLang engines and the collector."""
+"""Starts, maintains and ends the processes of a node besides its ranks.
+
+They are the SGLang engines and the collector.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import os
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import psutil
-
-from megatron_rl.config.schema import EngineSettings
-from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.engines.frozen_processes import FrozenProcesses
-from megatron_rl.rollouts.messages import RUN_KEY_VARIABLE
+from megatron_rl.config.schema import EngineSettings, RecoverySettings
+from megatron_rl.contracts.node_reports import (
+    CollectorReport,
+    EngineReport,
+    NodeOrders,
+    NodeReport,
+)
+from megatron_rl.engines.collector_process import CollectorProcess
+from megatron_rl.engines.restarts import RestartBudget
+from megatron_rl.engines.upkeep import Helper, Upkeep
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import EngineError, describe_exit
+from sglang_bridge.errors import EngineError
 from sglang_bridge.keys import RunKeys
-from sglang_bridge.server.lifeline import Lifeline, start_supervised
-from sglang_bridge.server.log_tail import last_lines
+from sglang_bridge.server.lifeline import Lifeline
 from sglang_bridge.server.managed_engine import ManagedEngine
-from sglang_bridge.server.process_table import kill, process_tree
-from sglang_bridge.server.shared_memory import mapped_shared_memory, remove_shared_memory
 from sglang_bridge.settings import ServerPlace
 
 _POLL_SECONDS = 0.2
 _STOP_SECONDS = 15.0
 
 
-class CollectorDied(Failure):
-    """The collector's process ended by itself. log_tail: the last lines of its log."""
-
-    exit_code = ExitCode.ENGINE_FAILED
-
-    def __init__(self, message: str, *, log_tail: str) -> None:
-        super().__init__(message)
-        self.log_tail = log_tail
-
-
 class NodeProcesses:
-    """The managed engines and the collector of one node. They end when this process ends."""
+    """The managed engines and the collector of one node. They end when this process ends.
 
-    def __init__(self, *, node: int, log_directory: Path) -> None:
+    One thread starts them and stops them, and another one may `maintain` them meanwhile.
+
+    Invariant: nothing is started once `stop` has begun
+    (tests/engines/test_node_processes.py::test_a_stop_wins_over_a_restart).
+    """
+
+    def __init__(
+        self,
+        *,
+        node: int,
+        log_directory: Path,
+        recovery: RecoverySettings | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._node = node
         self._log_directory = log_directory
+        self._recovery = recovery or RecoverySettings()
+        self._clock = clock
         self._lifeline = Lifeline()
+        self._start_timeout_s = 0.0
         self._engines: list[ManagedEngine] = []
-        self._collector: subprocess.Popen[bytes] | None = None
-        self._frozen_processes = FrozenProcesses()
-        # The watchdog checks, and so does the main thread while it waits
-        self._check_lock = threading.Lock()
-        # Noted while the engines are healthy: it is unknown once their processes are dead
-        self._shared_memory: set[Path] = set()
+        # One for each engine, once all of them were healthy
+        self._engine_upkeeps: tuple[Upkeep, ...] = ()
+        self._collector: CollectorProcess | None = None
+        self._collector_upkeep: Upkeep | None = None
+        self._events: list[str] = []
+        self._start_lock = threading.Lock()
+        self._is_stopping = False
+
+    @property
+    def node(self) -> int:
+        """The index of the node."""
+        return self._node
 
     def start_engines(
         self, settings: EngineSettings, places: Iterable[ServerPlace], keys: RunKeys
     ) -> None:
         """Start servers without waiting for them: they load while the trainer builds its model."""
+        self._start_timeout_s = settings.start_timeout_s
         for index, place in enumerate(places):
             log_path = self._log_directory / f"engine-{self._node}-{index}.log"
             engine = ManagedEngine.start(
@@ -69,7 +83,7 @@ class NodeProcesses:
             self._engines.append(engine)
 
     def wait_healthy(self, timeout_seconds: float) -> list[Engine]:
-        """Wait until every engine answers.
+        """Wait until every engine answers. From then on, `maintain` looks after them.
 
         Raises `EngineUnhealthy` or `EngineDied` with the last lines of the log.
         """
@@ -82,79 +96,105 @@ class NodeProcesses:
             unhealthy = [engine for engine in unhealthy if not engine.poll_healthy()]
             if unhealthy:
                 time.sleep(_POLL_SECONDS)
-        self._shared_memory = mapped_shared_memory(process.pid for process in self._processes())
+        self._engine_upkeeps = tuple(
+            self._look_after(f"engine {index} of node {self._node}", engine, "answers")
+            for index, engine in enumerate(self._engines)
+        )
         return [engine.engine for engine in self._engines]
 
     def start_collector(self, hub: tuple[str, int], run_key: str) -> None:
-        """Start the collector. hub: host and port of rank 0's hub."""
-        host, port = hub
-        with self._collector_log.open("ab") as log:
-            self._collector = start_supervised(
-                [sys.executable, "-m", "megatron_rl.rollouts", host, str(port), str(self._node)],
-                lifeline=self._lifeline,
-                environment={**os.environ, RUN_KEY_VARIABLE: run_key},
-                log=log,
-                grace_seconds=1.0,
-            )
+        """Start the collector. Does nothing after `stop` began.
 
-    def check(self) -> None:
-        """Raise `EngineDied`, `CollectorDied` or `ProcessFrozen` if a process cannot answer."""
-        for engine in self._engines:
-            engine.check_alive()
-        self._check_collector()
-        with self._check_lock:
-            self._frozen_processes.check(self._root_pids)
+        hub: host and port of rank 0's hub.
+        """
+        with self._start_lock:
+            if self._is_stopping:
+                return
+            collector = CollectorProcess(
+                node=self._node,
+                hub=hub,
+                run_key=run_key,
+                log_path=self._log_directory / f"collector-{self._node}.log",
+                lifeline=self._lifeline,
+            )
+            self._collector = collector
+        self._collector_upkeep = self._look_after(
+            f"the collector of node {self._node}", collector, "runs"
+        )
+
+    def maintain(self, orders: NodeOrders) -> NodeReport:
+        """Start processes again that ended, hang or have to end, as often as the settings allow.
+
+        Call it about every half second, from one thread. It raises nothing about these processes.
+        An ended process is reported at once, and started again in a later call. Does nothing after
+        `stop` began.
+        """
+        if not self._is_stopping:
+            for index, upkeep in enumerate(self._engine_upkeeps):
+                upkeep.maintain(
+                    ordered_epoch=orders.restart_engines.get(index),
+                    order_reason=orders.reasons.get(f"engine {index}", ""),
+                )
+            if self._collector_upkeep is not None:
+                self._collector_upkeep.maintain(
+                    ordered_epoch=orders.restart_collector,
+                    order_reason=orders.reasons.get("collector", ""),
+                )
+        return self._report()
+
+    def take_events(self) -> list[str]:
+        """Return lines for people about what `maintain` did since the last call."""
+        events = self._events
+        self._events = []
+        # A stop ends processes on purpose
+        return [] if self._is_stopping else events
 
     def stop(self, timeout_seconds: float = _STOP_SECONDS) -> None:
-        """End all processes at the same time. Safe to call twice.
+        """End all processes at the same time, also those that another thread starts just now.
 
-        A process that does not end within `timeout_seconds` is killed.
+        A process that does not end within `timeout_seconds` is killed. You may call this again.
         """
-        processes = self._processes()
-        shared_memory = mapped_shared_memory(process.pid for process in processes)
+        with self._start_lock:
+            self._is_stopping = True
         with ThreadPoolExecutor(max_workers=len(self._engines) + 1) as pool:
-            pool.submit(self._stop_collector, timeout_seconds)
+            if self._collector is not None:
+                pool.submit(self._collector.stop, timeout=timeout_seconds)
             for engine in self._engines:
                 pool.submit(_stop_engine, engine, timeout_seconds)
-        # A supervisor that was stopped or killed leaves its processes behind
-        kill(processes)
-        remove_shared_memory(self._shared_memory | shared_memory)
         self._lifeline.close()
 
-    def _check_collector(self) -> None:
-        if self._collector is None:
-            return
-        code = self._collector.poll()
-        if code is not None:
-            raise CollectorDied(
-                f"the collector of node {self._node} ended ({describe_exit(code)}); see "
-                f"{self._collector_log}",
-                log_tail=last_lines(self._collector_log),
+    def _look_after(self, name: str, helper: Helper, word: str) -> Upkeep:
+        return Upkeep(
+            name,
+            helper,
+            RestartBudget(self._recovery.restarts_per_hour, clock=self._clock),
+            word=word,
+            start_timeout_s=self._start_timeout_s,
+            log=lambda text: self._events.append(text),
+            clock=self._clock,
+        )
+
+    def _report(self) -> NodeReport:
+        engines = [
+            EngineReport(
+                index=index,
+                epoch=engine.epoch,
+                engine=engine.engine,
+                state=upkeep.state,
+                reason=upkeep.reason,
             )
-
-    def _stop_collector(self, timeout_seconds: float) -> None:
-        if self._collector is None or self._collector.poll() is not None:
-            return
-        self._collector.terminate()
-        try:
-            self._collector.wait(timeout_seconds)
-        except subprocess.TimeoutExpired:
-            self._collector.kill()
-
-    def _processes(self) -> list[psutil.Process]:
-        return [process for pid in self._root_pids.values() for process in process_tree(pid)]
-
-    @property
-    def _root_pids(self) -> dict[str, int]:
-        """The ids of the topmost processes: one for each engine, and one for the collector."""
-        pids = {f"engine {engine.url}": engine.pid for engine in self._engines}
-        if self._collector is not None:
-            pids[f"the collector of node {self._node}"] = self._collector.pid
-        return pids
-
-    @property
-    def _collector_log(self) -> Path:
-        return self._log_directory / f"collector-{self._node}.log"
+            for index, (engine, upkeep) in enumerate(
+                zip(self._engines, self._engine_upkeeps, strict=False)
+            )
+        ]
+        collector = None
+        if self._collector is not None and self._collector_upkeep is not None:
+            collector = CollectorReport(
+                epoch=self._collector.epoch,
+                state=self._collector_upkeep.state,
+                reason=self._collector_upkeep.reason,
+            )
+        return NodeReport(node=self._node, engines=tuple(engines), collector=collector)
 
 
 def _stop_engine(engine: ManagedEngine, timeout_seconds: float) -> None:

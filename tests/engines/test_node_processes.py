@@ -1,147 +1,256 @@
-"""The processes of a node end in time, whatever their state. A supervised `sleep` is the engine."""
+"""The processes of a node are maintained, and end in time. A tiny server is the engine."""
 
 import os
 import signal
-import subprocess
 import sys
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from megatron_rl.engines.frozen_processes import FrozenProcesses, ProcessFrozen
-from megatron_rl.engines.node_processes import CollectorDied, NodeProcesses
-from sglang_bridge.engine import Engine
-from sglang_bridge.server.lifeline import Lifeline, start_supervised
+from megatron_rl.config.schema import EngineSettings, RecoverySettings
+from megatron_rl.contracts.node_reports import NodeOrders, NodeReport, ProcessState
+from megatron_rl.engines import collector_process
+from megatron_rl.engines.node_processes import NodeProcesses
+from sglang_bridge.errors import EngineDied
+from sglang_bridge.keys import create_keys
 from sglang_bridge.server.process_table import is_alive, process_tree
+from sglang_bridge.settings import ServerPlace
+from tests.support.tiny_servers import (
+    FAILING,
+    SERVER,
+    memory_names,
+    run_instead_of_sglang,
+    server_pid,
+)
 
-_SLEEP = "import subprocess; subprocess.Popen(['sleep', '60']).wait()"
-# Holds shared memory, as SGLang does, and ignores SIGTERM
-_HOLD_SHARED_MEMORY = """
-import multiprocessing, signal, time
-from multiprocessing.shared_memory import SharedMemory
-lock = multiprocessing.get_context("spawn").Lock()
-memory = SharedMemory(create=True, size=4096)
-print(memory.name, flush=True)
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-time.sleep(60)
-"""
+NO_ORDERS = NodeOrders()
+# The delays before restarts pass faster
+HASTE = 5
 
 
-class FakeEngine:
-    """Has the methods of a `ManagedEngine`, and runs other code."""
+class Node:
+    """The processes of a node with `count` engines, and the code that they run."""
 
-    url = "http://127.0.0.1:1"
-    engine = Engine(url=url)
+    def __init__(self, log_directory: Path, recovery: RecoverySettings | None = None) -> None:
+        self.code = SERVER
+        self.log_directory = log_directory
+        self.processes = NodeProcesses(
+            node=0,
+            log_directory=log_directory,
+            recovery=recovery,
+            clock=lambda: HASTE * time.monotonic(),
+        )
 
-    def __init__(self, lifeline: Lifeline, code: str = _SLEEP, log: Path | None = None) -> None:
-        with (log or Path(os.devnull)).open("wb") as out:
-            self.process = start_supervised(
-                [sys.executable, "-c", code],
-                lifeline=lifeline,
-                environment=dict(os.environ),
-                log=out,
-                grace_seconds=0.3,
-            )
-        self.pid = self.process.pid
-        # The supervisor, python and its child
-        deadline = time.monotonic() + 20
-        while len(process_tree(self.pid)) < 3 and time.monotonic() < deadline:
+    def open(self, count: int = 1) -> None:
+        places = [ServerPlace(model_path="/model", device="cpu")] * count
+        self.processes.start_engines(EngineSettings(), places, create_keys())
+        self.processes.wait_healthy(20)
+
+    def pids(self, index: int = 0) -> list[int]:
+        """The supervisor of an engine, its server and what is below it."""
+        return [process.pid for process in process_tree(self.processes._engines[index].pid)]
+
+    def memory(self) -> list[str]:
+        """The shared memory of engines that is left."""
+        names: list[str] = []
+        for log in self.log_directory.glob("engine-*.log"):
+            names += memory_names(log)
+        assert names
+        return [name for name in names if name in os.listdir("/dev/shm")]
+
+    def maintain_until(
+        self, condition: Callable[[NodeReport], bool], orders: NodeOrders = NO_ORDERS
+    ) -> NodeReport:
+        deadline = time.monotonic() + 30
+        while True:
+            report = self.processes.maintain(orders)
+            if condition(report):
+                return report
+            assert time.monotonic() < deadline, report
             time.sleep(0.05)
-
-    def poll_healthy(self) -> bool:
-        return True
-
-    def check_alive(self) -> None:
-        assert self.process.poll() is None
-
-    def stop(self, *, timeout: float) -> None:
-        self.process.terminate()
-        try:
-            self.process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
-
-
-def add_engine(processes: NodeProcesses, code: str = _SLEEP, log: Path | None = None) -> FakeEngine:
-    engine = FakeEngine(processes._lifeline, code, log)
-    processes._engines.append(engine)  # type: ignore[arg-type]
-    return engine
 
 
 @pytest.fixture
-def processes(tmp_path: Path) -> NodeProcesses:
-    return NodeProcesses(node=0, log_directory=tmp_path)
+def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
+    node = Node(tmp_path)
+    run_instead_of_sglang(monkeypatch, lambda: node.code)
+    monkeypatch.setattr(
+        collector_process,
+        "build_argv",
+        lambda hub, node, epoch: [sys.executable, "-c", "import time; time.sleep(60)"],
+    )
+    yield node
+    node.processes.stop(3.0)
+
+
+def wait_until_dead(pids: list[int]) -> None:
+    deadline = time.monotonic() + 10
+    while any(map(is_alive, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 @pytest.mark.parametrize(
-    "frozen_indices", [(), (0,), (2,), (0, 1, 2)], ids=["none", "supervisor", "engine", "all"]
+    "frozen_indices", [(), (0,), (1,), (0, 1, 2)], ids=["none", "supervisor", "engine", "all"]
 )
 def test_all_processes_end_even_when_some_are_frozen(
-    processes: NodeProcesses, frozen_indices: tuple[int, ...]
+    node: Node, frozen_indices: tuple[int, ...]
 ) -> None:
-    engine = add_engine(processes)
-    pids = [process.pid for process in process_tree(engine.pid)]
-    assert len(pids) == 3
+    node.open()
+    node.processes.start_collector(("127.0.0.1", 1), "key")
+    pids = node.pids()
+    collector = node.processes._collector
+    assert len(pids) >= 3 and collector is not None
     for index in frozen_indices:
         os.kill(pids[index], signal.SIGSTOP)
     start = time.monotonic()
-    processes.stop(1.5)
+    node.processes.stop(1.5)
     assert time.monotonic() - start < 6
-    deadline = time.monotonic() + 2
-    while any(is_alive(pid) for pid in pids) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert [pid for pid in pids if is_alive(pid)] == []
-    processes.stop(1.5)
+    assert [pid for pid in [*pids, collector.pid] if is_alive(pid)] == []
+    assert node.memory() == []
+    node.processes.stop(1.5)
 
 
-def test_a_frozen_engine_is_an_error_after_a_while(processes: NodeProcesses) -> None:
-    engine = add_engine(processes)
-    processes._frozen_processes = FrozenProcesses(0.3)
-    processes.check()
-    os.kill(process_tree(engine.pid)[-1].pid, signal.SIGSTOP)
-    with pytest.raises(ProcessFrozen, match="engine http://127"):
-        for _ in range(100):
-            processes.check()
-            time.sleep(0.05)
-    processes.stop(1.0)
-
-
-@pytest.mark.parametrize("log", ["", "a scorer failed\n"])
-def test_a_collector_that_ended_names_its_log(
-    processes: NodeProcesses, tmp_path: Path, log: str
-) -> None:
-    (tmp_path / "collector-0.log").write_text(log)
-    processes._collector = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"])
-    processes._collector.wait()
-    with pytest.raises(CollectorDied) as error_info:
-        processes.check()
-    assert error_info.value.log_tail == log.strip()
-    assert str(error_info.value) == (
-        f"the collector of node 0 ended (exit code 3); see {tmp_path}/collector-0.log"
-    )
-    processes.stop(1.0)
-
-
-@pytest.mark.parametrize("death", ["stop", "supervisor killed", "trainer killed"])
-def test_shared_memory_of_engines_is_removed(
-    processes: NodeProcesses, tmp_path: Path, death: str
-) -> None:
+@pytest.mark.parametrize("death", ["supervisor killed", "trainer killed"])
+def test_shared_memory_of_engines_is_removed(node: Node, death: str) -> None:
     """Python's resource tracker is killed with the engine, and SGLang's own files have none."""
-    log = tmp_path / "log"
-    engine = add_engine(processes, _HOLD_SHARED_MEMORY, log)
-    while len(log.read_text()) < 5:
-        time.sleep(0.05)
-    name = log.read_text().strip()
-    processes.wait_healthy(10)
-    assert name in os.listdir("/dev/shm")
+    node.open()
+    pids = node.pids()
+    assert len(node.memory()) == 1
     if death == "trainer killed":
-        processes._lifeline.close()
-        engine.process.wait(10)
+        node.processes._lifeline.close()
+        wait_until_dead(pids)
     else:
-        if death == "supervisor killed":
-            engine.process.kill()
-            engine.process.wait()
-        processes.stop(3.0)
-    assert name not in os.listdir("/dev/shm")
+        os.kill(pids[0], signal.SIGKILL)
+        wait_until_dead(pids[:2])
+        node.processes.stop(3.0)
+        assert not any(map(is_alive, pids))
+    assert node.memory() == []
+
+
+def test_an_engine_that_ended_is_started_again(node: Node) -> None:
+    node.open(count=2)
+    before = node.processes.maintain(NO_ORDERS)
+    states = [(e.index, e.epoch, e.state, e.reason) for e in before.engines]
+    assert states == [(index, 0, ProcessState.RUNNING, "") for index in (0, 1)]
+    assert (before.node, before.collector) == (0, None)
+    pids = node.pids(1)
+    os.kill(server_pid(pids[0]), signal.SIGKILL)
+    report = node.maintain_until(lambda r: r.engines[1].state is ProcessState.STARTING)
+    assert report.engines[1].epoch == 0 and not any(map(is_alive, pids))
+    report = node.maintain_until(lambda r: r.engines[1].state is ProcessState.RUNNING)
+    first, second = report.engines
+    assert first == before.engines[0]
+    assert (second.epoch, second.engine) == (1, before.engines[1].engine)
+    assert "SIGKILL: from outside, or by the kernel for want of memory" in second.reason
+    assert f"see {node.log_directory}/engine-0-1.log" in second.reason
+    end, start = node.processes.take_events()
+    assert end.startswith("engine 1 of node 0: engine http://127.0.0.1:")
+    assert end.endswith("; starting it again in 1 s, restart 1 of 6 this hour")
+    assert start.startswith("engine 1 of node 0 answers again after ")
+    assert node.processes.take_events() == []
+    assert len(node.memory()) == 2
+
+
+def test_an_order_ends_an_engine_once(node: Node) -> None:
+    node.open()
+    orders = NodeOrders(restart_engines={0: 0}, reasons={"engine 0": "it answers rubbish"})
+    report = node.maintain_until(lambda r: r.engines[0].epoch == 1, orders)
+    assert report.engines[0].reason == "engine 0 of node 0 was ended: it answers rubbish"
+    node.maintain_until(lambda r: r.engines[0].state is ProcessState.RUNNING, orders)
+    for _ in range(5):
+        assert node.processes.maintain(orders).engines[0].epoch == 1
+    assert len(node.processes.take_events()) == 2
+
+
+def collector_runs(epoch: int) -> Callable[[NodeReport], bool]:
+    """Tell if a report says that the collector runs in this epoch."""
+    state = ProcessState.RUNNING
+    return lambda r: (
+        r.collector is not None
+        and (r.collector.epoch, r.collector.state)
+        == (
+            epoch,
+            state,
+        )
+    )
+
+
+def test_a_collector_that_ended_is_started_again(node: Node) -> None:
+    node.open()
+    node.processes.start_collector(("127.0.0.1", 1), "key")
+    assert collector_runs(0)(node.processes.maintain(NO_ORDERS))
+    collector = node.processes._collector
+    assert collector is not None
+    os.kill(collector.pid, signal.SIGKILL)
+    node.maintain_until(collector_runs(1))
+    orders = NodeOrders(restart_collector=1, reasons={"collector": "it does not answer"})
+    report = node.maintain_until(collector_runs(2), orders)
+    assert report.collector is not None
+    assert report.collector.reason == "the collector of node 0 was ended: it does not answer"
+    assert report.engines[0].epoch == 0
+    events = node.processes.take_events()
+    assert events[0].startswith("the collector of node 0 ended (SIGKILL")
+    assert events[1].startswith("the collector of node 0 runs again after ")
+    assert len(events) == 4 and is_alive(collector.pid)
+
+
+@pytest.fixture
+def node_without_restarts(node: Node, tmp_path: Path) -> Iterator[Node]:
+    node = Node(tmp_path, RecoverySettings(restarts_per_hour=0))
+    yield node
+    node.processes.stop(3.0)
+
+
+def test_engines_are_given_up_without_restarts(node_without_restarts: Node) -> None:
+    node = node_without_restarts
+    node.open()
+    os.kill(server_pid(node.pids()[0]), signal.SIGKILL)
+    report = node.maintain_until(lambda r: r.engines[0].state is ProcessState.GIVEN_UP)
+    assert "recovery.restarts_per_hour=0 allows no further start" in report.engines[0].reason
+    assert "it is given up" in node.processes.take_events()[0]
+
+
+def test_an_engine_that_was_never_healthy_ends_the_run(node: Node) -> None:
+    """An incorrect argument would be incorrect in the next start too."""
+    node.code = FAILING
+    with pytest.raises(EngineDied, match="OSError: no model there"):
+        node.open()
+    report = node.processes.maintain(NO_ORDERS)
+    assert report.engines == () and node.processes._engines[0].epoch == 0
+
+
+@pytest.mark.parametrize("delay", [0.0, 0.05, 0.3])
+def test_a_stop_wins_over_a_restart(
+    node: Node, monkeypatch: pytest.MonkeyPatch, delay: float
+) -> None:
+    """The stop comes while the thread that maintains ends the old tree or starts the new one."""
+    node.open()
+    engine = node.processes._engines[0]
+    pids = node.pids()
+    os.kill(server_pid(engine.pid), signal.SIGKILL)
+    node.maintain_until(lambda r: r.engines[0].state is ProcessState.STARTING)
+    node.processes.take_events()
+    time.sleep(1.0 / HASTE)
+    thread = threading.Thread(target=node.processes.maintain, args=(NO_ORDERS,))
+    thread.start()
+    time.sleep(delay)
+    node.processes.stop(3.0)
+    last_pid = engine.pid
+    thread.join()
+    for _ in range(3):
+        node.processes.maintain(NO_ORDERS)
+    assert engine.pid == last_pid
+    assert not any(map(is_alive, [*pids, last_pid]))
+    assert node.memory() == []
+    assert node.processes.take_events() == []
+
+
+def test_a_collector_is_not_started_after_a_stop(node: Node) -> None:
+    node.open()
+    node.processes.stop(3.0)
+    node.processes.start_collector(("127.0.0.1", 1), "key")
+    assert node.processes._collector is None
