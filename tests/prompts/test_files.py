@@ -1,6 +1,7 @@
 """Parquet files and data set folders give the questions of the same rows in a JSONL file."""
 
 import json
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from decimal import Decimal
@@ -339,6 +340,43 @@ def test_the_digest_is_that_of_all_files(tmp_path: Path) -> None:
     assert digest == digest_of(location)
     write_parquet(Path(location.path) / "part-10.parquet", PLAIN_ROWS[2:])
     assert digest_of(location) != digest
+
+
+@pytest.mark.parametrize("write", [write_table, write_saved_data_set, write_hub_copy])
+def test_nothing_of_a_data_set_is_executed_or_unpickled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, write: Callable[[Path, Rows], DataLocation]
+) -> None:
+    """Columns have an extension type that older versions of pyarrow unpickle."""
+    witness = tmp_path / "executed"
+
+    class Payload:
+        def __reduce__(self) -> tuple[Any, ...]:
+            return Path.touch, (witness,)
+
+    metadata = {
+        "ARROW:extension:name": "arrow.py_extension_type",
+        "ARROW:extension:metadata": pickle.dumps(Payload()),
+    }
+
+    make_table = table_of
+
+    def hostile_table(rows: Rows) -> pa.Table:
+        table = make_table(rows)
+        fields = [field.with_metadata(metadata) for field in table.schema]
+        return pa.Table.from_arrays(table.columns, schema=pa.schema(fields))
+
+    pickle.loads(metadata["ARROW:extension:metadata"])  # type: ignore[arg-type]
+    assert witness.exists(), "the payload works"
+    witness.unlink()
+    monkeypatch.setitem(globals(), "table_of", hostile_table)
+    location = write(tmp_path, PLAIN_ROWS[:2])
+    path = Path(location.path)
+    folder = path if path.is_dir() else path.parent
+    script = f"open({str(witness)!r}, 'w')"
+    for name in ("__init__.py", "conftest.py", f"{folder.name}.py", "data.py"):
+        (folder / name).write_text(script)
+    assert [question.text for question in read(location)] == ["1+1=", "é ü 日本"]
+    assert not witness.exists()
 
 
 def test_jsonl_files_of_a_folder_are_one_data_set(tmp_path: Path) -> None:
