@@ -131,28 +131,42 @@ def test_shared_memory_of_engines_is_removed(node: Node, death: str) -> None:
     assert node.memory() == []
 
 
+def test_engines_run_in_their_first_epoch(node: Node) -> None:
+    node.open(count=2)
+    report = node.processes.maintain(NO_ORDERS)
+    states = [(e.index, e.epoch, e.state, e.reason) for e in report.engines]
+    assert states == [(index, 0, ProcessState.RUNNING, "") for index in (0, 1)]
+    assert [e.engine for e in report.engines] == node.processes.wait_healthy(1.0)
+    assert (report.node, report.collector) == (0, None)
+    assert node.processes.take_events() == []
+
+
 def test_an_engine_that_ended_is_started_again(node: Node) -> None:
     node.open(count=2)
-    before = node.processes.maintain(NO_ORDERS)
-    states = [(e.index, e.epoch, e.state, e.reason) for e in before.engines]
-    assert states == [(index, 0, ProcessState.RUNNING, "") for index in (0, 1)]
-    assert (before.node, before.collector) == (0, None)
+    initial = node.processes.maintain(NO_ORDERS)
     pids = node.pids(1)
     os.kill(server_pid(pids[0]), signal.SIGKILL)
     report = node.maintain_until(lambda r: r.engines[1].state is ProcessState.STARTING)
     assert report.engines[1].epoch == 0 and not any(map(is_alive, pids))
     report = node.maintain_until(lambda r: r.engines[1].state is ProcessState.RUNNING)
     first, second = report.engines
-    assert first == before.engines[0]
-    assert (second.epoch, second.engine) == (1, before.engines[1].engine)
+    assert first == initial.engines[0]
+    assert (second.epoch, second.engine) == (1, initial.engines[1].engine)
     assert "SIGKILL: from outside, or by the kernel for want of memory" in second.reason
     assert f"see {node.log_directory}/engine-0-1.log" in second.reason
+    assert len(node.memory()) == 2
+
+
+def test_lines_for_people_tell_of_an_end_and_a_start(node: Node) -> None:
+    node.open(count=2)
+    os.kill(server_pid(node.pids(1)[0]), signal.SIGKILL)
+    node.maintain_until(lambda r: r.engines[1].epoch == 1)
+    node.maintain_until(lambda r: r.engines[1].state is ProcessState.RUNNING)
     end, start = node.processes.take_events()
     assert end.startswith("engine 1 of node 0: engine http://127.0.0.1:")
     assert end.endswith("; starting it again in 1 s, restart 1 of 6 this hour")
     assert start.startswith("engine 1 of node 0 answers again after ")
     assert node.processes.take_events() == []
-    assert len(node.memory()) == 2
 
 
 def test_an_order_ends_an_engine_once(node: Node) -> None:

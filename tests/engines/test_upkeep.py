@@ -214,6 +214,25 @@ def test_a_process_that_hangs_is_ended_after_seven_seconds(
 EVENTS = ("wait", "die", "answer", "stall", "order", "old order")
 
 
+def play(scene: Scene, event: str, seconds: float) -> None:
+    """Let an event happen, and maintain the process later."""
+    if event == "die":
+        scene.process.is_alive = False
+    elif event in ("answer", "stall") and scene.upkeep.state is ProcessState.STARTING:
+        scene.process.answers = event == "answer"
+    epoch = scene.process.epoch
+    order = {"order": epoch, "old order": epoch - 1}.get(event)
+    scene.maintain(seconds, ordered_epoch=order, reason="it lies")
+
+
+def assert_state_is_true(scene: Scene) -> None:
+    if scene.upkeep.state is ProcessState.RUNNING:
+        assert scene.process.is_alive and scene.process.answers
+    if scene.upkeep.state is ProcessState.GIVEN_UP:
+        assert not scene.process.is_alive and "allows no further start" in scene.upkeep.reason
+    assert scene.upkeep.reason or not scene.process.epoch
+
+
 @given(
     limit=st.integers(0, 4),
     history=st.lists(st.tuples(st.sampled_from(EVENTS), st.floats(0.1, 900)), max_size=80),
@@ -226,21 +245,11 @@ def test_any_history_ends_in_a_state_that_is_true(
     restart_times: list[float] = []
     for event, seconds in history:
         epoch = scene.process.epoch
-        if event == "die":
-            scene.process.is_alive = False
-        elif event in ("answer", "stall") and scene.upkeep.state is ProcessState.STARTING:
-            scene.process.answers = event == "answer"
-        order = {"order": epoch, "old order": epoch - 1}.get(event)
-        scene.maintain(seconds, ordered_epoch=order, reason="it lies")
+        play(scene, event, seconds)
+        assert_state_is_true(scene)
+        assert event != "order" or scene.upkeep.state is not ProcessState.RUNNING
         if scene.process.epoch > epoch:
             restart_times.append(scene.clock.now)
-        if scene.upkeep.state is ProcessState.RUNNING:
-            assert scene.process.is_alive and scene.process.answers
-            assert event != "order"
-        if scene.upkeep.state is ProcessState.GIVEN_UP:
-            assert not scene.process.is_alive and "allows no further start" in scene.upkeep.reason
-        if scene.process.epoch:
-            assert scene.upkeep.reason
     assert scene.process.epoch == len(restart_times)
     # A start follows its permission by a minute at most and a pause between two calls
     for time in restart_times:
