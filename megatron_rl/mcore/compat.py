@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,8 +33,8 @@ def install() -> bool:
     """Prepare torch and Megatron-Core for this machine. A second call changes nothing.
 
     Without CUDA it replaces parts of `torch.cuda`. Where Transformer Engine or Apex is missing it
-    replaces what Megatron takes from them. On GPUs it makes the additions of the MoE permutation
-    deterministic.
+    replaces what Megatron takes from them, and Megatron's norm of gradients. On GPUs it makes the
+    additions of the MoE permutation deterministic.
 
     Returns True if `torch` itself was changed, which is only the case without CUDA.
     """
@@ -90,9 +90,11 @@ def _replace_missing_libraries(*, replace_all: bool) -> None:
     changes where it found one.
     """
     import megatron.core.optimizer as optimizer
+    import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.multi_latent_attention as multi_latent_attention
+    import megatron.core.utils as utils
 
     from megatron_rl.mcore.adam import FusedLayoutAdam
 
@@ -104,12 +106,28 @@ def _replace_missing_libraries(*, replace_all: bool) -> None:
         # Megatron-Core 0.16.1 takes None, its own substitute for Transformer Engine's layers, for
         # the real layers.
         multi_latent_attention.HAVE_TE = False
+    if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = norm_of_all
     if distrib_optimizer.HAVE_APEX_OR_TE and not replace_all:
         return
     # Megatron falls back to torch's Adam, whose state it cannot checkpoint.
     optimizer.Adam = distrib_optimizer.Adam = FusedLayoutAdam
     optimizer.USING_PYTORCH_OPTIMIZER = False
     distrib_optimizer.HAVE_APEX_OR_TE = distrib_optimizer.USING_TE_OPTIMIZER = True
+
+
+def norm_of_all(
+    chunk_size: int, skip: Any, lists: Sequence[Sequence[torch.Tensor]], per_tensor: bool, *_: Any
+) -> tuple[torch.Tensor, None]:
+    """Return the norm over all tensors of all lists, float32 [1], on their device.
+
+    It replaces Megatron-Core 0.16.1's `local_multi_tensor_l2_norm`, which reads the norm of each
+    tensor on the host. On CPUs both return the same bits, on GPUs they agree within rounding
+    (tests/mcore/test_gradient_norm.py). The other arguments are those of Apex's function.
+    """
+    tensors = [tensor for tensors in lists for tensor in tensors]
+    norms = torch.stack(torch._foreach_norm(tensors))
+    return torch.norm(norms[None]).float()[None], None
 
 
 def _make_permute_deterministic() -> None:

@@ -44,11 +44,8 @@ PER_MICRO_BATCH = {
 }
 # Waits of an optimizer step, however many micro-batches it has
 PER_STEP = {
-    # The norm, for clipping and for the check of its square. Without Transformer Engine and Apex,
-    # Megatron reads the norm of each of 95 gradients.
+    # The norm, for clipping and for the check of its square
     "clip_grads.py get_grad_norm_fp32: read by _local_scalar_dense": 2,
-    "utils.py local_multi_tensor_l2_norm: read by _local_scalar_dense": 190,
-    "utils.py local_multi_tensor_l2_norm: upload by copy_": 2,
     # No rank applies a step that is not finite on one of them
     "optimizer.py _true_on_all_ranks: read by _local_scalar_dense": 2,
     # The share of routes that differ decides whether the run goes on
