@@ -3,23 +3,35 @@
 The module is started as `python -m MODULE ARGUMENTS...` would start it. With torchrun:
 
     torchrun --nproc-per-node 2 -m launch.pretended_device tests.distributed.worker_steps OUT finite
+
+With `--branches=DIR` before MODULE, each process lists in DIR/PID.json which places were executed
+that only a GPU executes.
 """
 
 from __future__ import annotations
 
 import runpy
 import sys
+from pathlib import Path
 
-from launch.pretended_device.pretend import pretend
+_BRANCHES = "--branches="
 
 
 def main() -> None:
     """Pretend, and run the module in this process."""
-    if len(sys.argv) < 2:
+    del sys.argv[0]
+    if sys.argv and sys.argv[0].startswith(_BRANCHES):
+        # First of all, because the recorder sees only modules that are imported after it.
+        from launch.pretended_device.branches.recorder import record_branches
+
+        directory = sys.argv.pop(0).removeprefix(_BRANCHES)
+        record_branches(Path(__file__).resolve().parents[2], Path(directory))
+    if not sys.argv:
         print(__doc__, file=sys.stderr)
         raise SystemExit(2)
+    from launch.pretended_device.pretend import pretend
+
     pretend()
-    del sys.argv[0]
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 
 

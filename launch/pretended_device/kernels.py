@@ -31,9 +31,8 @@ def install_kernels() -> None:
     fastest_backend = backends._fastest_backend
 
     def backend_of(tensor: torch.Tensor, cpu_needs_numba: bool) -> Any:
-        if tensor.device.type == "cuda" and tensor.dtype != torch.float64:
-            return "cpu"
-        return fastest_backend(tensor, cpu_needs_numba)
+        backend = fastest_backend(tensor, cpu_needs_numba)
+        return "cpu" if tensor.is_cuda and tensor.dtype != torch.float64 else backend
 
     library._fastest_backend = backend_of
     for module_name, names in _KERNELS.items():
