@@ -84,6 +84,7 @@ class Fleet:
         self._clock = clock
         # By the name of an engine that serves: its URL and epoch, as collectors know them
         self._announced: dict[str, tuple[str, int]] = {}
+        self._starting_names: set[str] = set()  # of managed engines whose node waits for them
         self._absent_since: dict[str, float] = {}
         self._problems: dict[str, str] = {}  # the last one that was written, by name
         self._orders: dict[int, NodeOrders] = {}
@@ -177,12 +178,17 @@ class Fleet:
                 self._log(f"engine {name} is given up: {report.reason}")
             return
         self.members.start(name, report.engine, report.epoch, report.reason)
+        if report.state is ProcessState.STARTING:
+            self._starting_names.add(name)
+        elif name in self._starting_names:
+            self._starting_names.remove(name)
+            self._prober.forget(name)
 
     def _take_collector(self, node: int, report: CollectorReport) -> None:
-        self._queue.disconnect_before(node, report.epoch, f"ended: {report.reason}")
+        self._queue.disconnect_before(node, report.epoch, "ended")
         if report.state is ProcessState.GIVEN_UP and node not in self._collectors_given_up:
             self._collectors_given_up[node] = report.reason
-            self._queue.disconnect_before(node, report.epoch + 1, f"is given up: {report.reason}")
+            self._queue.disconnect_before(node, report.epoch + 1, "is given up")
             self._log(f"the collector of node {node} is given up: {report.reason}")
 
     def _take_urls(self, urls: UrlList) -> None:
@@ -222,6 +228,8 @@ class Fleet:
 
     def _probe_absent(self) -> None:
         for member in self.members.absent:
+            if member.name in self._starting_names:
+                continue
             self._prober.probe(member.name, member.epoch, member.engine)
 
     def _restart_unusable(self) -> None:
