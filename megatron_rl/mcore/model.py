@@ -7,6 +7,7 @@ from megatron.core import parallel_state
 from megatron.core.enums import ModelType
 from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.module import Float16Module
+from megatron.core.transformer.moe.moe_layer import MoELayer
 from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -66,9 +67,21 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     chunk.model_type = ModelType.encoder_or_decoder
+    for module in chunk.modules():
+        if isinstance(module, MoELayer):
+            module.register_forward_hook(_release_probabilities)
     if on_gpu:
         chunk = chunk.cuda()
     return _to_bfloat16(config, chunk) if config.bf16 else chunk
+
+
+def _release_probabilities(layer: MoELayer, _inputs: object, _output: object) -> None:
+    """Let the dispatcher forget the routing probabilities of a finished pass.
+
+    With recomputation their graph would keep the input of the layer and its gradient until the
+    layer's next pass.
+    """
+    layer.token_dispatcher.probs = None
 
 
 def _to_bfloat16(config: TransformerConfig, chunk: torch.nn.Module) -> torch.nn.Module:
