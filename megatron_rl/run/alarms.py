@@ -35,7 +35,8 @@ _REMEDIES = {
 # The advice if no group of those steps was completed
 _STOPPED_REMEDY = (
     "the selection stopped every probe, because the answers to each question are equally correct: "
-    "use harder questions, or easier ones if reward/mean is low"
+    "use harder questions, or easier ones if reward/mean is low. If it is 0, "
+    f"{_SUPERVISED_START}"
 )
 
 

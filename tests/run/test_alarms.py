@@ -105,9 +105,28 @@ def test_unchanged_weights_warns_after_3_6_and_12_steps_with_a_remedy() -> None:
 def test_where_every_answer_is_incorrect_the_warning_names_the_supervised_start(kind: str) -> None:
     alarm = UnchangedWeightsAlarm()
     warnings = [alarm.observe(untrained_step(kind)) for _ in range(3)]
-    page, heading = re.findall(r'\((docs/\w+\.md), "([^"]+)"\)', str(warnings[-1]))[0]
-    assert "experiment=cold_start" in str(warnings[-1])
-    assert f"## {heading}\n" in (ROOT / page).read_text()
+    check_whole_way(str(warnings[-1]))
+    check_whole_way(str(alarm.summary()))
+
+
+def check_whole_way(warning: str) -> None:
+    """Check that a warning names a section of the docs that leads from rows to a report."""
+    assert "experiment=cold_start" in warning
+    page, heading = re.findall(r'\((docs/\w+\.md), "([^"]+)"\)', warning)[0]
+    text = (ROOT / page).read_text().partition(f"\n## {heading}\n")[2]
+    section = text.partition("\n## ")[0]
+    stages = (
+        "python make_rows.py > reverse.jsonl",
+        "experiment=cold_start",
+        "run.name=start",
+        "experiment=quickstart",
+        "model.path=runs/start/checkpoints/step-",
+        "run.name=practice",
+        "launch/tail.py runs/practice",
+        "launch/report.py runs/practice",
+    )
+    places = [section.find(stage) for stage in stages]
+    assert -1 not in places and places == sorted(places), dict(zip(stages, places, strict=True))
 
 
 def test_unchanged_weights_counts_anew_after_a_step_that_trains() -> None:
@@ -131,6 +150,7 @@ def test_unchanged_weights_names_the_probes_where_the_selection_stopped_them_all
     alarm = UnchangedWeightsAlarm()
     warnings = [alarm.observe(metrics | {"train/samples": 0.0}) for _ in range(3)]
     assert "the selection stopped every probe" in str(warnings[-1])
+    check_whole_way(str(warnings[-1]))
     assert "incorrect:" not in str(warnings[-1])
 
 

@@ -398,3 +398,20 @@ def test_every_set_is_evaluated_at_its_own_interval(tmp_path: Path) -> None:
     assert "eval/seldom/accuracy" not in parts.metrics[4]
     tokens = parts.metrics[4]["account/evaluation"]
     assert tokens > parts.metrics[2]["account/evaluation"] > 0, "both count"
+
+
+@pytest.mark.parametrize("when", ["step", "evaluation"])
+def test_all_evaluations_of_a_step_follow_one_sync_and_no_other_comes_between(
+    tmp_path: Path, when: str
+) -> None:
+    """A sync between two sets would compare different weights under one step."""
+    parts = ScriptedParts()
+    sets = {"a": make_set(parts, 1), "b": make_set(parts, 1)}
+    lead(parts, tmp_path, steps=3, evals={"every": 1}, when=when, sets=sets)
+    calls = [call for call in parts.calls if call.startswith(("evaluate", "sync", "train"))]
+    for step in range(4):
+        first = calls.index(f"evaluate {step} at version {step}")
+        assert calls[first - 1] == f"sync {step}"
+        labels = [str(step), f"{step}-a", f"{step}-b"]
+        assert calls[first : first + 3] == [f"evaluate {x} at version {step}" for x in labels]
+        assert calls[first + 3 : first + 4] in ([f"train {step + 1}"], [])
