@@ -6,7 +6,7 @@ It is the key-value store of all ranks.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -38,6 +38,8 @@ class NodeBoard:
         self._store = store
         self._lock = threading.Lock()
         self._loss: str | None = None
+        # A value is replaced, but never removed
+        self._published_keys: set[str] = set()
 
     def publish(self, report: NodeReport) -> None:
         """Replace the report of its node."""
@@ -45,8 +47,8 @@ class NodeBoard:
 
     def read_reports(self, nodes: Iterable[int]) -> list[NodeReport]:
         """Return the last reports of those nodes that have published one."""
-        values = [self._get(f"members/reports/{node}") for node in nodes]
-        return [_report_decoder.decode(value) for value in values if value is not None]
+        values = self._get([f"members/reports/{node}" for node in nodes])
+        return [_report_decoder.decode(value) for value in values]
 
     def order(self, node: int, orders: NodeOrders) -> None:
         """Replace the orders to a node."""
@@ -54,15 +56,24 @@ class NodeBoard:
 
     def read_orders(self, node: int) -> NodeOrders:
         """Return the orders to a node. There are none before rank 0 has given some."""
-        value = self._get(f"members/orders/{node}")
-        return NodeOrders() if value is None else _orders_decoder.decode(value)
+        values = self._get([f"members/orders/{node}"])
+        return _orders_decoder.decode(values[0]) if values else NodeOrders()
 
     def _set(self, key: str, value: bytes) -> None:
         # torch's type declarations know only text
         self._call(lambda: self._store.set(key, value))  # type: ignore[arg-type]
 
-    def _get(self, key: str) -> bytes | None:
-        return self._call(lambda: self._store.get(key) if self._store.check([key]) else None)
+    def _get(self, keys: Sequence[str]) -> list[bytes]:
+        """Return the values of those keys that have one."""
+        return self._call(lambda: self._read_published(keys))
+
+    def _read_published(self, keys: Sequence[str]) -> list[bytes]:
+        for key in keys:
+            if key not in self._published_keys and self._store.check([key]):
+                self._published_keys.add(key)
+        published_keys = [key for key in keys if key in self._published_keys]
+        # torch would wait for the others
+        return self._store.multi_get(published_keys) if published_keys else []
 
     def _call(self, operation: Callable[[], _T]) -> _T:
         with self._lock:

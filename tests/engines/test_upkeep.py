@@ -108,6 +108,20 @@ def test_a_process_that_ended_is_started_again() -> None:
     ]
 
 
+def test_ten_minutes_of_answers_shorten_the_next_delay() -> None:
+    """The time counts from the first answer of each start."""
+    scene = Scene()
+    for seconds, delay in ((600.0, 1), (599.0, 2), (600.0, 1)):
+        scene.maintain(seconds)
+        scene.process.is_alive = False
+        scene.maintain()
+        assert f"starting it again in {delay} s" in scene.log[-1]
+        scene.maintain(delay)
+        scene.maintain(20.0)
+        scene.process.answers = True
+        assert scene.maintain() is ProcessState.RUNNING
+
+
 def test_a_start_that_is_too_long_counts_as_an_end() -> None:
     scene = Scene()
     scene.process.is_alive = False
