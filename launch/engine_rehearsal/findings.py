@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from launch.engine_rehearsal.requests import EngineReply, RankLoad, TensorSpec, 
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineUnhealthy
 from sglang_bridge.server.command import RECORDING_RUNNER
+from sglang_bridge.server.nccl import nccl_environment
 from sglang_bridge.server.readiness import require_settings
 from sglang_bridge.settings import ServerPlace, ServerSettings, kv_cache_slots, named_options
 
@@ -71,7 +73,13 @@ def _assumption_findings(
 ) -> Iterator[Finding]:
     engine = Engine(url="the engine", node=0, tp=settings.tp, ep=settings.ep, quantization=None)
     try:
-        require_settings(engine, dict(info), settings.dtype, return_routes=place.return_routes)
+        require_settings(
+            engine,
+            dict(info),
+            settings.dtype,
+            return_routes=place.return_routes,
+            environment=nccl_environment(os.environ, settings),
+        )
     except EngineUnhealthy as error:
         yield Finding("engine", str(error))
     assumptions: dict[str, Any] = {

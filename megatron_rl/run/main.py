@@ -24,7 +24,7 @@ from megatron_rl.run.supervision.shutdown import (
 from megatron_rl.run.supervision.stop_request import StopRequest
 from megatron_rl.run.supervision.supervision import Supervision
 from megatron_rl.run.supervision.watchdog import Watchdog, end_with_torchrun
-from sglang_bridge.server.command import nccl_environment
+from sglang_bridge.server.nccl import nccl_environment
 
 if TYPE_CHECKING:
     from megatron_rl.run.data import RunData
@@ -89,7 +89,8 @@ def _run_to_the_end(configuration: Configuration, supervision: Supervision) -> N
     reported and the data has been read.
     """
     progress = supervision.progress
-    os.environ.update(nccl_environment(os.environ))  # before torch can start NCCL
+    # before torch can start NCCL
+    os.environ.update(nccl_environment(os.environ, configuration.engine))
     data = _read_data(configuration, supervision) if supervision.ranks.rank == 0 else None
     progress.log("importing torch")
     with progress.task("importing torch"):

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from sglang_bridge.server.nccl import nccl_environment
 from sglang_bridge.settings import ServerPlace, ServerSettings, kv_cache_slots
 
 # Without a GPU, SGLang uses its own torch fallbacks and cannot overlap scheduling with a device. It
@@ -92,7 +93,7 @@ def build_environment(
         environment["CUDA_VISIBLE_DEVICES"] = ""
         search.insert(0, str(cpu_shim_path()))
     else:
-        environment |= nccl_environment(parent)
+        environment |= nccl_environment(parent, settings)
     if place.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(
             _devices(place.gpus, parent.get("CUDA_VISIBLE_DEVICES"))
@@ -103,15 +104,6 @@ def build_environment(
     if place.host in _LOOPBACK:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
-
-
-def nccl_environment(parent: Mapping[str, str]) -> dict[str, str]:
-    """NCCL variables that trainer and engines must share, set before either starts NCCL.
-
-    Their common group would hang if one side used cuMem or NVLS buffers and the other did not.
-    SGLang disables both unless its environment sets them.
-    """
-    return {name: parent.get(name, "0") for name in ("NCCL_CUMEM_ENABLE", "NCCL_NVLS_ENABLE")}
 
 
 def _devices(gpus: tuple[int, ...], visible: str | None) -> list[str]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineUnhealthy, RequestFailed
 from sglang_bridge.keys import RunKeys
 from sglang_bridge.server.command import RECORDING_RUNNER
+from sglang_bridge.server.nccl import require_same_nccl
 from sglang_bridge.settings import ServerSettings, unsupported_options
 
 _POLL_SECONDS = 0.5
@@ -82,11 +84,18 @@ def _connection_failure(address: tuple[str, int]) -> str | None:
 
 
 def require_settings(
-    engine: Engine, info: dict[str, Any], dtype: str, *, return_routes: bool
+    engine: Engine,
+    info: dict[str, Any],
+    dtype: str,
+    *,
+    return_routes: bool,
+    environment: Mapping[str, str] | None = None,
 ) -> None:
     """Compare a server's `/server_info` with the declared settings.
 
     It must also run in a way that weight updates support. Raises `EngineUnhealthy`.
+
+    environment: the trainer's; None means this process's.
     """
     if return_routes:
         _require_routes(engine, info)
@@ -110,6 +119,7 @@ def require_settings(
             f"start it with --dtype {dtype}"
         )
     _require_unquantized(engine, info)
+    require_same_nccl(engine, info, os.environ if environment is None else environment)
 
 
 def _require_routes(engine: Engine, info: dict[str, Any]) -> None:

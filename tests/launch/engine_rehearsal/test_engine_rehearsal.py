@@ -13,7 +13,7 @@ import pytest
 
 from launch.engine_rehearsal.__main__ import main, read_options
 from launch.engine_rehearsal.findings import argument_findings, summarize, weight_findings
-from launch.engine_rehearsal.rehearsal import GPUS, ROOT, server_place
+from launch.engine_rehearsal.rehearsal import GPUS, ROOT, Workload, rehearse, server_place
 from launch.engine_rehearsal.requests import EngineReply, EngineRequest, TensorSpec
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
@@ -167,6 +167,18 @@ def test_an_engine_on_h100_starts_as_the_run_assumes_and_keeps_every_weight(
 )
 def test_a_mistake_is_named(findings: Callable[[str], list[str]], name: str, line: str) -> None:
     assert any(line in one for one in findings(name)), findings(name)
+
+
+@pytest.mark.slow
+def test_a_deterministic_engine_of_a_run_has_the_trainers_nccl(
+    configuration: Configuration,
+) -> None:
+    """The run sets the variables that SGLang sets, for the trainer and for the engine."""
+    options = ["--enable-deterministic-inference"]
+    c = replace(configuration, engine=replace(configuration.engine, extra_args=options))
+    rehearsal = rehearse(c, Workload(GPUS["h100"], weights="none"))
+    assert summarize(rehearsal.findings) == []
+    assert any(change.name == "disable_custom_all_reduce" for change in rehearsal.reply.changes)
 
 
 def test_options_of_the_command_are_checked(

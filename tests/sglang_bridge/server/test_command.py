@@ -11,7 +11,6 @@ from sglang_bridge.server.command import (
     build_argv,
     build_environment,
     cpu_shim_path,
-    nccl_environment,
 )
 from sglang_bridge.settings import ServerPlace, ServerSettings
 
@@ -121,15 +120,3 @@ def test_replay_on_gpus_selects_kernels_that_record_routes() -> None:
 def test_seed_reaches_the_engine() -> None:
     assert "--random-seed=7" in argv_of(replace(PLACE, seed=7))
     assert not any("--random-seed" in argument for argument in argv_of())
-
-
-def test_nccl_environment_is_equal_on_both_sides_of_the_weight_group() -> None:
-    """NCCL waits forever when one side uses cuMem or NVLS buffers and the other does not."""
-    assert nccl_environment({}) == {"NCCL_CUMEM_ENABLE": "0", "NCCL_NVLS_ENABLE": "0"}
-    user_environment = {"NCCL_CUMEM_ENABLE": "1", "HOME": "/h"}
-    assert nccl_environment(user_environment) == {
-        "NCCL_CUMEM_ENABLE": "1",
-        "NCCL_NVLS_ENABLE": "0",
-    }, "a user's choice holds"
-    for parent in ({}, user_environment):
-        assert nccl_environment(parent).items() <= environment_of(parent, GPU).items()

@@ -14,6 +14,7 @@ import pytest
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineUnhealthy
 from sglang_bridge.keys import create_keys
+from sglang_bridge.server.nccl import deterministic_environment
 from sglang_bridge.server.ports import choose_port
 from sglang_bridge.server.readiness import require_external_engines
 from sglang_bridge.settings import ServerSettings
@@ -211,6 +212,18 @@ def test_server_with_other_options_passes(server: Any) -> None:
     }
     server.answer = (200, {**INFO, **defaults})
     check(server.server_port)
+
+
+def test_a_deterministic_server_whose_nccl_differs_is_refused(
+    server: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"device": "cuda", "tp_size": 2, "enable_deterministic_inference": True}
+    server.answer = (200, {**INFO, **options})
+    with pytest.raises(EngineUnhealthy, match="NCCL_ALGO=allreduce:tree"):
+        check(server.server_port, tp=2)
+    for name, value in deterministic_environment({}).items():
+        monkeypatch.setenv(name, value)
+    check(server.server_port, tp=2)
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton", "deep_gemm", "flashinfer_trtllm_routed"])
