@@ -12,6 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 _KERNELS = {
     "espo_kernels.token_logprob_entropy.cpu": ("forward", "backward"),
@@ -21,11 +22,22 @@ _KERNELS = {
 }
 
 
+# Modules whose kernels add or gather over ranks
+_COLLECTIVES = (
+    "espo_kernels.token_logprob_entropy.vocabulary",
+    "espo_kernels.espo_policy_loss.inputs",
+)
+
+
 def install_kernels() -> None:
     """Serve tensors of the device by the CPU's kernels, on the same bytes."""
     import importlib
 
     from espo_kernels import backends
+
+    for module_name in _COLLECTIVES:
+        module: Any = importlib.import_module(module_name)
+        module.dist = _DeviceCollectives()
 
     library: Any = backends
     fastest_backend = backends._fastest_backend
@@ -39,6 +51,35 @@ def install_kernels() -> None:
         module = importlib.import_module(module_name)
         for name in names:
             setattr(module, name, on_device(getattr(module, name)))
+
+
+class _DeviceCollectives:
+    """`torch.distributed` for a kernel that has the device's bytes as tensors of the CPU.
+
+    Such a tensor goes to groups of the device as a tensor of the device, on the same bytes.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+    def all_gather(
+        self, outputs: list[torch.Tensor], tensor: torch.Tensor, group: dist.ProcessGroup
+    ) -> None:
+        dist.all_gather(
+            [_for_group(output, group) for output in outputs],
+            _for_group(tensor, group),
+            group=group,
+        )
+
+    def all_reduce(self, tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
+        dist.all_reduce(_for_group(tensor, group), group=group)
+
+
+def _for_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    if tensor.is_cuda or dist.get_backend(group) != dist.Backend.NCCL:
+        return tensor
+    moved: torch.Tensor = torch.ops.pretended_device.as_device(tensor)
+    return moved
 
 
 def on_device(kernel: Callable[..., Any]) -> Callable[..., Any]:

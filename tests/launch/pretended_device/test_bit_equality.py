@@ -1,7 +1,8 @@
 """A real worker on the pretended device computes what it computes on the CPU, bit for bit.
 
 It builds the model, loads weights, trains with replay, recomputation, clipping and Adam, saves,
-resumes and exports. A daily job runs EP2 in bfloat16 and PP2 in float32.
+resumes and exports. A daily job runs EP2 in bfloat16 and PP2 in float32, a nightly one the other
+dtypes, TP2 with sequence parallelism, and CP2.
 """
 
 import os
@@ -16,8 +17,14 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = "tests.launch.pretended_device.worker_cases"
-DAILY = {2: ("ep2-bfloat16", "pp2-float32")}
-NIGHTLY = {1: ("single-float32", "single-bfloat16"), 2: ("ep2-float32", "pp2-bfloat16")}
+# Numbers of ranks, and cases that one start of them runs
+DAILY = ((2, ("ep2-bfloat16", "pp2-float32")),)
+NIGHTLY = (
+    (1, ("single-float32", "single-bfloat16")),
+    (2, ("ep2-float32", "pp2-bfloat16")),
+    (2, ("tp2-float32", "tp2-bfloat16")),
+    (2, ("cp2-float32", "cp2-bfloat16")),
+)
 
 pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
@@ -62,13 +69,13 @@ def results(directory: Path, cases: tuple[str, ...], case: str, rank: int) -> li
 def all_cases() -> list[Any]:
     daily = [
         pytest.param(cases, case, rank, id=f"{case}-{rank}")
-        for ranks, cases in DAILY.items()
+        for ranks, cases in DAILY
         for case in cases
         for rank in range(ranks)
     ]
     nightly = [
         pytest.param(cases, case, rank, id=f"{case}-{rank}", marks=pytest.mark.nightly)
-        for ranks, cases in NIGHTLY.items()
+        for ranks, cases in NIGHTLY
         for case in cases
         for rank in range(ranks)
     ]

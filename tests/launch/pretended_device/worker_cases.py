@@ -38,6 +38,8 @@ LAYOUTS = {
     "single": ("parallel=single",),
     "ep2": ("parallel=ep2",),
     "pp2": ("parallel=pp2",),
+    "tp2": ("parallel.tp=2", "parallel.sequence_parallel=true"),
+    "cp2": ("parallel.cp=2",),
 }
 
 
