@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from abc import abstractmethod
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -21,16 +22,16 @@ from megatron_rl.models.tokenizer import Tokenizer
 class Environment(Protocol):
     """Decides what happens in an episode. A user-defined environment needs the method `play`.
 
-    It may inherit from this class. Many calls of `play` run at the same time in one event loop:
-    keep the state of an episode in local variables, and move blocking work to a thread or a child
-    process.
+    It may inherit from this class. It runs in a process of its own beside the collector. Many
+    calls of `play` run there at the same time in one event loop: keep the state of an episode in
+    local variables, and move blocking work to a thread or a child process.
 
     If it adds messages of a chat with `episode.observe_messages`, the class names their roles, such
     as `chat_roles = ("tool",)`.
 
     `environment.timeout_s` cancels a call that takes too long between two responses. Let it end
-    then: a call that goes on is abandoned, and too many of them end the run
-    (`rollout.max_abandoned_calls`).
+    then: the process of a call that goes on is killed and replaced. Other episodes that ran in it
+    begin again. Too many of these calls end the run (`rollout.max_abandoned_calls`).
     """
 
     @abstractmethod
@@ -73,12 +74,31 @@ def open_chat_turns(
     Raises `TemplateRerenders` if the model's chat template cannot append them, and `PluginError`
     for `chat_roles` that are no roles.
     """
+    return open_role_turns(read_chat_roles(environment), model_path, tokenizer)
+
+
+def open_role_turns(
+    roles: Sequence[str], model_path: Path, tokenizer: Tokenizer
+) -> ChatTurns | None:
+    """Open the renderer of messages of these roles, None without roles.
+
+    Raises `TemplateRerenders`.
+    """
+    return ChatTurns(ChatTemplate(model_path), tokenizer, roles) if roles else None
+
+
+def read_chat_roles(environment: Environment) -> tuple[str, ...]:
+    """Return the roles of an environment's messages. Raises `PluginError` for other values."""
     roles = getattr(environment, "chat_roles", ())
-    if isinstance(roles, str) or not all(isinstance(role, str) for role in roles):
+    try:
+        is_valid = not isinstance(roles, str) and all(isinstance(role, str) for role in roles)
+    except TypeError:
+        is_valid = False
+    if not is_valid:
         raise PluginError(
             f"environment.name: chat_roles={roles!r} must be a tuple of roles, such as ('tool',)"
         )
-    return ChatTurns(ChatTemplate(model_path), tokenizer, roles) if roles else None
+    return tuple(roles)
 
 
 def for_evaluation(environment: Environment) -> Environment:

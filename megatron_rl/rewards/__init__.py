@@ -1,7 +1,14 @@
 """Scoring of responses: scorers share one interface, and a runner calls them."""
 
 from megatron_rl.rewards.exact_match import ExactMatch
-from megatron_rl.rewards.runner import RewardRunner
+from megatron_rl.rewards.runner import RewardRunner, ScorerInThisProcess
 from megatron_rl.rewards.scorer import Scorer, open_answer_check, open_scorer
 
-__all__ = ["ExactMatch", "RewardRunner", "Scorer", "open_answer_check", "open_scorer"]
+__all__ = [
+    "ExactMatch",
+    "RewardRunner",
+    "Scorer",
+    "ScorerInThisProcess",
+    "open_answer_check",
+    "open_scorer",
+]

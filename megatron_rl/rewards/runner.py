@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -15,9 +16,9 @@ from megatron_rl.contracts.plugins import error_location, error_text
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rewards.user_calls import Ending, Outcome, TimeLimit, UserCalls
+from megatron_rl.rewards.user_calls import Ending, Outcome, TimeLimit, call_with_limit
 
-# Reason of a verdict that is missing because its scorer ignored its cancellation
+# Reason of a verdict that is missing because its scorer ignored its cancellation and was killed
 ABANDONED = "timeout: the scorer ignored its cancellation"
 MAX_REASON_LENGTH = 200
 _MAX_ANSWER_LENGTH = 1000
@@ -26,25 +27,43 @@ _MAX_ANSWER_LENGTH = 1000
 _MAX_MAGNITUDE = 1e6
 
 
+class ScorerCalls(Protocol):
+    """Calls of one scorer: in this process, or in another one."""
+
+    async def score(
+        self, prompt: Prompt, text: str, finish_reason: FinishReason, *, subject: str
+    ) -> Outcome[Verdict]:
+        """Score one response. subject: names it in warnings."""
+        ...
+
+
+class ScorerInThisProcess:
+    """Calls a scorer of this project, which cannot block or ignore its cancellation.
+
+    timeout_s: seconds for one response.
+    """
+
+    def __init__(self, scorer: Scorer, *, timeout_s: float) -> None:
+        self._scorer = scorer
+        self._timeout_s = timeout_s
+
+    async def score(
+        self, prompt: Prompt, text: str, finish_reason: FinishReason, *, subject: str
+    ) -> Outcome[Verdict]:
+        """Score one response. Cancelling this cancels the scorer."""
+        call = partial(self._scorer.score, prompt, text, finish_reason)
+        return await call_with_limit(call, TimeLimit(self._timeout_s))
+
+
 class RewardRunner:
     """Calls a scorer and checks its results.
 
-    calls: awaits the calls of the scorer.
-    timeout_s: seconds for one response. A scorer that takes longer gives no reward.
+    calls: those of the scorer. One that is over its time gives no reward.
     hide_values: leaves secret values out of the reason for a missing reward.
     """
 
-    def __init__(
-        self,
-        scorer: Scorer,
-        *,
-        calls: UserCalls,
-        timeout_s: float,
-        hide_values: Callable[[str], str] = str,
-    ) -> None:
-        self._scorer = scorer
+    def __init__(self, calls: ScorerCalls, *, hide_values: Callable[[str], str] = str) -> None:
         self._calls = calls
-        self._timeout_s = timeout_s
         self._hide_values = hide_values
 
     async def score(
@@ -55,19 +74,23 @@ class RewardRunner:
         Any number of calls may run at the same time. Cancelling a call cancels its scorer.
 
         subject: names the response in warnings.
-        Raises `TooManyAbandoned`.
+        Raises `PluginError` if the scorer's process fails too often.
         """
         start = time.perf_counter()
-        outcome = await self._calls.run(
-            partial(self._scorer.score, prompt, text, finish_reason),
-            TimeLimit(self._timeout_s),
-            subject=subject,
-        )
-        verdict = _verdict(outcome)
-        # Before the reason is cut off, which could leave a part of a value
-        reason = make_encodable(self._hide_values(verdict.reason), MAX_REASON_LENGTH)
-        seconds = time.perf_counter() - start
-        return msgspec.structs.replace(verdict, reason=reason, seconds=seconds)
+        outcome = await self._calls.score(prompt, text, finish_reason, subject=subject)
+        verdict = make_verdict(outcome, self._hide_values)
+        return msgspec.structs.replace(verdict, seconds=time.perf_counter() - start)
+
+
+def make_verdict(outcome: Outcome[Verdict], hide_values: Callable[[str], str]) -> Verdict:
+    """Return the verdict of a call, which has no reward if the call failed or gave a wrong one.
+
+    It can be encoded, and its texts have a limited length.
+    """
+    verdict = _verdict(outcome)
+    # Before the reason is cut off, which could leave a part of a value
+    reason = make_encodable(hide_values(verdict.reason), MAX_REASON_LENGTH)
+    return msgspec.structs.replace(verdict, reason=reason)
 
 
 def _verdict(outcome: Outcome[Verdict]) -> Verdict:

@@ -18,13 +18,14 @@ from megatron_rl.rewards.exact_match import ExactMatch
 class Scorer(Protocol):
     """Scores one response at a time. A user-defined scorer needs both methods.
 
-    It may inherit from this class. Many calls of `score` run at the same time in one interpreter.
-    A call may await anything that can be cancelled. Work that blocks the interpreter belongs in a
-    child process that the scorer kills on cancellation: a thread cannot be stopped, and
-    `reward.timeout_s` ends only calls that are awaiting.
+    It may inherit from this class. Calls of `score` run in a process of their own beside the
+    collector, and many of them at the same time in one event loop. A call may await anything that
+    can be cancelled. Work that blocks the interpreter delays all other calls: move it to a child
+    process that the scorer kills on cancellation, because a thread cannot be stopped.
 
-    Let a call end when it is cancelled: a bare `except:` would catch the cancellation. A call that
-    goes on is abandoned after some seconds, and too many of them end the run
+    Let a call end when it is cancelled: a bare `except:` would catch the cancellation. The process
+    of a call that goes on is killed and replaced, with all processes that it has started. The other
+    calls that ran in it are made again. Too many of these calls end the run
     (`rollout.max_abandoned_calls`).
     """
 

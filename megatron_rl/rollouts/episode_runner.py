@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,32 +20,33 @@ from megatron_rl.contracts.plugins import hide_values
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.routes import RouteError
-from megatron_rl.environments.environment import (
-    for_evaluation,
-    open_chat_turns,
-    open_environment,
-)
+from megatron_rl.environments.environment import open_role_turns
 from megatron_rl.environments.episode import Episode, EpisodeRules
 from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.models.tokenizer import Tokenizer
-from megatron_rl.rewards import RewardRunner, open_scorer
+from megatron_rl.rewards import RewardRunner
 from megatron_rl.rewards.runner import MAX_REASON_LENGTH, describe_failure, make_encodable
-from megatron_rl.rewards.user_calls import Ending, Outcome, TimeLimit, UserCalls
+from megatron_rl.rewards.user_calls import Ending, Outcome, TimeLimit
 from megatron_rl.rollouts.engine_pool import EnginePool, RequestForm
 from megatron_rl.rollouts.messages import (
     ENGINE_FAILURE,
     ENVIRONMENT_ABANDONED,
     ENVIRONMENT_FAILURE,
     EXPIRED,
-    CallAbandoned,
     Configure,
     FromCollector,
     GroupRequest,
 )
 from megatron_rl.rollouts.rejections import NO_VERDICT
+from megatron_rl.rollouts.user_process.attempts import EpisodeAttempt
+from megatron_rl.rollouts.user_process.remote_class import UserCodeError
+from megatron_rl.rollouts.user_process.user_classes import UserClasses
 from sglang_bridge.client import RequestExpired
 from sglang_bridge.errors import EngineError
 from sglang_bridge.generation import Generation, GenerationRejected
+
+# Tokens of an episode that began again, because another one had ended the environment's process
+RESTARTED = "environment_restarted"
 
 _log = logging.getLogger(__name__)
 
@@ -101,20 +101,12 @@ class EpisodeRunner:
         self._report = report
         self._threads = threads
         self._tokenizer = Tokenizer.from_directory(configuration.model_path)
-        self._environment = open_environment(configuration.environment)
-        self._chat_turns = open_chat_turns(
-            self._environment, Path(configuration.model_path), self._tokenizer
+        self._user_classes = UserClasses(configuration, report)
+        self._chat_turns = open_role_turns(
+            self._user_classes.chat_roles, Path(configuration.model_path), self._tokenizer
         )
-        self._environment_calls = self._open_calls(
-            f"environment.name={configuration.environment.name}"
-        )
-        self._rewards = RewardRunner(
-            open_scorer(configuration.reward),
-            calls=self._open_calls(f"reward.name={configuration.reward.name}"),
-            timeout_s=configuration.reward.timeout_s,
-            hide_values=self._hide_values,
-        )
-        self._engines = EnginePool(
+        self._rewards = RewardRunner(self._user_classes.scorer, hide_values=self._hide_values)
+        self.engines = EnginePool(
             configuration.engines,
             configuration.engine,
             RequestForm(
@@ -132,16 +124,22 @@ class EpisodeRunner:
         """Run one episode and return its rollout with a verdict, or why there is none.
 
         index: place of the rollout in its group.
-        Raises `TooManyAbandoned`.
+        Raises `PluginError` if a user-defined class fails too often.
         """
-        # The limit covers the environment alone: responses have deadlines of their own.
-        limit = TimeLimit(self._configuration.environment.timeout_s)
-        episode = self._open_episode(request, index, limit)
-        environment = for_evaluation(self._environment) if request.evaluation else self._environment
+        episodes: list[Episode] = []
+
+        def open_attempt() -> EpisodeAttempt:
+            # The limit covers the environment alone: responses have deadlines of their own.
+            limit = TimeLimit(self._configuration.environment.timeout_s)
+            episodes.append(self._open_episode(request, index, limit))
+            return EpisodeAttempt(limit, episodes[-1])
+
         subject = f"group {request.group_id}, rollout {index}"
-        outcome = await self._environment_calls.run(
-            partial(environment.play, episode), limit, subject=subject
+        outcome = await self._user_classes.environment.play(
+            open_attempt, is_evaluation=request.evaluation, subject=subject
         )
+        *lost_episodes, episode = episodes
+        episode.rejected_tokens += _tokens_of(lost_episodes)
         if outcome.ending is not Ending.RETURNED:
             return self._reject(episode, *self._describe(outcome), outcome.error)
         try:
@@ -159,15 +157,9 @@ class EpisodeRunner:
         )
 
     async def close(self) -> None:
-        """Close the connections to the engines."""
-        await self._engines.close()
-
-    def _open_calls(self, name: str) -> UserCalls:
-        async def warn(text: str) -> None:
-            await self._report(CallAbandoned(text))
-
-        limit = self._configuration.rollout.max_abandoned_calls
-        return UserCalls(name, max_abandoned=limit, report=warn)
+        """Close the connections to the engines, and end the processes of user-defined classes."""
+        await self._user_classes.close()
+        await self.engines.close()
 
     def _open_episode(self, request: GroupRequest, index: int, limit: TimeLimit) -> Episode:
         """Open an episode.
@@ -186,7 +178,7 @@ class EpisodeRunner:
                 await asyncio.get_running_loop().create_future()
             limit.pause()
             try:
-                return await self._engines.generate(
+                return await self.engines.generate(
                     token_ids,
                     sampling,
                     rid=rollout_id,
@@ -242,7 +234,7 @@ class EpisodeRunner:
     def _log_first(self, reason: str, text: str, error: BaseException | None = None) -> None:
         if reason not in self._logged_reasons:
             self._logged_reasons.add(reason)
-            trace = "".join(traceback.format_exception(error)) if error is not None else ""
+            trace = "" if error is None else _trace_of(error)
             _log.warning(
                 "%s; others like it are only counted\n%s",
                 self._hide_values(text),
@@ -266,7 +258,23 @@ def _describe_error(error: BaseException) -> tuple[str, str]:
             return EXPIRED, ""
         case EngineError():
             return ENGINE_FAILURE, ""
+        case UserCodeError():
+            return ENVIRONMENT_FAILURE, str(error)
     return ENVIRONMENT_FAILURE, describe_failure(error)
+
+
+def _trace_of(error: BaseException) -> str:
+    if isinstance(error, UserCodeError):
+        return error.trace
+    return "".join(traceback.format_exception(error))
+
+
+def _tokens_of(lost_episodes: Sequence[Episode]) -> Counter[str]:
+    """Count the tokens of episodes that began again, by the reason why they are not used."""
+    tokens = Counter[str]()
+    for episode in lost_episodes:
+        tokens += episode.rejected_tokens + Counter({RESTARTED: episode.sampled_tokens})
+    return tokens
 
 
 def _response_seed(run_seed: int, rollout_id: str, turn: int) -> int:

@@ -17,8 +17,7 @@ from megatron_rl.environments.episode import Episode
 from megatron_rl.losses import ResponseTokens, open_loss
 from megatron_rl.models.families import read_shape
 from megatron_rl.prompts.factory import open_prompts
-from megatron_rl.rewards import RewardRunner, open_scorer
-from megatron_rl.rewards.user_calls import UserCalls
+from megatron_rl.rewards import RewardRunner, ScorerInThisProcess, open_scorer
 from tests.support.scripted_model import (
     CHECKPOINT,
     PROMPT,
@@ -51,8 +50,7 @@ def test_my_reward_scores_texts() -> None:
     name = "my_reward:CorrectAndShort"
     settings = RewardSettings(name=name, options={"limit": 4, "penalty": 0.5})
     scorer = open_scorer(settings)
-    calls = UserCalls(f"reward.name={name}", max_abandoned=1)
-    runner = RewardRunner(scorer, calls=calls, timeout_s=settings.timeout_s)
+    runner = RewardRunner(ScorerInThisProcess(scorer, timeout_s=settings.timeout_s))
     prompt = Prompt(id="p", token_ids=(1,), answer="046", task="t")
 
     def score(

@@ -12,8 +12,7 @@ import pytest
 from megatron_rl.contracts.group import Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
-from megatron_rl.rewards import RewardRunner
-from megatron_rl.rewards.user_calls import UserCalls
+from megatron_rl.rewards import RewardRunner, ScorerInThisProcess
 
 PROMPT = Prompt(id="p", token_ids=(1,), answer="1", task="t")
 
@@ -82,8 +81,7 @@ class ScriptedScorer:
 
 
 def open_runner(scorer: ScriptedScorer, timeout_s: float) -> RewardRunner:
-    calls = UserCalls("reward.name=scripted", max_abandoned=1)
-    return RewardRunner(scorer, calls=calls, timeout_s=timeout_s)
+    return RewardRunner(ScorerInThisProcess(scorer, timeout_s=timeout_s))
 
 
 def score(*texts: str, timeout_s: float = 0.2) -> tuple[list[Verdict], ScriptedScorer]:

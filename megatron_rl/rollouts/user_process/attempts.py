@@ -1,0 +1,162 @@
+"""Calls in a process, and what the collector does for them while they run."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.rollout import FinishReason
+from megatron_rl.environments.episode import Episode
+from megatron_rl.rewards.user_calls import Outcome, TimeLimit
+from megatron_rl.rollouts.user_process.messages import (
+    ActionError,
+    DemonstrateAction,
+    EpisodeState,
+    ObserveAction,
+    ObserveMessagesAction,
+    PlayCall,
+    QuickAction,
+    RespondAction,
+    ScoreCall,
+    ToProcess,
+    WithdrawAction,
+)
+
+Answer = Callable[[EpisodeState], None]
+
+
+class Attempt:
+    """One attempt of a call. limit: its time, which begins when its code begins to run."""
+
+    def __init__(self, limit: TimeLimit) -> None:
+        self.limit = limit
+
+    def message(self, call: int) -> ToProcess:
+        """Return the message that makes the call."""
+        raise NotImplementedError
+
+    def respond(self, action: RespondAction, answer: Answer) -> None:
+        """Let the model respond, and answer later. Only an environment requests it."""
+
+    def perform(self, action: QuickAction) -> EpisodeState | None:
+        """Perform an action of the environment, and return the answer."""
+        return None
+
+    def error_of(self, action: int) -> Exception | None:
+        """Return the exception of an action, None for other numbers."""
+        return None
+
+    def close(self) -> None:
+        """End what still runs for the attempt."""
+
+
+class ScoreAttempt(Attempt):
+    """One attempt to score a response."""
+
+    def __init__(
+        self, limit: TimeLimit, prompt: Prompt, text: str, finish_reason: FinishReason
+    ) -> None:
+        super().__init__(limit)
+        self._prompt = prompt
+        self._text = text
+        self._finish_reason = finish_reason
+
+    def message(self, call: int) -> ToProcess:
+        return ScoreCall(
+            call=call, prompt=self._prompt, text=self._text, finish_reason=self._finish_reason
+        )
+
+
+class EpisodeAttempt(Attempt):
+    """One attempt to play an episode. A further attempt has an episode of its own."""
+
+    def __init__(self, limit: TimeLimit, episode: Episode) -> None:
+        super().__init__(limit)
+        self.episode = episode
+        self._errors: dict[int, Exception] = {}
+        self._responses: dict[int, asyncio.Task[None]] = {}
+
+    def message(self, call: int) -> ToProcess:
+        return PlayCall(call=call, prompt=self.episode.prompt)
+
+    def respond(self, action: RespondAction, answer: Answer) -> None:
+        task = asyncio.create_task(self._respond(action, answer))
+        self._responses[action.action] = task
+        task.add_done_callback(lambda task: self._responses.pop(action.action))
+
+    def perform(self, action: QuickAction) -> EpisodeState:
+        try:
+            match action:
+                case WithdrawAction():
+                    if action.action in self._responses:
+                        self._responses[action.action].cancel()
+                case ObserveAction():
+                    self.episode.observe(action.text)
+                case ObserveMessagesAction():
+                    self.episode.observe_messages(action.messages)
+                case DemonstrateAction():
+                    self.episode.demonstrate(action.text)
+        except Exception as error:
+            return self._state(action.call, action.action, error)
+        return self._state(action.call, action.action)
+
+    def error_of(self, action: int) -> Exception | None:
+        return self._errors.get(action)
+
+    def close(self) -> None:
+        for task in self._responses.values():
+            task.cancel()
+
+    async def _respond(self, action: RespondAction, answer: Answer) -> None:
+        try:
+            await self.episode.respond()
+        except Exception as error:
+            answer(self._state(action.call, action.action, error))
+        else:
+            answer(self._state(action.call, action.action))
+
+    def _state(self, call: int, action: int, error: Exception | None = None) -> EpisodeState:
+        description = None
+        if error is not None:
+            self._errors[action] = error
+            description = ActionError(
+                kind=_kind_of(error), message=str(error), reason=getattr(error, "reason", "")
+            )
+        return EpisodeState(
+            call=call,
+            action=action,
+            text=self.episode.text,
+            finish_reason=self.episode.finish_reason,
+            sampled_tokens=self.episode.sampled_tokens,
+            rejected_tokens=dict(self.episode.rejected_tokens),
+            error=description,
+        )
+
+
+def _kind_of(error: Exception) -> str:
+    """Return the class of an exception that an environment may tell from others."""
+    names = [kind.__name__ for kind in type(error).__mro__]
+    kinds = ("RequestExpired", "EngineError", "RolloutRejected", "RouteError", "GenerationRejected")
+    others = ("UnknownText", "ValueError", names[0])
+    return next(kind for kind in (*kinds, *others) if kind in names)
+
+
+@dataclass(eq=False)
+class RunningCall:
+    """A call in the process.
+
+    subject: names what it works on. end: its outcome, or None if it has to be made again.
+    has_started: whether its code has run. cancel_time: of its cancellation, on the monotonic clock.
+    is_blameless: False if it may have ended the process.
+    """
+
+    number: int
+    attempt: Attempt
+    subject: str
+    end: asyncio.Future[Outcome[Any] | None]
+    has_started: bool = False
+    cancel_time: float | None = None
+    is_blameless: bool = True

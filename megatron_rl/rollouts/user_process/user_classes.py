@@ -1,0 +1,154 @@
+"""The scorer and the environment of a collector: user-defined ones are in processes."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Awaitable, Callable
+from typing import Any, Protocol
+
+from megatron_rl.config.schema import EnvironmentSettings, RewardSettings
+from megatron_rl.contracts.group import Verdict
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.rollout import FinishReason
+from megatron_rl.environments.environment import (
+    Environment,
+    for_evaluation,
+    open_environment,
+)
+from megatron_rl.rewards import ScorerInThisProcess, open_scorer
+from megatron_rl.rewards.runner import ScorerCalls
+from megatron_rl.rewards.user_calls import Outcome, TimeLimit, call_with_limit
+from megatron_rl.rollouts.messages import CallAbandoned, Configure, FromCollector
+from megatron_rl.rollouts.user_process.attempts import EpisodeAttempt, ScoreAttempt
+from megatron_rl.rollouts.user_process.memory_limit import limit_in_bytes
+from megatron_rl.rollouts.user_process.messages import OpenClass
+from megatron_rl.rollouts.user_process.remote_class import RemoteClass, UserClassLimits
+
+OpenAttempt = Callable[[], EpisodeAttempt]
+
+
+class EnvironmentCalls(Protocol):
+    """Calls of one environment: in this process, or in another one."""
+
+    async def play(
+        self, open_attempt: OpenAttempt, *, is_evaluation: bool, subject: str
+    ) -> Outcome[None]:
+        """Play an episode of `open_attempt`, or several one after the other until one ends.
+
+        subject: names the rollout in warnings.
+        """
+        ...
+
+
+class EnvironmentInThisProcess:
+    """Calls an environment of this project, which cannot block or ignore its cancellation."""
+
+    def __init__(self, environment: Environment) -> None:
+        self._environment = environment
+
+    async def play(
+        self, open_attempt: OpenAttempt, *, is_evaluation: bool, subject: str
+    ) -> Outcome[None]:
+        environment = for_evaluation(self._environment) if is_evaluation else self._environment
+        attempt = open_attempt()
+        return await call_with_limit(lambda: environment.play(attempt.episode), attempt.limit)
+
+
+class EnvironmentInProcess:
+    """Calls a user-defined environment. Its episodes may begin several times."""
+
+    def __init__(self, remote_class: RemoteClass) -> None:
+        self._remote_class = remote_class
+
+    async def play(
+        self, open_attempt: OpenAttempt, *, is_evaluation: bool, subject: str
+    ) -> Outcome[None]:
+        return await self._remote_class.run(open_attempt, subject=subject)
+
+
+class ScorerInProcess:
+    """Calls a user-defined scorer. timeout_s: seconds for one response."""
+
+    def __init__(self, remote_class: RemoteClass, *, timeout_s: float) -> None:
+        self._remote_class = remote_class
+        self._timeout_s = timeout_s
+
+    async def score(
+        self, prompt: Prompt, text: str, finish_reason: FinishReason, *, subject: str
+    ) -> Outcome[Verdict]:
+        """Score one response. Cancelling this cancels the scorer."""
+
+        def open_attempt() -> ScoreAttempt:
+            return ScoreAttempt(TimeLimit(self._timeout_s), prompt, text, finish_reason)
+
+        return await self._remote_class.run(open_attempt, subject=subject)
+
+
+class UserClasses:
+    """The scorer and the environment of a collector.
+
+    chat_roles: roles of the messages that a user-defined environment adds. Others add none.
+    report: sends a message to rank 0.
+
+    Blocks until both are constructed. Raises `PluginError`.
+    """
+
+    def __init__(
+        self, configuration: Configure, report: Callable[[FromCollector], Awaitable[None]]
+    ) -> None:
+        self._configuration = configuration
+        self._report = report
+        self._remote_classes: list[RemoteClass] = []
+        try:
+            scorer = self._start_scorer(configuration.reward)
+            environment = self._start_environment(configuration.environment)
+            self.chat_roles = self._wait_until_open()
+        except BaseException:
+            for remote_class in self._remote_classes:
+                remote_class.end_now()
+            raise
+        self.scorer = scorer
+        self.environment = environment
+
+    async def close(self) -> None:
+        """End the processes."""
+        await asyncio.gather(*(remote_class.close() for remote_class in self._remote_classes))
+
+    def _start_scorer(self, settings: RewardSettings) -> ScorerCalls:
+        if ":" not in settings.name:
+            return ScorerInThisProcess(open_scorer(settings), timeout_s=settings.timeout_s)
+        remote_class = self._start(
+            f"reward.name={settings.name}", settings.timeout_s, reward=settings
+        )
+        return ScorerInProcess(remote_class, timeout_s=settings.timeout_s)
+
+    def _start_environment(self, settings: EnvironmentSettings) -> EnvironmentCalls:
+        if ":" not in settings.name:
+            return EnvironmentInThisProcess(open_environment(settings))
+        remote_class = self._start(
+            f"environment.name={settings.name}", settings.timeout_s, environment=settings
+        )
+        return EnvironmentInProcess(remote_class)
+
+    def _wait_until_open(self) -> tuple[str, ...]:
+        """Wait for both classes, and return the roles of a user-defined environment."""
+        roles = [remote_class.wait_until_open() for remote_class in self._remote_classes]
+        return tuple(role for names in roles for role in names)
+
+    def _start(self, name: str, timeout_s: float, **sections: Any) -> RemoteClass:
+        rollout = self._configuration.rollout
+
+        async def warn(text: str) -> None:
+            await self._report(CallAbandoned(text))
+
+        limits = UserClassLimits(
+            timeout_s=timeout_s,
+            open_timeout_s=self._configuration.open_timeout_s,
+            memory=limit_in_bytes(rollout.user_memory_gb),
+            max_abandoned=rollout.max_abandoned_calls,
+        )
+        settings = OpenClass(search_path=tuple(sys.path), **sections)
+        remote_class = RemoteClass(name, settings, limits, report=warn)
+        self._remote_classes.append(remote_class)
+        return remote_class

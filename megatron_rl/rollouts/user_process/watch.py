@@ -1,0 +1,111 @@
+"""Watches one process of a user-defined class: its heartbeat, its memory, and slow calls."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from megatron_rl.records.reminder import FIRST_SECONDS
+from megatron_rl.rollouts.user_process.attempts import RunningCall
+from megatron_rl.rollouts.user_process.process import UserProcess
+
+_CHECK_SECONDS = 0.25
+# The shortest times between lines about slow calls: in the log of the collector, and for rank 0
+_LOG_SECONDS = 60.0
+_REPORT_SECONDS = 600.0
+
+
+class Warn(Protocol):
+    """Writes a warning to the log, and sends it to rank 0 if it has to."""
+
+    def __call__(self, text: str, *, to_rank_0: bool = True) -> None: ...
+
+
+class ProcessWatch:
+    """Ends a process that is silent for too long or uses too much memory, and names slow calls.
+
+    calls: those that the process has, by number. max_silence_s: seconds without a message.
+    end: ends the process, given the reason.
+    """
+
+    def __init__(
+        self,
+        process: UserProcess,
+        calls: Mapping[int, RunningCall],
+        *,
+        max_silence_s: float,
+        end: Callable[[str], None],
+        warn: Warn,
+    ) -> None:
+        self.silence_seconds = 0.0
+        self._process = process
+        self._calls = calls
+        self._max_silence_s = max_silence_s
+        self._end = end
+        self._warn = warn
+        self._task: asyncio.Task[None] | None = None
+        self._next_line = FIRST_SECONDS
+        self._last_log = self._last_report = -math.inf
+
+    def start(self) -> None:
+        """Begin to watch."""
+        self._task = asyncio.create_task(self._work())
+
+    def stop(self) -> None:
+        """End watching."""
+        if self._task is not None:
+            self._task.cancel()
+
+    def hear(self) -> None:
+        """Note that the process has sent a message."""
+        self.silence_seconds = 0.0
+
+    async def _work(self) -> None:
+        last = time.monotonic()
+        while True:
+            await asyncio.sleep(_CHECK_SECONDS)
+            now = time.monotonic()
+            # While this process itself was suspended, it could hear nothing.
+            self.silence_seconds += min(now - last, 2 * _CHECK_SECONDS)
+            last = now
+            if self.silence_seconds > self._max_silence_s:
+                self._end(f"its event loop was blocked for {self.silence_seconds:.0f} s")
+                return
+            excess = await asyncio.to_thread(self._process.excess_memory)
+            if excess is not None:
+                self._end(f"it {excess}")
+                return
+            self._name_slow_calls(now)
+
+    def _name_slow_calls(self, now: float) -> None:
+        """Say at growing intervals for which call everything waits."""
+        slowest = max(
+            self._calls.values(), key=lambda call: call.attempt.limit.seconds, default=None
+        )
+        seconds = 0.0 if slowest is None else slowest.attempt.limit.seconds
+        is_blocked = self.silence_seconds >= FIRST_SECONDS
+        longest = max(seconds, self.silence_seconds)
+        if longest < FIRST_SECONDS:
+            self._next_line = FIRST_SECONDS
+            return
+        is_first = self._next_line == FIRST_SECONDS
+        if longest < self._next_line or (is_first and now - self._last_log < _LOG_SECONDS):
+            return
+        self._next_line = longest + min(longest, _REPORT_SECONDS)
+        self._last_log = now
+        if is_blocked:
+            blocker = self._calls.get(self._process.current.get())
+            subject = "" if blocker is None else f" by {blocker.subject}"
+            text = f"its process is blocked{subject} for {self.silence_seconds:.0f} s"
+        else:
+            assert slowest is not None
+            text = f"{slowest.subject} takes {seconds:.0f} s"
+        is_due = is_blocked or now - self._last_report >= _REPORT_SECONDS
+        if is_due:
+            self._last_report = now
+        self._warn(
+            f"{self._process.name}: {text}; {len(self._calls)} calls run or wait", to_rank_0=is_due
+        )

@@ -1,0 +1,116 @@
+"""Opens user-defined classes in processes, and makes calls, as a collector does."""
+
+import asyncio
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from megatron_rl.config.schema import RewardSettings
+from megatron_rl.contracts.group import Verdict
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.rollout import FinishReason
+from megatron_rl.rewards import RewardRunner
+from megatron_rl.rollouts.user_process.messages import OpenClass
+from megatron_rl.rollouts.user_process.remote_class import RemoteClass, UserClassLimits
+from megatron_rl.rollouts.user_process.user_classes import ScorerInProcess
+
+PROMPT = Prompt(id="p", token_ids=(1,), answer="1", task="t")
+GIGABYTE = 10**9
+
+
+@dataclass
+class Results:
+    """Verdicts of calls by text, and what happened.
+
+    seconds: from the calls to the last verdict. warnings: those for rank 0.
+    """
+
+    verdicts: dict[str, Verdict] = field(default_factory=dict)
+    seconds: float = 0.0
+    warnings: list[str] = field(default_factory=list)
+
+    def reason(self, text: str) -> str:
+        """Return why a call has no reward."""
+        verdict = self.verdicts[text]
+        assert verdict.reward is None
+        return verdict.reason
+
+
+def score_in_process(
+    name: str,
+    *texts: str,
+    timeout_s: float = 0.5,
+    memory: int = 16 * GIGABYTE,
+    max_abandoned: int = 100,
+    then: tuple[str, ...] = ("after",),
+    open_timeout_s: float = 60.0,
+) -> Results:
+    """Score these texts at the same time, and then others one after the other.
+
+    All processes have ended when this returns.
+    """
+    results = Results()
+
+    async def report(text: str) -> None:
+        results.warnings.append(text)
+
+    async def run() -> None:
+        settings = RewardSettings(name=name)
+        limits = UserClassLimits(
+            timeout_s=timeout_s,
+            open_timeout_s=open_timeout_s,
+            memory=memory,
+            max_abandoned=max_abandoned,
+        )
+        opening = OpenClass(search_path=tuple(sys.path), reward=settings)
+        remote_class = RemoteClass(f"reward.name={name}", opening, limits, report=report)
+        try:
+            remote_class.wait_until_open()
+        except BaseException:
+            remote_class.end_now()
+            raise
+        runner = RewardRunner(ScorerInProcess(remote_class, timeout_s=timeout_s))
+
+        async def score(text: str) -> None:
+            verdict = await runner.score(PROMPT, text, FinishReason.STOP, subject=f"call {text!r}")
+            results.verdicts[text] = verdict
+
+        start = time.monotonic()
+        try:
+            await asyncio.gather(*map(score, texts))
+            results.seconds = time.monotonic() - start
+            for text in then:
+                await score(text)
+        finally:
+            await remote_class.close()
+
+    asyncio.run(run())
+    assert psutil.Process().children(recursive=True) == []
+    return results
+
+
+def is_running(pid: int) -> bool:
+    """Return True for a process that runs and is no zombie."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> bool:
+    """Wait until a condition holds. Returns False after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+def pids_in(file: Path) -> list[int]:
+    """Return the process ids that a hostile class wrote."""
+    return [int(line) for line in file.read_text().split()]
