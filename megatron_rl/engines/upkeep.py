@@ -68,7 +68,6 @@ class Upkeep:
         self._end_time = 0.0
         self._next_start: float | None = None
         self._frozen_processes = FrozenProcesses(clock=clock)
-        budget.note_healthy()
 
     @property
     def state(self) -> ProcessState:

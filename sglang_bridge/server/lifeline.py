@@ -42,7 +42,7 @@ def start_supervised(
     environment: Mapping[str, str],
     log: IO[bytes] | int | None = None,
     grace_seconds: float = 5.0,
-    scratch_variable: str | None = None,
+    scratch: tuple[str, Path] | None = None,
     descriptors: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Run a command under a supervisor that ends its whole process tree when the lifeline breaks.
@@ -51,11 +51,11 @@ def start_supervised(
     code (128 + signal number if a signal ended it). SIGTERM to it ends the tree.
 
     log: receives stdout and stderr. grace_seconds: time between SIGTERM and SIGKILL.
-    scratch_variable: an environment variable that gives the command an empty directory. The
-    supervisor removes it at the end. descriptors: those of open files that the command inherits,
-    under the same numbers.
+    scratch: an environment variable, and the directory that it names to the command. The
+    supervisor creates that directory, and removes it at the end. descriptors: those of open files
+    that the command inherits, under the same numbers.
     """
-    scratch_option = [] if scratch_variable is None else [f"--scratch-variable={scratch_variable}"]
+    scratch_option = [] if scratch is None else [f"--scratch={scratch[0]}={scratch[1]}"]
     supervisor = [
         sys.executable,
         "-m",

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import secrets
 import subprocess
+import tempfile
 import time
 import urllib.parse
 from pathlib import Path
@@ -206,6 +208,7 @@ class ManagedEngine:
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._log_start = os.fstat(descriptor).st_size
+        counters = Path(tempfile.gettempdir(), f"engine-{secrets.token_hex(8)}")
 
         def start_supervisor() -> subprocess.Popen[bytes]:
             write_server_config(self.keys, self._config_path())
@@ -215,12 +218,12 @@ class ManagedEngine:
                 environment=build_environment(self.settings, self.place, os.environ),
                 log=descriptor,
                 grace_seconds=_GRACE_SECONDS,
-                scratch_variable=_COUNTERS_VARIABLE,
+                scratch=(_COUNTERS_VARIABLE, counters),
             )
 
         try:
             os.fchmod(descriptor, 0o600)
-            return self._tree.start(start_supervisor)
+            return self._tree.start(start_supervisor, scratch=counters)
         finally:
             os.close(descriptor)
 

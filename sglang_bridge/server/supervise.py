@@ -11,10 +11,10 @@ import contextlib
 import ctypes
 import os
 import select
+import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 
@@ -35,7 +35,7 @@ def main(arguments: list[str]) -> int:
     # clean-up.
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     parent = os.getppid()
-    with _environment(options.scratch_variable) as environment:
+    with _environment(options.scratch) as environment:
         child = subprocess.Popen(
             options.command,
             env=environment,
@@ -52,13 +52,20 @@ def main(arguments: list[str]) -> int:
 
 
 @contextlib.contextmanager
-def _environment(scratch_variable: str | None) -> Iterator[dict[str, str]]:
-    """The command's environment. The variable, if any, names a directory that is removed later."""
-    if scratch_variable is None:
+def _environment(scratch: str | None) -> Iterator[dict[str, str]]:
+    """The command's environment.
+
+    scratch: VARIABLE=PATH of a directory that is created now and removed later, if any.
+    """
+    if scratch is None:
         yield dict(os.environ)
         return
-    with tempfile.TemporaryDirectory(prefix="engine-", ignore_cleanup_errors=True) as scratch:
-        yield {**os.environ, scratch_variable: scratch}
+    variable, _, path = scratch.partition("=")
+    os.mkdir(path, mode=0o700)
+    try:
+        yield {**os.environ, variable: path}
+    finally:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _wait_for_the_end(
@@ -127,7 +134,9 @@ def _parse(arguments: list[str]) -> argparse.Namespace:
         "--grace-seconds", type=float, default=5.0, help="between SIGTERM and SIGKILL"
     )
     parser.add_argument(
-        "--scratch-variable", help="names a directory for the command, removed at the end"
+        "--scratch",
+        metavar="VARIABLE=PATH",
+        help="a directory for the command, which the variable names; removed at the end",
     )
     parser.add_argument(
         "--descriptor", type=int, action="append", default=[], help="open one for the command"

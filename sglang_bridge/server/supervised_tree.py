@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import subprocess
 import threading
 from collections.abc import Callable
@@ -33,11 +34,21 @@ class SupervisedTree:
         # Noted while the helper is healthy: they are unknown once the supervisor is dead
         self._members: list[psutil.Process] = []
         self._shared_memory: set[Path] = set()
+        self._scratch: Path | None = None
 
-    def start(self, start_supervisor: Callable[[], subprocess.Popen[bytes]]) -> bool:
-        """Start the helper, whose earlier tree has ended. Returns False after `close` began."""
+    def start(
+        self,
+        start_supervisor: Callable[[], subprocess.Popen[bytes]],
+        *,
+        scratch: Path | None = None,
+    ) -> bool:
+        """Start the helper, whose earlier tree has ended. Returns False after `close` began.
+
+        scratch: a directory of the helper, which `end` removes.
+        """
         with self._lock:
             if not self._is_closed:
+                self._scratch = scratch
                 self._process = start_supervisor()
         return not self._is_closed
 
@@ -74,7 +85,7 @@ class SupervisedTree:
                 member.resume()
 
     def end(self, timeout: float) -> None:
-        """End the tree, and remove its shared memory.
+        """End the tree, and remove its shared memory and its directory.
 
         A process that does not end within `timeout` seconds is killed.
         """
@@ -95,6 +106,9 @@ class SupervisedTree:
             process.wait(_KILL_SECONDS)
         wait_for_end(members, _KILL_SECONDS)
         remove_shared_memory(shared_memory)
+        if self._scratch is not None:
+            # A supervisor that was killed has not removed it
+            shutil.rmtree(self._scratch, ignore_errors=True)
         self._members = []
         self._shared_memory = set()
 

@@ -55,6 +55,14 @@ def settings_of(engine: Engine, keys: RunKeys) -> dict[str, Any]:
     return {name: value for name, value in info.items() if name not in STATE}
 
 
+def start_engine(processes: NodeProcesses, model: Path, keys: RunKeys) -> Engine:
+    settings = replace(EngineSettings(), max_running_requests=8, max_total_tokens=1024)
+    place = ServerPlace(model_path=str(model), device="cpu", seed=3)
+    processes.start_engines(settings, [place], keys)
+    (engine,) = processes.wait_healthy(START_SECONDS)
+    return engine
+
+
 def wait_for_report(board: NodeBoard, epoch: int, state: ProcessState) -> EngineReport:
     deadline = time.monotonic() + START_SECONDS
     while True:
@@ -69,12 +77,8 @@ def wait_for_report(board: NodeBoard, epoch: int, state: ProcessState) -> Engine
 def test_an_engine_that_was_killed_answers_again_in_the_next_epoch(
     processes: NodeProcesses, tmp_path: Path
 ) -> None:
-    model = write_tiny_model(tmp_path / "model")
-    settings = replace(EngineSettings(), max_running_requests=8, max_total_tokens=1024)
     keys = create_keys()
-    place = ServerPlace(model_path=str(model), device="cpu", seed=3)
-    processes.start_engines(settings, [place], keys)
-    (engine,) = processes.wait_healthy(START_SECONDS)
+    engine = start_engine(processes, write_tiny_model(tmp_path / "model"), keys)
     info = settings_of(engine, keys)
     answer = asyncio.run(sample(engine, keys))
     supervisor = processes._engines[0].pid

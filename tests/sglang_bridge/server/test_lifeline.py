@@ -184,13 +184,13 @@ def test_a_scratch_directory_lasts_as_long_as_the_command(tmp_path: Path, ending
     process = start_supervised(
         [sys.executable, "-c", code, str(path), ending],
         lifeline=lifeline,
-        environment={**os.environ, "TMPDIR": str(tmp_path)},
+        environment=os.environ,
         grace_seconds=0,
-        scratch_variable="SCRATCH",
+        scratch=("SCRATCH", tmp_path / "a=b"),
     )
     assert wait_for(path.exists, 20)
     scratch = Path(path.read_text())
-    assert scratch.parent == tmp_path and (ending == "command" or scratch.is_dir())
+    assert scratch == tmp_path / "a=b" and (ending == "command" or scratch.is_dir())
     lifeline.close()
     process.wait(20)
     assert not scratch.exists()

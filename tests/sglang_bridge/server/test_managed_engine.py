@@ -4,6 +4,7 @@ import contextlib
 import os
 import signal
 import socket
+import tempfile
 import threading
 import time
 import urllib.parse
@@ -39,8 +40,9 @@ class Code:
 
 
 @pytest.fixture
-def code(monkeypatch: pytest.MonkeyPatch) -> Code:
+def code(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Code:
     code = Code()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     run_instead_of_sglang(monkeypatch, code)
     return code
 
@@ -109,7 +111,7 @@ def test_a_frozen_server_is_ended_and_started_again(
     engine.wait_healthy(20)
 
 
-def test_memory_of_a_tree_whose_supervisor_was_killed_is_removed(
+def test_nothing_is_left_of_a_tree_whose_supervisor_was_killed(
     engine: ManagedEngine, tmp_path: Path
 ) -> None:
     tree = [process.pid for process in process_tree(engine.pid)]
@@ -117,10 +119,12 @@ def test_memory_of_a_tree_whose_supervisor_was_killed_is_removed(
     while any(map(is_alive, tree[:2])):
         time.sleep(0.02)
     assert is_alive(tree[2]), "its child has no parent that ends it"
+    assert len(list(tmp_path.glob("engine-*"))) == 1
     engine.request_end()
     engine.stop()
     assert not any(map(is_alive, tree))
     assert [n for n in memory_names(tmp_path / "engine.log") if n in os.listdir("/dev/shm")] == []
+    assert [path.name for path in tmp_path.iterdir()] == ["engine.log"]
 
 
 def test_a_port_that_was_taken_meanwhile_is_replaced(engine: ManagedEngine) -> None:
