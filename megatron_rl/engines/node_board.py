@@ -6,6 +6,7 @@ It is the key-value store of all ranks.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
@@ -16,6 +17,8 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.node_reports import NodeOrders, NodeReport
 
 _T = TypeVar("_T")
+# When torchrun was killed, the kernel also sends a signal, which says more than this failure
+_SIGNAL_SECONDS = 1.0
 
 _report_decoder = msgspec.msgpack.Decoder(NodeReport)
 _orders_decoder = msgspec.msgpack.Decoder(NodeOrders)
@@ -83,6 +86,7 @@ class NodeBoard:
                 except Exception as error:  # the store's errors have no common base
                     # Once only: torch prints a long stack for each failure
                     self._loss = str(error).partition("\n")[0] or type(error).__name__
+        time.sleep(_SIGNAL_SECONDS)
         raise NodeBoardLost(
             "the key-value store of all ranks does not answer any more: torchrun or rank 0 has "
             f"ended ({self._loss})"

@@ -4,6 +4,7 @@ import datetime
 import subprocess
 import sys
 import threading
+import time
 
 import msgspec
 import pytest
@@ -17,6 +18,7 @@ from megatron_rl.contracts.node_reports import (
     NodeReport,
     ProcessState,
 )
+from megatron_rl.engines import node_board
 from megatron_rl.engines.node_board import NodeBoard, NodeBoardLost
 from sglang_bridge.engine import Engine
 
@@ -87,7 +89,8 @@ def test_a_report_that_breaks_the_contract_is_refused() -> None:
         board.read_reports([0])
 
 
-def test_a_lost_store_is_a_failure_of_a_peer() -> None:
+def test_a_lost_store_is_a_failure_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_board, "_SIGNAL_SECONDS", 0.1)
     server = subprocess.Popen([sys.executable, "-c", SERVE_STORE], stdout=subprocess.PIPE)
     assert server.stdout is not None
     port = int(server.stdout.readline())
@@ -99,9 +102,11 @@ def test_a_lost_store_is_a_failure_of_a_peer() -> None:
     with pytest.raises(NodeBoardLost, match="torchrun or rank 0 has ended"):
         for _ in range(2):  # the first message only fills a buffer
             board.publish(REPORT)
+    start = time.monotonic()
     for call in (lambda: board.read_reports([1]), lambda: board.read_orders(1)):
         with pytest.raises(NodeBoardLost) as error_info:
             call()
+    assert time.monotonic() - start >= 0.2, "a signal has no time to come first"
     assert error_info.value.exit_code == ExitCode.PEER_FAILED
 
 
