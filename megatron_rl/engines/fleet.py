@@ -124,12 +124,14 @@ class Fleet:
     def announce(self) -> None:
         """Tell collectors which engines serve."""
         serving = {member.name: member for member in self.members.serving}
+        has_changed = False  # the engines whose tokens are counted
         for name, (url, epoch) in list(self._announced.items()):
             member = serving.get(name)
             if member is None or (member.url, member.epoch) != (url, epoch):
                 del self._announced[name]
                 self._queue.remove_engine(url)
                 self._log(f"engine {name} ({url}) serves no longer: {self._reason(name)}")
+                has_changed |= self.members[name].state is MemberState.GONE
         new_members = [member for name, member in serving.items() if name not in self._announced]
         for member in new_members:
             self._announced[member.name] = (member.url, member.epoch)
@@ -140,7 +142,8 @@ class Fleet:
             if self._has_started:
                 self._log(f"engine {member.name} ({member.url}) serves")
         self._has_started |= bool(new_members)
-        if new_members and self._token_counter is not None and self._open_counter is not None:
+        has_changed |= bool(new_members)
+        if has_changed and self._token_counter is not None and self._open_counter is not None:
             counters = [self._open_counter(member.engine) for member in serving.values()]
             self._token_counter.set_engines(counters)
 
@@ -301,7 +304,8 @@ class Fleet:
         """Describe why nothing serves, or return an empty string. Raises `NoEngineLeft`."""
         if not self.members.serving:
             reasons = "; ".join(f"engine {m.name}: {m.reason}" for m in self.members if m.reason)
-            if all(member.state is MemberState.GONE for member in self.members):
+            may_return = self._urls is not None  # people may add engines to the list
+            if not may_return and all(m.state is MemberState.GONE for m in self.members):
                 raise NoEngineLeft(f"every engine has left the run. {reasons}")
             return f"no engine serves ({reasons})"
         if not self._queue.connected_nodes:

@@ -91,7 +91,9 @@ class TokenCounter:
         return TokenComparison(engine_tokens, engine_tokens - self._counted_tokens)
 
     def _read(self) -> dict[str, int] | None:
-        """Read all counters at the same time. Returns None if one is missing."""
+        """Read all counters at the same time. Returns None if one is missing, or there is none."""
+        if not self._engines:
+            return None
         with ThreadPoolExecutor(min(_MAX_THREADS, len(self._engines))) as pool:
             readings = list(pool.map(self._read_one, self._engines))
         urls = [engine.url for engine in self._engines]

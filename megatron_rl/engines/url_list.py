@@ -35,21 +35,23 @@ class UrlList:
         """Return the URLs at the start of the run. Raises `BadUrlList`."""
         try:
             self._text = self.path.read_text()
-            return parse_urls(self._text)
+            urls = parse_urls(self._text)
+            if not urls:
+                raise ValueError("it names no engine. Write one URL a line")
         except (OSError, ValueError) as error:
             raise BadUrlList(f"engine.urls_file={self.path}: {error}") from error
+        return urls
 
     def read(self) -> list[str] | None:
         """Return the URLs if the file has changed. A file that is unusable changes nothing."""
         try:
             text = self.path.read_text()
-            urls = parse_urls(text)
+            # A look at the names of hosts may take its time
+            urls = None if text == self._text else parse_urls(text)
         except (OSError, ValueError) as error:
             self._report(f"warning: engine.urls_file={self.path} changes no engine: {error}")
             return None
         self._problem = ""
-        if text == self._text:
-            return None
         self._text = text
         return urls
 

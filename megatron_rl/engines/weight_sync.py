@@ -113,13 +113,17 @@ class WeightSync:
             self._next_version = version if synced else version + 1
 
     def next_command(self) -> Sync:
-        """The next command for all ranks. The first sync is always audited."""
+        """The next command for all ranks. The first sync is always audited.
+
+        So is one that lets engines serve which have started or failed since.
+        """
         version = self._next_version
         every = self._settings.audit_every
         is_first = self._is_first
         self._next_version += 1
         self._is_first = False
-        return Sync(version=version, audit=is_first or (every > 0 and version % every == 0))
+        is_due = every > 0 and version % every == 0
+        return Sync(version, audit=is_first or is_due or bool(self._members.waiting))
 
     def expire(self) -> None:
         """Note that the trainer's weights have changed since the last sync."""
@@ -216,7 +220,9 @@ class WeightSync:
             return 0
         except WeightMismatch as error:
             self._num_mismatches[member.name] += 1
-            is_alone = not self._members.serving
+            # In a sync of all, engines that are not audited yet wait
+            others = self._members.serving + self._members.waiting
+            is_alone = all(other is member for other in others)
             if is_first or (is_alone and self._num_mismatches[member.name] > 1):
                 raise
             self._exclude(member, str(error))

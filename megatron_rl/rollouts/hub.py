@@ -102,6 +102,11 @@ class CollectorHub:
         """Nodes whose collectors are connected, ascending."""
         return sorted(self._peers)
 
+    def epoch(self, node: int) -> int | None:
+        """Return the epoch of the collector that is connected, None if none is."""
+        peer = self._peers.get(node)
+        return None if peer is None else peer.epoch
+
     def wait_for(self, num_nodes: int, deadline_seconds: float) -> None:
         """Block until every node's collector has connected. Raises `CollectorLost`."""
         deadline = time.monotonic() + deadline_seconds

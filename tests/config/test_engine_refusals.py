@@ -80,6 +80,17 @@ def test_an_engine_named_twice_is_refused(checkpoint: Path) -> None:
     assert len(accept(checkpoint, "engine=external", urls).engine.urls) == 2
 
 
+def test_a_list_of_engines_is_given_in_one_place(checkpoint: Path) -> None:
+    file = "engine.urls_file=/lists/engines"
+    assert accept(checkpoint, "engine=external", file).engine.urls_file == "/lists/engines"
+    (refusal,) = refusals(checkpoint, *EXTERNAL, file)
+    assert refusal.key == "engine.urls_file" and "engine.urls gives the addresses" in refusal.rule
+    (refusal,) = refusals(checkpoint, "engine=external")
+    assert refusal.key == "engine.urls" and "needs the addresses" in refusal.rule
+    (refusal,) = refusals(checkpoint, file)
+    assert refusal.key == "engine.urls_file" and "starts its own servers" in refusal.rule
+
+
 def test_a_key_file_must_exist_and_be_private(checkpoint: Path, tmp_path: Path) -> None:
     keys = tmp_path / "keys.json"
     assert "no such file" in str(refusals(checkpoint, *EXTERNAL, f"engine.key_file={keys}")[0])

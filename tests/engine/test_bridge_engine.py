@@ -4,7 +4,8 @@ import asyncio
 import stat
 import subprocess
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -35,6 +36,7 @@ from tests.support.engines import running_engine
 pytestmark = pytest.mark.engine
 
 Weights = dict[str, torch.Tensor]
+Push = Callable[[Iterator[tuple[str, torch.Tensor]], int], None]
 
 
 @pytest.fixture(scope="module")
@@ -60,11 +62,12 @@ def engine(
 
 
 @pytest.fixture
-def updater(engine: ManagedEngine) -> Iterator[WeightUpdater]:
+def push(engine: ManagedEngine) -> Iterator[Push]:
+    """Sends weights to the engine under a version."""
     transport = DistributedTransport(backend="gloo", timeout_seconds=60)
-    with_engine = WeightUpdater([engine.admin()], transport=transport, bucket_bytes=256 * 1024)
-    yield with_engine
-    with_engine.close()
+    updater = WeightUpdater(transport=transport, bucket_bytes=256 * 1024)
+    yield partial(updater.push, admins=[engine.admin()])
+    updater.close()
 
 
 def sampling(tokens: int, temperature: float = 1.0) -> SimpleNamespace:
@@ -175,11 +178,11 @@ def test_cancelled_request_is_aborted(engine: ManagedEngine) -> None:
 
 
 def test_new_weights_arrive_and_responses_carry_their_version(
-    engine: ManagedEngine, updater: WeightUpdater, weights: tuple[Weights, Weights]
+    engine: ManagedEngine, push: Push, weights: tuple[Weights, Weights]
 ) -> None:
     for version, content in ((11, weights[1]), (12, weights[0])):
         expectation = WeightExpectation(dtype=torch.float32, num_experts=EXPERTS)
-        updater.push(expectation.observe(iter(content.items())), version)
+        push(expectation.observe(iter(content.items())), version)
         report = audit_engine(engine.admin(), expectation)
         assert report.num_compared == 3 + 9 * LAYERS
         report.raise_on_mismatch(version)
@@ -187,9 +190,9 @@ def test_new_weights_arrive_and_responses_carry_their_version(
 
 
 def test_start_weights_equal_the_checkpoint(
-    engine: ManagedEngine, updater: WeightUpdater, weights: tuple[Weights, Weights]
+    engine: ManagedEngine, push: Push, weights: tuple[Weights, Weights]
 ) -> None:
-    updater.push(iter(weights[0].items()), 20)
+    push(iter(weights[0].items()), 20)
     expectation = WeightExpectation(dtype=torch.float32, num_experts=EXPERTS)
     for name, tensor in weights[1].items():
         expectation.add(name, tensor)
@@ -199,21 +202,21 @@ def test_start_weights_equal_the_checkpoint(
 
 
 def test_engine_whose_trainer_died_during_an_update_is_usable(
-    engine: ManagedEngine, updater: WeightUpdater, weights: tuple[Weights, Weights]
+    engine: ManagedEngine, push: Push, weights: tuple[Weights, Weights]
 ) -> None:
     engine.admin().pause()
     engine.admin().begin_weight_update()  # and no trainer ends it
-    updater.push(iter(weights[0].items()), 25)
+    push(iter(weights[0].items()), 25)
     assert sample(engine, [[5, 6, 7]], 2)[0].weight_versions == ("25",)
 
 
 def test_weight_unknown_to_the_engine_is_reported(
-    engine: ManagedEngine, updater: WeightUpdater, weights: tuple[Weights, Weights]
+    engine: ManagedEngine, push: Push, weights: tuple[Weights, Weights]
 ) -> None:
     """The engine drops it silently and reports that the update succeeded."""
     expectation = WeightExpectation(dtype=torch.float32, num_experts=EXPERTS)
     unknown_weights = {**weights[0], "model.layers.0.self_attn.qq_norm.weight": torch.ones(4)}
-    updater.push(expectation.observe(iter(unknown_weights.items())), 26)
+    push(expectation.observe(iter(unknown_weights.items())), 26)
     with pytest.raises(
         WeightMismatch, match=r"qq_norm\.weight \(the engine has no such parameter\)"
     ):
@@ -246,10 +249,11 @@ def test_one_flipped_bit_is_reported(
 ) -> None:
     transport = FlippingTransport(backend="gloo", timeout_seconds=60)
     transport.victim = victim
-    updater = WeightUpdater([engine.admin()], transport=transport, bucket_bytes=64 * 1024)
+    updater = WeightUpdater(transport=transport, bucket_bytes=64 * 1024)
+    admins = [engine.admin()]
     for version in (31, 32):
         expectation = WeightExpectation(dtype=torch.float32, num_experts=EXPERTS)
-        updater.push(expectation.observe(iter(weights[1].items())), version)
+        updater.push(expectation.observe(iter(weights[1].items())), version, admins)
         report = audit_engine(engine.admin(), expectation)
         if version == 31:
             (mismatch,) = report.mismatches
@@ -262,9 +266,9 @@ def test_one_flipped_bit_is_reported(
 
 
 def test_response_that_spans_an_update_has_two_versions(
-    engine: ManagedEngine, updater: WeightUpdater, weights: tuple[Weights, Weights]
+    engine: ManagedEngine, push: Push, weights: tuple[Weights, Weights]
 ) -> None:
-    updater.push(iter(weights[0].items()), 41)
+    push(iter(weights[0].items()), 41)
 
     async def draw_across_an_update() -> Generation:
         async with client_of(engine) as client:
@@ -275,7 +279,7 @@ def test_response_that_spans_an_update_has_two_versions(
                 3
             ):  # they arrive after it and are drawn in the same batches: with them it has tokens
                 await client.generate([9, 8, n + 10], sampling(4), rid=f"beside-{n}")
-            await asyncio.to_thread(updater.push, iter(weights[1].items()), 42)
+            await asyncio.to_thread(push, iter(weights[1].items()), 42)
             return await task
 
     generation = asyncio.run(draw_across_an_update())
@@ -292,10 +296,11 @@ def test_weights_are_loaded_from_disk(
     tmp_path: Path,
 ) -> None:
     transport = DiskTransport(directory=tmp_path, config_from=models[0], timeout_seconds=60)
-    updater = WeightUpdater([engine.admin()], transport=transport, bucket_bytes=512 * 1024)
+    updater = WeightUpdater(transport=transport, bucket_bytes=512 * 1024)
+    admins = [engine.admin()]
     for version, content in ((51, weights[1]), (52, weights[0])):
         expectation = WeightExpectation(dtype=torch.float32, num_experts=EXPERTS)
-        updater.push(expectation.observe(iter(content.items())), version)
+        updater.push(expectation.observe(iter(content.items())), version, admins)
         audit_engine(engine.admin(), expectation).raise_on_mismatch(version)
         assert sample(engine, [[5, 6, 7]], 2)[0].weight_versions == (str(version),)
     updater.close()

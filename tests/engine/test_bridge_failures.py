@@ -123,9 +123,8 @@ def test_port_taken_before_the_start_is_replaced(
         assert engine.url != initial_url
 
 
-def updater_of(*engines: ManagedEngine) -> WeightUpdater:
+def open_updater() -> WeightUpdater:
     return WeightUpdater(
-        [engine.admin() for engine in engines],
         transport=DistributedTransport(backend="gloo", timeout_seconds=20),
         bucket_bytes=256 * 1024,
     )
@@ -138,9 +137,10 @@ def test_engine_death_during_an_update_spares_the_others(
     for engine in engines:
         engine.wait_healthy(240)
     victim, survivor = engines
-    updater = updater_of(*engines)
+    updater = open_updater()
+    admins = [engine.admin() for engine in engines]
     weights = load_file(model / "model.safetensors")
-    updater.push(iter(weights.items()), 1)
+    updater.push(iter(weights.items()), 1, admins)
     names: list[str] = []
 
     def export_while_one_dies() -> Iterator[tuple[str, torch.Tensor]]:
@@ -152,7 +152,7 @@ def test_engine_death_during_an_update_spares_the_others(
 
     deadline = time.monotonic() + 30
     with pytest.raises(WeightUpdateFailed) as error_info:
-        updater.push(export_while_one_dies(), 2)
+        updater.push(export_while_one_dies(), 2, admins)
     assert time.monotonic() < deadline
     assert set(error_info.value.failures) == {victim.url}
     assert error_info.value.updated_urls == (survivor.url,)
@@ -166,8 +166,8 @@ def test_engine_death_during_an_update_spares_the_others(
 def assert_takes_weights(
     engine: ManagedEngine, weights: dict[str, torch.Tensor], version: int
 ) -> None:
-    updater = updater_of(engine)
-    updater.push(iter(weights.items()), version)
+    updater = open_updater()
+    updater.push(iter(weights.items()), version, [engine.admin()])
     assert asyncio.run(_sample_one(engine)) == (str(version),)
     updater.close()
 

@@ -85,3 +85,53 @@ def test_comparisons_begin_with_the_first_reading_of_all_engines() -> None:
     assert comparison is not None
     assert (comparison.engine_tokens, comparison.uncounted_tokens) == (10, 0)
     assert len(lines) == 1
+
+
+def test_engines_that_join_are_counted_from_then_on() -> None:
+    """What an engine sampled before belongs to no step, and neither does that of one that left."""
+    first = CountingEngine("http://a", 10)
+    counter, lines = counter_of(first)
+    second = CountingEngine("http://b", 500)
+    counter.set_engines([first, second])
+    first.reading = 20
+    assert counter.compare(10) is None
+    first.reading = 25
+    second.reading = 507
+    comparison = counter.compare(10)
+    assert comparison is not None
+    assert (comparison.engine_tokens, comparison.uncounted_tokens) == (12, 2)
+    counter.set_engines([second])
+    first.reading = RequestFailed("gone")
+    assert counter.compare(1) is None
+    second.reading = 510
+    comparison = counter.compare(3)
+    assert comparison is not None
+    assert (comparison.engine_tokens, comparison.uncounted_tokens) == (3, 0)
+    assert lines == []
+
+
+def test_comparisons_begin_anew_after_tokens_that_nobody_counted() -> None:
+    """A collector that ended has counted tokens, and told nobody."""
+    engine = CountingEngine("http://a", 0)
+    counter, _ = counter_of(engine)
+    engine.reading = 1000
+    counter.restart()
+    assert counter.compare(5) is None
+    engine.reading = 1004
+    comparison = counter.compare(4)
+    assert comparison is not None
+    assert (comparison.engine_tokens, comparison.uncounted_tokens) == (4, 0)
+
+
+def test_a_run_may_begin_without_an_engine() -> None:
+    """The list of engines may be empty until people add one."""
+    counter, lines = counter_of()
+    assert counter.compare(0) is None
+    engine = CountingEngine("http://a", 7)
+    counter.set_engines([engine])
+    assert counter.compare(0) is None
+    engine.reading = 9
+    comparison = counter.compare(2)
+    assert comparison is not None
+    assert (comparison.engine_tokens, comparison.uncounted_tokens) == (2, 0)
+    assert lines == []

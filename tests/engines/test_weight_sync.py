@@ -1,7 +1,10 @@
 """Versions of weights, audits, and the error when an engine holds other weights."""
 
+from __future__ import annotations
+
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -9,9 +12,10 @@ import torch
 
 from megatron_rl.config.schema import SyncSettings
 from megatron_rl.contracts.commands import Sync
+from megatron_rl.engines.members import Members
 from megatron_rl.engines.weight_sync import FollowerSync, WeightSync
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import WeightMismatch
+from sglang_bridge.errors import RequestFailed, WeightMismatch, WeightUpdateFailed
 from sglang_bridge.weights.expectation import WeightExpectation
 
 WEIGHTS = {
@@ -24,32 +28,78 @@ Change = Callable[[Checksums], Checksums]
 
 
 class FakeAdmin:
-    """An engine that holds the weights it received, after `change`."""
+    """The control client of one start of an engine, which holds the weights it was sent.
 
-    def __init__(self, change: Change, *, device: str = "cpu") -> None:
-        self.engine = Engine(url="http://127.0.0.1:1")
-        self.url = self.engine.url
+    checksums: changed by `change`, or an error.
+    """
+
+    def __init__(self, engine: Engine, fake: FakeEngine) -> None:
+        self.engine = engine
+        self.url = engine.url
         self.sent_checksums: Checksums = {}
-        self._change = change
-        self._device = device
+        self._fake = fake
 
     def server_info(self) -> dict[str, Any]:
-        return {"device": self._device}
+        return {"device": self._fake.device}
 
     def checksums(self) -> list[Checksums]:
-        return [self._change(self.sent_checksums)]
+        if self._fake.audit_error is not None:
+            raise self._fake.audit_error
+        return [self._fake.change(self.sent_checksums)]
+
+
+@dataclass
+class FakeEngine:
+    """An engine that holds what it was sent, after `change`.
+
+    push_error: why it does not take weights, empty if it does.
+    """
+
+    name: str
+    change: Change
+    device: str = "cpu"
+    tp: int = 1
+    push_error: str = ""
+    audit_error: RequestFailed | None = None
+
+    def engine(self, port: int) -> Engine:
+        return Engine(url=f"http://{self.name}:{port}", tp=self.tp)
 
 
 class FakeUpdater:
-    """Accepts every push and remembers its version and names."""
+    """Sends weights to clients, and remembers the versions, names and engines."""
 
-    def __init__(self, admin: FakeAdmin) -> None:
-        self.admins = [admin]
+    def __init__(self, engines: Mapping[str, FakeEngine]) -> None:
         self.pushes: list[tuple[int, list[str]]] = []
-        self.compares_values: list[bool] = []  # of each audit
+        self.targets: list[list[str]] = []
+        self.forgotten_admins: list[FakeAdmin] = []
+        self._engines = engines
 
-    def push(self, named_tensors: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+    def push(
+        self,
+        named_tensors: Iterator[tuple[str, torch.Tensor]],
+        version: int,
+        admins: Sequence[FakeAdmin],
+    ) -> None:
         self.pushes.append((version, [name for name, _ in named_tensors]))
+        self.targets.append([admin.url for admin in admins])
+        complete = WeightExpectation(dtype=torch.float32, num_experts=2)
+        for name, tensor in WEIGHTS.items():
+            complete.add(name, tensor)
+        failures = {}
+        for admin in admins:
+            admin.sent_checksums = complete.checksums()
+            error = self._engines[admin.url.split("//")[1].split(":")[0]].push_error
+            if error:
+                failures[admin.url] = error
+        if failures:
+            raise WeightUpdateFailed(version, failures, [])
+
+    def forget(self, admin: FakeAdmin) -> None:
+        self.forgotten_admins.append(admin)
+
+    def close(self) -> None:
+        pass
 
 
 def no_change(checksums: Checksums) -> Checksums:
@@ -68,25 +118,63 @@ def with_extra_bias(checksums: Checksums) -> Checksums:
     return checksums | {"model.layers.0.bias": "1" * 16}
 
 
-def make_sync(
-    change: Change = no_change, *, device: str = "cpu", audit_every: int = 3
-) -> tuple[WeightSync, FakeUpdater]:
-    updater = FakeUpdater(FakeAdmin(change, device=device))
+class Run:
+    """Engines "a", "b", ... of a run that wait for weights."""
 
-    def make_expectation(*, compares_values: bool) -> WeightExpectation:
-        updater.compares_values.append(compares_values)
-        complete = WeightExpectation(dtype=torch.float32, num_experts=2)
-        for name, tensor in WEIGHTS.items():
-            complete.add(name, tensor)
-        for admin in updater.admins:
-            admin.sent_checksums = complete.checksums()
+    def __init__(self, *engines: FakeEngine, audit_every: int = 3) -> None:
+        self.engines = {engine.name: engine for engine in engines}
+        self.updater = FakeUpdater(self.engines)
+        self.members = Members()
+        self.lines: list[str] = []
+        self.compares_values: list[bool] = []  # of each audit
+        self.opened_admins: list[FakeAdmin] = []
+        for name, engine in self.engines.items():
+            self.members.add(name, engine.engine(1))
+            self.members.answer(name, 0)
+        fake_updater: Any = self.updater
+        open_admin: Any = self._open_admin
+        self.sync = WeightSync(
+            fake_updater,
+            SyncSettings(audit_every=audit_every),
+            self.members,
+            make_expectation=self._make_expectation,
+            open_admin=open_admin,
+            log=self.lines.append,
+        )
+
+    def states(self) -> dict[str, str]:
+        return {member.name: member.state.value for member in self.members}
+
+    def join(self, *names: str) -> dict[str, float]:
+        """Send the current weights to engines that answer again."""
+        for name in names:
+            self.members.answer(name, self.members[name].epoch)
+        version = self.sync.version
+        assert version is not None
+        return self.sync.send(Sync(version, audit=True, only=names), iter(WEIGHTS.items()))
+
+    def _open_admin(self, engine: Engine) -> FakeAdmin:
+        name = engine.url.split("//")[1].split(":")[0]
+        self.opened_admins.append(FakeAdmin(engine, self.engines[name]))
+        return self.opened_admins[-1]
+
+    def _make_expectation(self, *, compares_values: bool) -> WeightExpectation:
+        self.compares_values.append(compares_values)
         return WeightExpectation(
             dtype=torch.float32, num_experts=2, compares_values=compares_values
         )
 
-    settings = SyncSettings(audit_every=audit_every)
-    fake_updater: Any = updater
-    return WeightSync(fake_updater, settings, make_expectation=make_expectation), updater
+
+def make_sync(
+    change: Change = no_change, *, device: str = "cpu", audit_every: int = 3
+) -> tuple[WeightSync, Run]:
+    run = Run(FakeEngine("a", change, device), audit_every=audit_every)
+    return run.sync, run
+
+
+def two_engines(change: Change = no_change, *, audit_every: int = 1) -> Run:
+    """Engine "a" is fine, and "b" holds what `change` makes of its weights."""
+    return Run(FakeEngine("a", no_change), FakeEngine("b", change), audit_every=audit_every)
 
 
 def send(sync: WeightSync) -> dict[str, float]:
@@ -94,10 +182,10 @@ def send(sync: WeightSync) -> dict[str, float]:
 
 
 def test_versions_count_up_and_the_first_sync_is_audited() -> None:
-    sync, updater = make_sync(audit_every=3)
+    sync, run = make_sync(audit_every=3)
     is_audited = ["sync/audit_mismatches" in send(sync) for _ in range(7)]
     assert is_audited == [True, False, False, True, False, False, True]
-    assert updater.pushes == [(version, list(WEIGHTS)) for version in range(7)]
+    assert run.updater.pushes == [(version, list(WEIGHTS)) for version in range(7)]
 
 
 @pytest.mark.parametrize(
@@ -105,23 +193,28 @@ def test_versions_count_up_and_the_first_sync_is_audited() -> None:
 )
 def test_the_first_sync_is_audited_for_every_interval(audit_every: int, audits: list[bool]) -> None:
     sync, _ = make_sync(audit_every=audit_every)
-    assert [sync.next_command().audit for _ in range(3)] == audits
+    commands = []
+    for _ in range(3):
+        commands.append(sync.next_command())
+        sync.send(commands[-1], iter(WEIGHTS.items()))
+    assert [command.audit for command in commands] == audits
 
 
 def test_an_audit_counts_the_compared_parameters() -> None:
     sync, _ = make_sync()
     assert send(sync) == {
         "sync/version": 0.0,
+        "sync/engines": 1.0,
         "sync/audit_mismatches": 0.0,
         "sync/audit_compared": 2.0,
     }
 
 
 def test_an_audit_counts_the_parameters_of_all_engines() -> None:
-    sync, updater = make_sync()
-    updater.admins.append(FakeAdmin(no_change))
-    assert sync.audit_obstacle == ""
-    assert send(sync)["sync/audit_compared"] == 4.0
+    run = two_engines()
+    values = send(run.sync)
+    assert run.sync.audit_obstacle == ""
+    assert (values["sync/audit_compared"], values["sync/engines"]) == (4.0, 2.0)
 
 
 @pytest.mark.parametrize(
@@ -134,11 +227,11 @@ def test_an_audit_counts_the_parameters_of_all_engines() -> None:
     ids=["other value", "missing in the engine", "never sent"],
 )
 def test_a_difference_is_an_error_that_names_the_tensor(change: Change, name: str) -> None:
-    sync, updater = make_sync(change)
+    sync, run = make_sync(change)
     with pytest.raises(WeightMismatch, match=name) as failure:
         send(sync)
     assert failure.value.exit_code == 6
-    assert updater.pushes == [(0, list(WEIGHTS))]
+    assert run.updater.pushes == [(0, list(WEIGHTS))]
 
 
 def test_a_difference_names_the_version() -> None:
@@ -151,31 +244,31 @@ def test_a_difference_names_the_version() -> None:
 
 
 def test_engines_that_cannot_be_audited_by_value_are_compared_by_name_once() -> None:
-    sync, updater = make_sync(device="cuda", audit_every=1)
-    assert send(sync) == {"sync/version": 0.0}
+    sync, run = make_sync(device="cuda", audit_every=1)
+    assert send(sync) == {"sync/version": 0.0, "sync/engines": 1.0}
     assert "device=cuda" in sync.audit_obstacle
-    assert send(sync) == {"sync/version": 1.0}
-    assert len(updater.pushes) == 2
+    assert send(sync) == {"sync/version": 1.0, "sync/engines": 1.0}
+    assert len(run.updater.pushes) == 2
 
 
 def test_names_are_audited_again_where_values_cannot_be_compared() -> None:
-    sync, updater = make_sync(device="cuda", audit_every=1)
-    send(sync)
-    updater.admins.append(FakeAdmin(without_norm, device="cuda"))
-    with pytest.raises(WeightMismatch, match=r"model\.norm\.weight \(the engine has no such"):
-        send(sync)
+    run = Run(FakeEngine("a", no_change, "cuda"), FakeEngine("b", no_change, "cuda"), audit_every=1)
+    send(run.sync)
+    run.engines["b"].change = without_norm
+    send(run.sync)
+    assert run.states() == {"a": "serving", "b": "out"}
+    assert "model.norm.weight (the engine has no such" in run.members["b"].reason
 
 
 def test_values_are_not_hashed_where_they_cannot_be_compared() -> None:
-    sync, updater = make_sync(device="cuda", audit_every=1)
+    sync, run = make_sync(device="cuda", audit_every=1)
     for _ in range(2):
         send(sync)
-    sharded_sync, sharded_updater = make_sync()
-    sharded_updater.admins[0].engine = Engine(url="http://127.0.0.1:1", tp=2)
-    send(sharded_sync)
-    assert "tp=2" in sharded_sync.audit_obstacle
-    assert updater.compares_values == [True, False]
-    assert sharded_updater.compares_values == [False]
+    sharded_run = Run(FakeEngine("a", no_change, tp=2))
+    send(sharded_run.sync)
+    assert "tp=2" in sharded_run.sync.audit_obstacle
+    assert run.compares_values == [True, False]
+    assert sharded_run.compares_values == [False]
 
 
 def test_a_missing_name_is_an_error_without_an_audit_by_value() -> None:
@@ -185,10 +278,145 @@ def test_a_missing_name_is_an_error_without_an_audit_by_value() -> None:
 
 
 def test_every_engine_is_audited() -> None:
-    sync, updater = make_sync()
-    updater.admins.append(FakeAdmin(with_other_norm))
+    run = two_engines(with_other_norm)
     with pytest.raises(WeightMismatch, match=r"model\.norm\.weight .*0000"):
-        send(sync)
+        send(run.sync)
+
+
+@pytest.mark.parametrize("error", ["push", "audit"])
+def test_the_first_sync_needs_every_engine(error: str) -> None:
+    """An engine that never worked is a mistake in the settings."""
+    run = two_engines()
+    if error == "push":
+        run.engines["b"].push_error = "no such interface"
+        with pytest.raises(WeightUpdateFailed, match=r"http://b:1: no such interface"):
+            send(run.sync)
+    else:
+        run.engines["b"].audit_error = RequestFailed("http://b:1 does not answer")
+        with pytest.raises(RequestFailed, match="http://b:1 does not answer"):
+            send(run.sync)
+    assert run.members.serving == []
+
+
+@pytest.mark.parametrize("error", ["push", "audit", "other weights"])
+def test_an_engine_that_fails_in_a_later_sync_is_out_and_the_others_serve(error: str) -> None:
+    run = two_engines()
+    send(run.sync)
+    if error == "push":
+        run.engines["b"].push_error = "it died"
+    elif error == "audit":
+        run.engines["b"].audit_error = RequestFailed("it died")
+    else:
+        run.engines["b"].change = with_other_norm
+    values = send(run.sync)
+    assert run.states() == {"a": "serving", "b": "out"}
+    assert run.members["a"].version == 1 and run.members["b"].version is None
+    assert values["sync/engines"] == 1.0
+    (line,) = run.lines
+    assert line.startswith("engine b is out: ")
+    assert ("it died" if error != "other weights" else NORM) in line
+    assert run.sync.is_current
+
+
+def test_an_engine_that_joins_gets_the_current_version_alone() -> None:
+    run = two_engines()
+    send(run.sync)
+    run.engines["b"].push_error = "it died"
+    send(run.sync)
+    run.engines["b"].push_error = ""
+    values = run.join("b")
+    assert run.updater.targets == [["http://a:1", "http://b:1"]] * 2 + [["http://b:1"]]
+    assert [version for version, _ in run.updater.pushes] == [0, 1, 1]
+    assert run.states() == {"a": "serving", "b": "serving"}
+    assert run.members["b"].version == 1
+    assert (values["sync/engines"], values["sync/audit_compared"]) == (2.0, 2.0)
+    assert run.sync.next_command().version == 2
+
+
+def test_an_engine_that_left_before_its_sync_gets_no_weights() -> None:
+    """The export runs on all ranks all the same."""
+    run = two_engines()
+    send(run.sync)
+    run.members.fail("b", 0, "it died")
+    run.sync.send(Sync(0, audit=True, only=("b",)), iter(WEIGHTS.items()))
+    assert run.updater.targets[-1] == []
+    assert run.updater.pushes[-1] == (0, list(WEIGHTS))
+    assert run.states() == {"a": "serving", "b": "out"}
+
+
+def test_an_engine_that_was_started_again_has_another_client() -> None:
+    run = two_engines()
+    send(run.sync)
+    old_admin = run.opened_admins[1]
+    run.members.start("b", run.engines["b"].engine(2), 1, "it died")
+    run.join("b")
+    assert run.updater.targets[-1] == ["http://b:2"]
+    assert run.updater.forgotten_admins == [old_admin]
+    assert len(run.opened_admins) == 3
+
+
+def test_connections_to_engines_that_are_out_are_dropped() -> None:
+    run = two_engines()
+    send(run.sync)
+    run.members.fail("b", 0, "it died")
+    send(run.sync)
+    assert run.updater.forgotten_admins == [run.opened_admins[1]]
+
+
+def test_an_engine_that_waits_is_audited_in_a_sync_of_all() -> None:
+    """It was started again, and none of its weights was ever compared."""
+    run = two_engines(audit_every=0)
+    send(run.sync)
+    run.members.start("b", run.engines["b"].engine(2), 1, "it died")
+    run.members.answer("b", 1)
+    run.engines["b"].change = with_other_norm
+    send(run.sync)
+    assert run.states() == {"a": "serving", "b": "out"}
+    assert not run.sync.next_command().audit
+
+
+def test_an_engine_with_other_weights_does_not_end_a_run_that_has_another_one() -> None:
+    """It fails each time: when it joins, and in the syncs of all."""
+    run = two_engines()
+    send(run.sync)
+    run.engines["b"].change = with_other_norm
+    for _ in range(3):
+        send(run.sync)
+        assert run.states() == {"a": "serving", "b": "out"}
+        run.join("b")
+        assert run.states() == {"a": "serving", "b": "out"}
+        run.members.answer("b", 0)
+
+
+def test_the_only_engine_may_hold_other_weights_once() -> None:
+    run = Run(FakeEngine("a", no_change), audit_every=1)
+    send(run.sync)
+    run.engines["a"].change = with_other_norm
+    send(run.sync)
+    assert run.states() == {"a": "out"}
+    with pytest.raises(WeightMismatch, match=NORM) as error:
+        run.join("a")
+    assert error.value.exit_code == 6
+
+
+def test_a_good_audit_forgives_the_one_before() -> None:
+    run = Run(FakeEngine("a", no_change), audit_every=1)
+    send(run.sync)
+    for _ in range(3):
+        run.engines["a"].change = with_other_norm
+        send(run.sync)
+        run.engines["a"].change = no_change
+        run.join("a")
+        assert run.states() == {"a": "serving"}
+
+
+def test_weights_are_current_until_the_trainer_changes_its_own() -> None:
+    run = two_engines()
+    assert not run.sync.is_current
+    send(run.sync)
+    assert run.sync.is_current
+    run.sync.expire()
+    assert not run.sync.is_current
 
 
 def test_a_resumed_run_continues_the_versions() -> None:

@@ -4,14 +4,16 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
+from typing import Any
 
 import pytest
 
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.rollouts.engine_pool import EnginePool, RequestForm
-from megatron_rl.rollouts.messages import AbortRequest, EngineBack, EngineLeftOut, FromCollector
+from megatron_rl.rollouts.messages import AbortRequest, EngineLeftOut, FromCollector
 from sglang_bridge.engine import Engine
+from sglang_bridge.errors import RequestFailed
 from tests.support.fake_engine import LAYERS, TOPK, Answer, Reply, fake_engine, reply
 from tests.support.scripted_model import EOS, PROMPT
 
@@ -26,7 +28,7 @@ class CountingEngine:
         self.answer = answer
         self.calls = 0
 
-    def __call__(self, n: int, body: Reply) -> Reply | int | None:
+    def __call__(self, n: int, body: Reply) -> Reply | bytes | int | None:
         self.calls += 1
         return self.answer(n, body)
 
@@ -45,7 +47,7 @@ def silent(n: int, body: Reply) -> None:
 
 @contextlib.asynccontextmanager
 async def pool_of(
-    *answers: Answer, **settings: object
+    *answers: Answer, **settings: Any
 ) -> AsyncIterator[tuple[EnginePool, list[FromCollector], list[str]]]:
     """Open a pool of engines, and yield it with its reports and the URLs of the engines.
 
@@ -60,7 +62,7 @@ async def pool_of(
         urls = [await stack.enter_async_context(fake_engine(answer)) for answer in answers]
         pool = EnginePool(
             [Engine(url=url) for url in urls], EngineSettings(**settings), FORM, report
-        )  # type: ignore[arg-type]
+        )
         try:
             yield pool, messages, urls
         finally:
@@ -104,7 +106,8 @@ def test_requests_in_flight_are_bounded() -> None:
     async def run() -> None:
         nonlocal in_flight, largest
         async with pool_of(good, max_running_requests=2) as (pool, _, _):
-            client = pool._members[0].client
+            (member,) = pool._members.values()
+            client = member.client
             original = client.generate
 
             async def count(*args: object, **kwargs: object) -> object:
@@ -136,7 +139,6 @@ def test_no_rollout_is_lost_while_one_of_two_engines_fails(
             messages,
             urls,
         ):
-            pool._members[0].pause = 60.0  # so that it does not come back during the test
             assert await generate_many(pool, 128) == {"stop": 128}
             (message,) = messages
             assert (
@@ -155,7 +157,6 @@ def test_no_rollout_is_lost_while_one_of_two_engines_is_invalid() -> None:
         invalid = CountingEngine(lambda n, body: reply(body, "046", output_token_logprobs=[]))
         tokens = Counter[str]()
         async with pool_of(invalid, good, max_running_requests=8) as (pool, messages, _):
-            pool._members[0].pause = 60.0
             assert await generate_many(pool, 128, tokens) == {"stop": 128}
             assert [type(m) for m in messages] == [EngineLeftOut] and invalid.calls <= 32
         assert tokens == {"logprobs_length": 4 * invalid.calls}
@@ -174,8 +175,9 @@ def test_invalid_responses_of_all_engines_are_sampled_twice_at_most() -> None:
         tokens = Counter[str]()
         async with pool_of(*engines, retries=5) as (pool, _, _):
             assert await generate_many(pool, 16, tokens) == {"GenerationRejected": 16}
-            assert sum(engine.calls for engine in engines) == 32
-        assert tokens == {"logprobs_length": 4 * 32}
+            calls = sum(engine.calls for engine in engines)
+            assert 16 <= calls <= 32  # those of the last engine have no second chance
+        assert tokens == {"logprobs_length": 4 * calls}
 
     asyncio.run(run())
 
@@ -185,11 +187,11 @@ def test_the_only_engine_is_retried_a_limited_number_of_times() -> None:
         flaky = CountingEngine(lambda n, body: 503 if n < 2 else reply(body, "046"))
         async with pool_of(flaky, retries=2) as (pool, messages, _):
             assert await generate_many(pool, 1) == {"stop": 1}
-            assert messages == []  # the last engine is never left out
+            assert messages == []
         dead = CountingEngine(failing)
-        async with pool_of(dead, retries=3) as (pool, messages, _):
+        async with pool_of(dead, retries=1) as (pool, messages, _):
             assert await generate_many(pool, 1) == {"RequestFailed": 1}
-            assert dead.calls == 4 and messages == []
+            assert dead.calls == 2 and messages == []
 
     asyncio.run(run())
 
@@ -214,40 +216,22 @@ def test_an_invalid_request_is_not_repeated_and_excludes_no_engine() -> None:
     asyncio.run(run())
 
 
-def test_an_engine_that_is_healthy_again_is_used_again() -> None:
-    works = healthy = False
+def test_an_engine_that_is_left_out_is_used_again_once_it_is_added() -> None:
+    works = False
 
     async def run() -> None:
-        nonlocal works, healthy
+        nonlocal works
         recovering = CountingEngine(lambda n, body: reply(body, "046") if works else 500)
-        messages: list[FromCollector] = []
-
-        async def report(message: FromCollector) -> None:
-            messages.append(message)
-
-        async with (
-            fake_engine(recovering, healthy=lambda: healthy) as sick_url,
-            fake_engine(good) as healthy_url,
-        ):
-            pool = EnginePool(
-                [Engine(url=sick_url), Engine(url=healthy_url)],
-                EngineSettings(max_running_requests=1),
-                FORM,
-                report,
-            )
-            pool._members[0].pause = 0.1
+        async with pool_of(recovering, good, max_running_requests=1) as (pool, messages, urls):
             await generate_many(pool, 16)
+            works = True
             calls = recovering.calls
-            await asyncio.sleep(0.5)
-            assert (
-                await generate_many(pool, 16) == {"stop": 16} and recovering.calls == calls
-            )  # it is not healthy yet
-            works = healthy = True
-            while not isinstance(messages[-1], EngineBack):
-                await asyncio.sleep(0.05)
-            assert await generate_many(pool, 16) == {"stop": 16} and recovering.calls > calls
-            assert [type(m) for m in messages] == [EngineLeftOut, EngineBack]
-            await pool.close()
+            assert await generate_many(pool, 16) == {"stop": 16}
+            assert recovering.calls == calls
+            pool.add(Engine(url=urls[0]))
+            assert await generate_many(pool, 16) == {"stop": 16}
+            assert recovering.calls > calls
+            assert [type(message) for message in messages] == [EngineLeftOut]
 
     asyncio.run(asyncio.wait_for(run(), 20))
 
@@ -265,42 +249,241 @@ def test_requests_of_a_silent_engine_go_to_another() -> None:
     asyncio.run(run())
 
 
-def test_a_request_expires_after_one_deadline_of_each_engine() -> None:
+def test_an_engine_that_falls_silent_is_left_out_at_once() -> None:
+    """The next request would wait for another deadline."""
+
     async def run() -> None:
+        mute = CountingEngine(silent)
         async with pool_of(
-            silent, silent, request_timeout_s=0.2, token_timeout_s=0.0, retries=5
-        ) as (pool, _, _):
-            start = asyncio.get_running_loop().time()
-            assert await generate_many(pool, 2) == {"RequestExpired": 2}
-            assert asyncio.get_running_loop().time() - start < 2
+            mute, good, request_timeout_s=0.2, token_timeout_s=0.0, max_running_requests=1
+        ) as (pool, messages, urls):
+            assert await generate_many(pool, 1) == {"stop": 1}
+            (left_out,) = (m for m in messages if isinstance(m, EngineLeftOut))
+            assert left_out.url == urls[0] and "answered no request" in left_out.reason
+            assert await generate_many(pool, 8) == {"stop": 8}
+            assert mute.calls == 1
 
     asyncio.run(run())
 
 
-def test_a_request_goes_to_a_silent_engine_only_once() -> None:
-    """A second attempt would wait for another deadline."""
-
+def test_the_last_engine_is_left_out_too_and_its_requests_wait_for_another() -> None:
     async def run() -> None:
         mute = CountingEngine(silent)
-        bad_engine = CountingEngine(failing)
-        async with pool_of(
-            mute, bad_engine, request_timeout_s=1.5, token_timeout_s=0.0, retries=2
-        ) as (
-            pool,
-            _,
-            _,
-        ):
-            assert await generate_many(pool, 1) == {"RequestFailed": 1}
-            assert (mute.calls, bad_engine.calls) == (1, 3)
+        async with pool_of(mute, request_timeout_s=0.2, token_timeout_s=0.0) as (pool, messages, _):
+            requests = asyncio.ensure_future(generate_many(pool, 3))
+            await asyncio.sleep(1.0)
+            assert not requests.done()
+            assert [type(m) for m in messages].count(EngineLeftOut) == 1
+            async with fake_engine(good) as url:
+                pool.add(Engine(url=url))
+                assert await asyncio.wait_for(requests, 5) == {"stop": 3}
+        assert mute.calls == 3
 
     asyncio.run(run())
 
 
 def test_an_engine_has_time_for_each_token_of_the_longest_response() -> None:
     async def run() -> None:
-        async with pool_of(silent, request_timeout_s=0.1, token_timeout_s=0.05) as (pool, _, _):
+        async with pool_of(silent, good, request_timeout_s=0.1, token_timeout_s=0.05) as (
+            pool,
+            _,
+            _,
+        ):
             start = asyncio.get_running_loop().time()
-            assert await generate_many(pool, 1) == {"RequestExpired": 1}
+            assert await generate_many(pool, 1) == {"stop": 1}
             assert 0.6 <= asyncio.get_running_loop().time() - start < 1.6
+
+    asyncio.run(run())
+
+
+class RecordingEngine:
+    """Notes the requests that it gets, by the part of their name that the pool was given."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self.bodies: dict[str, Reply] = {}
+
+    def __call__(self, n: int, body: Reply) -> Reply | bytes | int | None:
+        name = body["rid"].partition("#")[0]
+        self.bodies[name] = {key: value for key, value in body.items() if key != "rid"}
+        return self._answer(n, body)
+
+
+async def generate_with_seeds(pool: EnginePool, count: int) -> list[object]:
+    """Run requests at once, each with its own seed."""
+    requests = [
+        pool.generate(
+            PROMPT.token_ids,
+            SAMPLING,
+            rid=f"r{i}",
+            return_routes=True,
+            rejected_tokens=Counter(),
+            seed=1000 + i,
+        )
+        for i in range(count)
+    ]
+    return await asyncio.gather(*requests, return_exceptions=True)
+
+
+def test_requests_of_a_removed_engine_go_to_another_with_the_same_seed_and_body() -> None:
+    async def run() -> None:
+        removed, other = RecordingEngine(silent), RecordingEngine(good)
+        async with pool_of(removed, other) as (pool, messages, urls):
+            requests = asyncio.ensure_future(generate_with_seeds(pool, 6))
+            while len(removed.bodies) < 3:
+                await asyncio.sleep(0.01)
+            await pool.remove(urls[0])
+            generations = await asyncio.wait_for(requests, 5)
+        assert not any(isinstance(generation, BaseException) for generation in generations)
+        assert len(removed.bodies) == 3 and len(other.bodies) == 6
+        for name, body in removed.bodies.items():
+            assert other.bodies[name] == body
+            assert body["sampling_params"]["sampling_seed"] == 1000 + int(name[1:])
+        assert messages == []
+
+    asyncio.run(run())
+
+
+def test_an_engine_that_answers_while_it_is_removed_is_not_counted_as_failed() -> None:
+    async def run() -> None:
+        async with pool_of(good, good) as (pool, messages, urls):
+            requests = asyncio.ensure_future(generate_many(pool, 8))
+            await asyncio.sleep(0)
+            await pool.remove(urls[0])
+            await pool.remove(urls[0])
+            await pool.remove("http://unknown:1")
+            assert await asyncio.wait_for(requests, 5) == {"stop": 8}
+            assert messages == []
+
+    asyncio.run(run())
+
+
+def test_requests_wait_while_there_is_no_engine_and_go_on_after_one_was_added() -> None:
+    async def run() -> None:
+        async with pool_of() as (pool, _, _), fake_engine(good) as url:
+            requests = asyncio.ensure_future(generate_many(pool, 3))
+            await asyncio.sleep(0.3)
+            assert not requests.done()
+            pool.add(Engine(url=url))
+            assert await asyncio.wait_for(requests, 5) == {"stop": 3}
+            await pool.remove(url)
+            requests = asyncio.ensure_future(generate_many(pool, 3))
+            await asyncio.sleep(0.1)
+            assert not requests.done()
+            pool.add(Engine(url=url))
+            pool.add(Engine(url=url))
+            assert await asyncio.wait_for(requests, 5) == {"stop": 3}
+
+    asyncio.run(run())
+
+
+def test_the_bound_of_requests_in_flight_follows_the_number_of_engines() -> None:
+    async def run() -> None:
+        first, second = CountingEngine(silent), CountingEngine(silent)
+        async with (
+            pool_of(first, max_running_requests=2) as (pool, _, urls),
+            fake_engine(second) as url,
+        ):
+            requests = asyncio.ensure_future(generate_many(pool, 20))
+            await asyncio.sleep(0.3)
+            assert first.calls == 4
+            pool.add(Engine(url=url))
+            await asyncio.sleep(0.3)
+            assert (first.calls, second.calls) == (4, 4)
+            await pool.remove(urls[0])
+            await asyncio.sleep(0.3)
+            assert second.calls == 8  # the holders of four slots went there
+            requests.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await requests
+
+    asyncio.run(run())
+
+
+def test_a_response_of_another_weight_version_is_the_fault_of_its_engine() -> None:
+    """An engine that was started again by itself serves the checkpoint that it has loaded."""
+
+    async def run() -> None:
+        stale = CountingEngine(lambda n, body: reply(body, "046", weight_version="2"))
+        tokens = Counter[str]()
+        async with pool_of(stale, good, max_running_requests=8) as (pool, messages, urls):
+            pool.set_version(3)
+            assert await generate_many(pool, 64, tokens) == {"stop": 64}
+            (message,) = messages
+            assert isinstance(message, EngineLeftOut) and message.url == urls[0]
+            assert "serves weight version 2 instead of 3" in message.reason
+        assert set(tokens) == {"stale"} and tokens.total() == 4 * stale.calls
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [("2", "stale"), ("4", "version_never_sent"), ("default", "version_never_sent")],
+)
+def test_responses_of_another_weight_version_from_all_engines_end_the_request(
+    version: str, reason: str
+) -> None:
+    async def run() -> None:
+        engines = [
+            CountingEngine(lambda n, body: reply(body, "046", weight_version=version))
+            for _ in range(2)
+        ]
+        tokens = Counter[str]()
+        async with pool_of(*engines) as (pool, _, _):
+            pool.set_version(3)
+            assert await generate_many(pool, 1, tokens) == {"GenerationRejected": 1}
+        assert tokens == {reason: 8}
+
+    asyncio.run(run())
+
+
+def test_a_request_whose_engines_end_five_times_is_not_sent_to_a_sixth() -> None:
+    """It may be the cause."""
+
+    async def run() -> None:
+        engines = [CountingEngine(silent) for _ in range(7)]
+        async with pool_of(*engines, retries=9) as (pool, _, urls):
+            requests = asyncio.ensure_future(generate_with_seeds(pool, 1))
+            for num_lost in range(5):
+                while sum(engine.calls for engine in engines) <= num_lost:
+                    await asyncio.sleep(0.01)
+                (busy,) = (url for url, member in pool._members.items() if member.in_flight)
+                await pool.remove(busy)
+            (error,) = await asyncio.wait_for(requests, 5)
+            assert isinstance(error, RequestFailed) and "5 engines ended" in str(error)
+            assert sum(engine.calls for engine in engines) == 5
+            assert len(urls) == 7
+
+    asyncio.run(run())
+
+
+def test_a_request_that_four_engines_lost_still_goes_to_a_fifth() -> None:
+    async def run() -> None:
+        engines = [CountingEngine(silent) for _ in range(4)]
+        async with pool_of(*engines, request_timeout_s=0.1, token_timeout_s=0.0) as (pool, _, _):
+            requests = asyncio.ensure_future(generate_many(pool, 1))
+            while sum(engine.calls for engine in engines) < 4:
+                await asyncio.sleep(0.01)
+            async with fake_engine(good) as url:
+                pool.add(Engine(url=url))
+                assert await asyncio.wait_for(requests, 5) == {"stop": 1}
+
+    asyncio.run(run())
+
+
+def test_an_engine_whose_connection_ends_loses_no_request() -> None:
+    """Whoever started it starts it again; `retries` counts answers alone."""
+
+    async def run() -> None:
+        async with pool_of(retries=0) as (pool, messages, _):
+            pool.add(Engine(url="http://127.0.0.1:9"))
+            requests = asyncio.ensure_future(generate_many(pool, 4))
+            while not messages:
+                await asyncio.sleep(0.01)
+            assert isinstance(messages[0], EngineLeftOut)
+            async with fake_engine(good) as url:
+                pool.add(Engine(url=url))
+                assert await asyncio.wait_for(requests, 5) == {"stop": 4}
 
     asyncio.run(run())

@@ -1,5 +1,6 @@
 """Connection of rank 0 to the collectors."""
 
+import re
 import socket
 import time
 from collections.abc import Iterator
@@ -8,8 +9,14 @@ import pytest
 import zmq
 
 from launch.testbed.rollout_refs import make_ref
-from megatron_rl.rollouts.hub import CollectorHub, CollectorLost
-from megatron_rl.rollouts.messages import MAX_MESSAGE_BYTES, Alive, Failed, Stop
+from megatron_rl.rollouts.hub import (
+    CollectorConnected,
+    CollectorGone,
+    CollectorHub,
+    CollectorLost,
+    Event,
+)
+from megatron_rl.rollouts.messages import MAX_MESSAGE_BYTES, Alive, Failed, Release, Stop
 from tests.support.collectors import Peer, group_done
 from tests.support.rollouts import make_rollout
 
@@ -21,12 +28,23 @@ def hub() -> Iterator[CollectorHub]:
     hub.close()
 
 
-def next_message(hub: CollectorHub, seconds: float = 5) -> object:
+def next_event(hub: CollectorHub, seconds: float = 5) -> tuple[int, Event] | None:
+    """Return the next event after a connection, with its node."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
-        if (message := hub.poll(0.1)) is not None:
-            return message
+        event = hub.poll(0.1)
+        if event is not None and not isinstance(event[1], CollectorConnected):
+            return event
     return None
+
+
+def next_loss(hub: CollectorHub) -> tuple[int, int, str]:
+    """Return the node, the epoch and the reason of the next collector that is gone."""
+    event = next_event(hub)
+    assert event is not None
+    node, gone = event
+    assert isinstance(gone, CollectorGone)
+    return node, gone.epoch, gone.reason
 
 
 def test_messages_go_both_ways(hub: CollectorHub, peer: Peer) -> None:
@@ -34,7 +52,7 @@ def test_messages_go_both_ways(hub: CollectorHub, peer: Peer) -> None:
     hub.send(0, Stop())
     assert peer.receive(1) == [Stop()]
     peer.send(Failed("x"))
-    assert next_message(hub) == (0, Failed("x"))
+    assert next_event(hub) == (0, Failed("x"))
 
 
 def test_only_holders_of_the_run_key_can_connect(hub: CollectorHub) -> None:
@@ -58,53 +76,139 @@ def test_only_holders_of_the_run_key_can_connect(hub: CollectorHub) -> None:
         peer.close()
 
 
-def test_a_silent_collector_is_lost(hub: CollectorHub, peer: Peer) -> None:
+def test_a_collector_that_connects_is_an_event(hub: CollectorHub, peer: Peer) -> None:
+    assert hub.poll(0) == (0, CollectorConnected(0))
+    assert hub.poll(0) is None
+
+
+def test_a_silent_collector_is_gone(hub: CollectorHub, peer: Peer) -> None:
     start = time.monotonic()
-    with pytest.raises(CollectorLost, match=r"node 0 was not heard .* logs/collector-0\.log"):
-        while True:
-            hub.poll(0.1)
+    node, epoch, reason = next_loss(hub)
+    assert (node, epoch) == (0, 0) and hub.nodes == []
+    assert re.search(r"node 0 was not heard .* logs/collector-0\.log", reason)
     assert 0.9 < time.monotonic() - start < 4
+
+
+def test_a_silent_collector_that_speaks_again_is_told_to_end(hub: CollectorHub, peer: Peer) -> None:
+    """Its requests are with others by then."""
+    assert next_loss(hub)[0] == 0
+    assert peer.receive(1) == [Stop()]
+    peer.send(group_done("a"))
+    assert next_event(hub, 0.3) is None
+    assert peer.receive(1) == [Stop()]
 
 
 def test_a_collector_with_a_heartbeat_is_not_lost(hub: CollectorHub, peer: Peer) -> None:
     other = Peer(hub, 1)
     deadline = time.monotonic() + 4
-    with pytest.raises(CollectorLost, match="node 1"):
-        while time.monotonic() < deadline:
-            peer.send(Alive())
-            assert hub.poll(0.1) is None
+    losses: list[int] = []
+    while time.monotonic() < deadline and not losses:
+        peer.send(Alive())
+        event = hub.poll(0.1)
+        losses += [event[0]] if event and isinstance(event[1], CollectorGone) else []
+    assert losses == [1] and hub.nodes == [0]
     other.close()
+
+
+def test_a_new_collector_of_a_node_replaces_the_old_one(hub: CollectorHub, peer: Peer) -> None:
+    assert hub.poll(0) == (0, CollectorConnected(0))
+    new_peer = Peer(hub, 0, epoch=3)
+    node, epoch, reason = next_loss(hub)
+    assert (node, epoch) == (0, 0)
+    assert reason.startswith("the collector of node 0 was replaced by a new one")
+    assert hub.poll(1) == (0, CollectorConnected(3))
+    peer.send(group_done("late"))
+    new_peer.send(group_done("new"))
+    assert next_event(hub) == (0, group_done("new"))
+    assert next_event(hub, 0.3) is None
+    assert set(map(type, peer.receive(2))) == {Stop}
+    hub.send(0, Release(("new",)))
+    assert new_peer.receive(1) == [Release(("new",))]
+    new_peer.close()
+
+
+@pytest.mark.parametrize("epoch", [1, 2])
+def test_a_collector_of_an_epoch_that_is_gone_is_told_to_end(hub: CollectorHub, epoch: int) -> None:
+    """Another one of the node has been here already."""
+    newest = Peer(hub, 0, epoch=2)
+    hub.wait_for(1, 5)
+    hub.disconnect(0, 2, "ended: it was killed")
+    assert next_loss(hub)[:2] == (0, 2)
+    newest.close()
+    old_peer = Peer(hub, 0, epoch=epoch)
+    old_peer.send(group_done("a"))
+    assert next_event(hub, 0.5) is None
+    assert hub.nodes == []
+    assert Stop() in old_peer.receive(1)
+    old_peer.close()
+
+
+def test_a_collector_is_disconnected_once(hub: CollectorHub, peer: Peer) -> None:
+    hub.disconnect(0, 7, "another epoch")
+    hub.disconnect(1, 0, "another node")
+    assert hub.nodes == [0]
+    for _ in range(2):
+        hub.disconnect(0, 0, "ended: killed by signal 9")
+    node, epoch, reason = next_loss(hub)
+    assert (node, epoch) == (0, 0)
+    assert reason.startswith("the collector of node 0 ended: killed by signal 9; see logs/")
+    assert next_event(hub, 0.2) is None
+    assert peer.receive(1) == [Stop()]
+
+
+def test_messages_before_a_loss_come_before_it(hub: CollectorHub, peer: Peer) -> None:
+    peer.send(group_done("a"))
+    peer.send_raw(b"junk")
+    peer.send(group_done("b"))
+    assert next_event(hub) == (0, group_done("a"))
+    assert next_loss(hub)[0] == 0
+    assert next_event(hub, 0.2) is None
 
 
 def test_time_when_the_hub_does_not_listen_is_not_silence(hub: CollectorHub, peer: Peer) -> None:
     """Rank 0 trains for minutes between two batches, and then receives the messages in between."""
     time.sleep(1.5)
     peer.send(Failed("x"))
-    assert next_message(hub) == (0, Failed("x"))
+    assert next_event(hub) == (0, Failed("x"))
 
 
 @pytest.mark.parametrize("junk", [b"abc", b"", b"\x81\xa4type\xa7unknown"])
-def test_an_invalid_message_of_a_collector_ends_the_run(
+def test_a_collector_that_sends_an_invalid_message_is_gone(
     hub: CollectorHub, peer: Peer, junk: bytes
 ) -> None:
     peer.send_raw(junk)
-    with pytest.raises(CollectorLost, match="node 0 sent an invalid message"):
-        next_message(hub)
+    node, epoch, reason = next_loss(hub)
+    assert (node, epoch) == (0, 0) and "node 0 sent an invalid message" in reason
+    assert hub.nodes == []
+    assert peer.receive(1) == [Stop()]
 
 
 def test_large_messages_arrive_and_oversized_ones_do_not(hub: CollectorHub, peer: Peer) -> None:
     message = group_done("a", (make_ref(make_rollout(3, 4)),) * 2000)
     peer.send(message)
-    assert next_message(hub) == (0, message)
+    assert next_event(hub) == (0, message)
     peer.send_raw(bytes(MAX_MESSAGE_BYTES + 1))
-    with pytest.raises(CollectorLost, match="was not heard"):
-        next_message(hub)
+    assert "was not heard" in next_loss(hub)[2]
 
 
-def test_sending_to_a_collector_that_is_gone_is_an_error(hub: CollectorHub, peer: Peer) -> None:
+def test_a_message_to_a_collector_that_has_ended_is_dropped_and_it_is_gone(
+    hub: CollectorHub, peer: Peer
+) -> None:
     peer.close()
     deadline = time.monotonic() + 5
-    with pytest.raises(CollectorLost, match="node 0 is gone"):
-        while time.monotonic() < deadline:
-            hub.send(0, Stop())
-            time.sleep(0.01)
+    while hub.nodes and time.monotonic() < deadline:
+        hub.send(0, Release(("a",)))
+        time.sleep(0.01)
+    assert "node 0 is gone" in next_loss(hub)[2]
+    hub.send(0, Stop())
+    hub.send(7, Stop())
+
+
+@pytest.mark.parametrize("name", [b"0", b"a.b", b"0.1.2"])
+def test_a_collector_without_a_node_and_an_epoch_in_its_name_is_refused(
+    hub: CollectorHub, name: bytes
+) -> None:
+    peer = Peer(hub, 0, name=name)
+    with pytest.raises(CollectorLost, match="invalid name"):
+        hub.wait_for(1, 5)
+    peer.close()

@@ -19,20 +19,24 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.records.reminder import Reminder
-from megatron_rl.rollouts.hub import CollectorHub, CollectorLost
+from megatron_rl.rollouts.hub import CollectorHub
 from megatron_rl.rollouts.messages import (
     AbortRequest,
+    AddEngine,
     Alive,
     CallAbandoned,
     Configure,
-    EngineBack,
     EngineLeftOut,
     Failed,
     GroupRequest,
     Release,
+    RemoveEngine,
+    SetVersion,
     Stop,
+    ToCollector,
 )
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
+from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
 from tests.support.collectors import Peer, group_done, request
 from tests.support.rollouts import VERSION, make_rollout
@@ -126,6 +130,7 @@ def test_an_extension_goes_to_the_node_with_few_rollouts_without_a_visit_of_all_
     outstanding_groups = OutstandingGroups()
     queue._outstanding = outstanding_groups
     queue.submit([request("a", 5), request("b", 3), request("c", 4)])
+    outstanding_groups.visits = 0  # of the two connections
     assert [requested_ids(peer, 1), requested_ids(other, 2)] == [["a"], ["b", "c"]]
     other.send(group_done("b"))
     assert next(queue.as_completed(idle)).group_id == "b"
@@ -272,22 +277,23 @@ def test_one_segment_of_an_unknown_version_rejects_the_rollout(
     assert group.rejections == {"version_never_sent": 1}
 
 
-def test_engines_that_are_left_out_are_logged_and_listed(hub: CollectorHub, peer: Peer) -> None:
+def test_engines_that_are_left_out_are_logged_and_listed_until_they_are_added_again(
+    hub: CollectorHub, peer: Peer
+) -> None:
     lines: list[str] = []
     queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4), log=lines.append)
-    for message, left_out in (
-        (EngineLeftOut("http://e", "500: broken"), {"http://e"}),
-        (EngineBack("http://e"), set()),
-    ):
-        queue.submit([request("a", evaluation=True)])
-        peer.send(message)
-        peer.send(group_done("a"))
-        assert len(list(queue.as_completed(idle))) == 1
-        assert queue.engines_left_out == left_out
-    assert lines == [
-        "engine http://e is left out until it is healthy again: 500: broken",
-        "engine http://e is used again",
-    ]
+    queue.add_engine(Engine(url="http://e"))
+    queue.submit([request("a", evaluation=True)])
+    peer.send(EngineLeftOut("http://e", "500: broken"))
+    peer.send(group_done("a"))
+    assert len(list(queue.as_completed(idle))) == 1
+    assert queue.engines_left_out == {"http://e"}
+    assert lines == ["engine http://e gets no requests until it is healthy again: 500: broken"]
+    queue.add_engine(Engine(url="http://e"))
+    assert queue.engines_left_out == set()
+    queue.engines_left_out.add("http://e")
+    queue.remove_engine("http://e")
+    assert queue.engines_left_out == set()
 
 
 def test_an_abandoned_call_is_a_warning(hub: CollectorHub, peer: Peer) -> None:
@@ -358,17 +364,23 @@ def test_the_last_report_of_a_collector_is_the_reason_of_the_failure(
     assert error.value.exit_code is code
 
 
-def test_a_collector_that_left_without_a_word_is_lost(queue: RolloutQueue, peer: Peer) -> None:
-    peer.send(group_done("b"))
-    peer.close(linger_seconds=5)
-    with pytest.raises(CollectorLost, match="node 0 is gone"):
-        submit_until_it_is_gone(queue)
-
-
 def submit_until_it_is_gone(queue: RolloutQueue) -> None:
     for n in range(1000):
         queue.submit([request(f"group-{n}")])
         time.sleep(0.01)
+
+
+def collector_configuration(path: str = "/model") -> Configure:
+    return Configure(
+        engines=(),
+        api_key=None,
+        model_path=path,
+        routes=None,
+        engine=EngineSettings(),
+        rollout=RolloutSettings(max_new_tokens=4),
+        reward=RewardSettings(),
+        environment=EnvironmentSettings(),
+    )
 
 
 def test_every_collector_gets_its_own_configuration_and_is_told_to_end(
@@ -376,19 +388,7 @@ def test_every_collector_gets_its_own_configuration_and_is_told_to_end(
 ) -> None:
     other = Peer(hub, 1)
     hub.wait_for(2, 5)
-    ours, theirs = (
-        Configure(
-            engines=(),
-            api_key=None,
-            model_path=path,
-            routes=None,
-            engine=EngineSettings(),
-            rollout=RolloutSettings(max_new_tokens=4),
-            reward=RewardSettings(),
-            environment=EnvironmentSettings(),
-        )
-        for path in ("/ours", "/theirs")
-    )
+    ours, theirs = collector_configuration("/ours"), collector_configuration("/theirs")
     queue.configure({0: ours, 1: theirs})
     queue.stop()
     assert [peer.receive(2), other.receive(2)] == [[ours, Stop()], [theirs, Stop()]]
@@ -405,3 +405,260 @@ def test_stale_rollouts_add_to_what_the_collector_rejected_as_such(
     )
     (group,) = queue.as_completed(idle)
     assert group.rejections == {"stale": 3, "engine": 1}
+
+
+class Observer:
+    """Notes what a queue reports."""
+
+    def __init__(self) -> None:
+        self.failed_engines: list[tuple[str, str]] = []
+        self.lost_collectors: list[tuple[int, int]] = []
+
+    def handle_engine_failure(self, url: str, reason: str) -> None:
+        self.failed_engines.append((url, reason))
+
+    def handle_lost_collector(self, node: int, epoch: int, reason: str) -> None:
+        self.lost_collectors.append((node, epoch))
+
+
+def replace_collector(hub: CollectorHub, node: int, *, epoch: int = 1) -> Peer:
+    """End the collector of a node as its node's report does, and connect the next one."""
+    hub.disconnect(node, epoch - 1, "ended: killed by signal 9")
+    peer = Peer(hub, node, epoch=epoch)
+    deadline = time.monotonic() + 5
+    while node not in hub.nodes:
+        assert time.monotonic() < deadline
+        hub._receive(0.05)
+    return peer
+
+
+def test_an_observer_learns_of_engines_and_collectors_that_failed(
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
+) -> None:
+    observer = Observer()
+    queue.observer = observer
+    queue.submit([request("a")])
+    peer.send(EngineLeftOut("http://e", "500: broken"))
+    peer.send(group_done("a"))
+    list(queue.as_completed(idle))
+    hub.disconnect(0, 0, "ended: killed by signal 9")
+    queue.submit([])
+    assert observer.failed_engines == [("http://e", "500: broken")]
+    assert observer.lost_collectors == [(0, 0)]
+
+
+def test_requests_of_a_lost_collector_go_to_another_node_under_the_same_ids(
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
+) -> None:
+    other = Peer(hub, 1)
+    hub.wait_for(2, 5)
+    queue.submit([request("a", 3), request("b", 2), request("c", 2)])
+    lost_requests = [m for m in peer.receive(1) if isinstance(m, GroupRequest)]
+    assert requested_ids(other, 2) == ["b", "c"]
+    hub.disconnect(0, 0, "ended: killed by signal 9")
+    for name in "abc":
+        other.send(group_done(name))
+    assert sorted(group.group_id for group in queue.as_completed(idle)) == ["a", "b", "c"]
+    assert [m for m in other.receive(1) if isinstance(m, GroupRequest)] == lost_requests
+    assert queue.num_repeated == 1
+    other.close()
+
+
+def test_requests_wait_while_no_collector_is_connected_and_go_to_the_replacement(
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
+) -> None:
+    queue.submit([request("a")])
+    hub.disconnect(0, 0, "ended: killed by signal 9")
+    queue.submit([request("b")])
+    replacement = replace_collector(hub, 0)
+    calls: list[str] = []
+
+    def answer() -> None:
+        calls.extend(requested_ids(replacement, 2 - len(calls)))
+        for name in "ab":
+            if len(calls) == 2:
+                replacement.send(group_done(name))
+
+    groups = list(queue.as_completed(answer, idle_every_seconds=0.05))
+    assert calls == ["a", "b"]
+    assert [group.group_id for group in groups] == ["a", "b"]
+    assert queue.num_repeated == 1  # "b" was never sent to the lost one
+    replacement.close()
+
+
+def test_late_results_of_a_lost_collector_are_not_delivered(
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
+) -> None:
+    queue.submit([request("a")])
+    replacement = replace_collector(hub, 0)
+    peer.send(group_done("a", environment_error="late"))
+    time.sleep(0.2)
+    replacement.send(group_done("a", environment_error="new"))
+    (group,) = queue.as_completed(idle)
+    assert group.environment_error == "new"
+    assert queue.generated_tokens == 5
+    replacement.close()
+
+
+def test_results_that_arrived_before_the_loss_are_delivered(
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
+) -> None:
+    queue.submit([request("a"), request("b")])
+    peer.send(group_done("a"))
+    time.sleep(0.2)
+    hub._receive(0.1)
+    replacement = replace_collector(hub, 0)
+    replacement.send(group_done("b"))
+    assert [group.group_id for group in queue.as_completed(idle)] == ["a", "b"]
+    assert requested_ids(replacement, 1) == ["b"]
+    assert queue.lost_groups(["a", "b"]) == ["a"]
+    replacement.close()
+
+
+def test_held_groups_of_a_lost_collector_are_requested_again_once(
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
+) -> None:
+    other = Peer(hub, 1)
+    hub.wait_for(2, 5)
+    queue.submit([request("a"), request("b")])
+    (original,) = [m for m in peer.receive(1) if isinstance(m, GroupRequest)]
+    peer.send(group_done("a"))
+    other.send(group_done("b"))
+    assert len(list(queue.as_completed(idle))) == 2
+    assert queue.lost_groups(["a", "b", "never"]) == []
+    hub.disconnect(0, 0, "ended: killed by signal 9")
+    assert queue.lost_groups(["a", "b", "never"]) == ["a"]
+    queue.request_again(["a"])
+    other.send(group_done("a"))
+    assert [group.group_id for group in queue.as_completed(idle)] == ["a"]
+    requests = [m for m in other.receive(2) if isinstance(m, GroupRequest)]
+    assert requests[1:] == [original]
+    assert queue.lost_groups(["a", "b"]) == []
+    assert queue.num_repeated == 1
+    queue.release(["a", "b"])
+    assert other.receive(1) == [Release(("a", "b"))]
+    with pytest.raises(KeyError):
+        queue.request_again(["a"])
+    other.close()
+
+
+def test_groups_that_are_requested_again_are_released_where_they_are(
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
+) -> None:
+    """A rank could not read them, although their collector is connected."""
+    queue.submit([request("a")])
+    peer.send(group_done("a"))
+    list(queue.as_completed(idle))
+    queue.request_again(["a"])
+    messages = peer.receive(3)
+    assert messages == [request("a"), Release(("a",)), request("a")]
+
+
+def test_a_release_does_not_go_to_the_replacement_of_a_collector(
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
+) -> None:
+    queue.submit([request("a")])
+    peer.send(group_done("a"))
+    list(queue.as_completed(idle))
+    replacement = replace_collector(hub, 0)
+    queue.submit([])
+    queue.release(["a"])
+    assert replacement.receive() == []
+    queue.submit([request("a")])
+    assert requested_ids(replacement, 1) == ["a"]
+    replacement.close()
+
+
+def test_loads_stay_right_when_collectors_are_lost(
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
+) -> None:
+    other = Peer(hub, 1)
+    hub.wait_for(2, 5)
+    queue.submit([request("a", 5), request("b", 3)])
+    hub.disconnect(0, 0, "ended: killed by signal 9")
+    queue.submit([])
+    assert queue._loads == {0: 0, 1: 8}
+    replacement = replace_collector(hub, 0)
+    queue.submit([request("c", 6)])
+    assert queue._loads == {0: 6, 1: 8}
+    for name in "ab":
+        other.send(group_done(name))
+    replacement.send(group_done("c"))
+    assert len(list(queue.as_completed(idle))) == 3
+    assert queue._loads == {0: 0, 1: 0}
+    other.close()
+    replacement.close()
+
+
+def test_a_replacement_gets_the_configuration_the_version_and_the_engines_of_its_node(
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
+) -> None:
+    other = Peer(hub, 1)
+    hub.wait_for(2, 5)
+    configurations = {node: collector_configuration(f"/{node}") for node in (0, 1)}
+    queue.configure(configurations)
+    engines = [Engine(url=f"http://{n}", node=node) for n, node in enumerate((0, 0, 0, 1))]
+    for engine in engines:
+        queue.add_engine(engine)
+    queue.remove_engine(engines[1].url)
+    queue.remove_engine("http://unknown")
+    queue.set_version(4)
+    assert peer.receive(6) == [
+        configurations[0],
+        *map(AddEngine, engines[:3]),
+        RemoveEngine(engines[1].url),
+        SetVersion(4),
+    ]
+    assert other.receive(3) == [configurations[1], AddEngine(engines[3]), SetVersion(4)]
+    queue.submit([request("a", evaluation=True)])
+    replacement = replace_collector(hub, 0)
+    queue.submit([])
+    messages = replacement.receive(4)
+    assert messages[0] == configurations[0]
+    assert set(map(type, messages[1:4])) == {SetVersion, AddEngine}
+    assert [m for m in messages if isinstance(m, AddEngine)] == [
+        AddEngine(engines[0]),
+        AddEngine(engines[2]),
+    ]
+    assert SetVersion(4) in messages
+    replacement.close()
+    other.close()
+
+
+def test_an_engine_that_is_added_again_is_sent_again(queue: RolloutQueue, peer: Peer) -> None:
+    queue.submit([])
+    engine = Engine(url="http://e")
+    for _ in range(2):
+        queue.add_engine(engine)
+        queue.remove_engine(engine.url)
+        queue.remove_engine(engine.url)
+    assert peer.receive(4) == [AddEngine(engine), RemoveEngine(engine.url)] * 2
+
+
+def test_an_earlier_collector_is_disconnected_by_a_report_and_no_later_one(
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
+) -> None:
+    queue.submit([])
+    queue.disconnect_before(0, 0, "ended: it is the connected one")
+    queue.disconnect_before(1, 5, "ended: no such node")
+    assert queue.connected_nodes == [0]
+    queue.disconnect_before(0, 1, "ended: killed by signal 9")
+    assert queue.connected_nodes == []
+
+
+def test_a_collector_gets_nothing_before_its_configuration(
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
+) -> None:
+    """It ends if anything else comes first. Both collectors were replaced between two polls."""
+    other = Peer(hub, 1)
+    hub.wait_for(2, 5)
+    queue.configure({node: collector_configuration() for node in (0, 1)})
+    queue.submit([request("a"), request("b")])
+    replacements = [replace_collector(hub, node) for node in (0, 1)]
+    queue.add_engine(Engine(url="http://e", node=1))
+    queue.set_version(4)
+    queue.submit([])
+    firsts: list[ToCollector] = [replacement.receive(2)[0] for replacement in replacements]
+    assert firsts == [collector_configuration()] * 2
+    for closed_peer in (other, *replacements):
+        closed_peer.close()

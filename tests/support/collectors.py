@@ -20,16 +20,23 @@ from megatron_rl.rollouts.messages import (
 class Peer:
     """Connects to a hub as the collector of `node`.
 
-    run_key: None for the key of the hub.
+    epoch: counts the starts of the node's collector. run_key: None for the key of the hub. name:
+    None for the name of the node and the epoch.
     """
 
     def __init__(
-        self, hub: CollectorHub, node: int, *, epoch: int = 0, run_key: str | None = None
+        self,
+        hub: CollectorHub,
+        node: int,
+        *,
+        epoch: int = 0,
+        run_key: str | None = None,
+        name: bytes | None = None,
     ) -> None:
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         present_run_key(self._socket, run_key or hub.run_key)
-        self._socket.routing_id = collector_name(node, epoch).encode()
+        self._socket.routing_id = name or collector_name(node, epoch).encode()
         self._socket.linger = 0
         self._socket.connect("tcp://{}:{}".format(*hub.address))
         self.send(Alive())

@@ -87,12 +87,14 @@ class Setup:
     ) -> None:
         self.log: list[str] = []
         self.failing_calls = failing_calls or {}
-        admins = [
+        self.admins = [
             RecordingAdmin(url, self.log, self.failing_calls.get(url, set())) for url in (A, B)
         ]
-        self.updater = WeightUpdater(
-            admins, transport=RecordingTransport(self.log, script), bucket_bytes=4
-        )
+        self.updater = WeightUpdater(transport=RecordingTransport(self.log, script), bucket_bytes=4)
+
+    def push(self, weights: Iterator[tuple[str, torch.Tensor]], version: int) -> None:
+        """Send weights to both engines."""
+        self.updater.push(weights, version, self.admins)
 
     def take_log(self) -> list[str]:
         log = list(self.log)
@@ -109,7 +111,7 @@ def weights(count: int = 2, reads: list[str] | None = None) -> Iterator[tuple[st
 
 def test_order_of_calls_in_an_update() -> None:
     setup = Setup()
-    setup.updater.push(weights(), 1)
+    setup.push(weights(), 1)
     log = setup.take_log()
     assert set(log[:2]) == {"pause 1", "pause 2"}
     assert set(log[2:4]) == {"end-old 1", "end-old 2"}
@@ -124,7 +126,7 @@ def test_failed_engine_stays_paused_and_others_are_updated() -> None:
     with pytest.raises(
         WeightUpdateFailed, match=r"1 engine\(s\): http://127.0.0.1:1: it died"
     ) as error_info:
-        setup.updater.push(weights(3, reads), 5)
+        setup.push(weights(3, reads), 5)
     assert reads == ["0", "1", "2"]
     assert error_info.value.failures == {A: "it died"}
     assert error_info.value.updated_urls == (B,)
@@ -144,7 +146,7 @@ def test_the_stream_is_exhausted_even_when_every_engine_fails() -> None:
     setup = Setup(lambda what: {A: "x", B: "x"} if what == "begin" else {})
     reads: list[str] = []
     with pytest.raises(WeightUpdateFailed):
-        setup.updater.push(weights(4, reads), 1)
+        setup.push(weights(4, reads), 1)
     assert len(reads) == 4
     assert not any(entry.startswith(("send", "resume")) for entry in setup.log)
 
@@ -156,7 +158,7 @@ def test_the_stream_is_exhausted_even_when_the_transport_breaks() -> None:
     reads: list[str] = []
     setup = Setup(script)
     with pytest.raises(RuntimeError, match="no such interface"):
-        setup.updater.push(weights(4, reads), 1)
+        setup.push(weights(4, reads), 1)
     assert len(reads) == 4
 
 
@@ -167,7 +169,7 @@ def test_export_error_is_raised_and_engines_stay_paused() -> None:
 
     setup = Setup()
     with pytest.raises(FloatingPointError):
-        setup.updater.push(failing_export(), 1)
+        setup.push(failing_export(), 1)
     assert not any(entry.startswith("resume") for entry in setup.log)
 
 
@@ -194,18 +196,17 @@ def test_a_run_closes_the_session_that_a_dead_trainer_left_open() -> None:
 
     log: list[str] = []
     admins = [Admin(url, log, set()) for url in (A, B)]
-    WeightUpdater(admins, transport=RecordingTransport(log, begin), bucket_bytes=4).push(
-        weights(), 0
-    )
+    updater = WeightUpdater(transport=RecordingTransport(log, begin), bucket_bytes=4)
+    updater.push(weights(), 0, admins)
     assert log.index("begin 12") > log.index("end-old 1")
     assert {"resume 1", "resume 2"} <= set(log)
 
 
 def test_old_sessions_are_closed_only_before_the_first_update() -> None:
     setup = Setup()
-    setup.updater.push(weights(), 0)
+    setup.push(weights(), 0)
     setup.take_log()
-    setup.updater.push(weights(), 1)
+    setup.push(weights(), 1)
     assert not any(entry.startswith("end-old") for entry in setup.log)
 
 
@@ -213,23 +214,65 @@ def test_after_a_failure_the_old_session_is_closed_first() -> None:
     failing = [True]
     setup = Setup(lambda what: {A: "x"} if what.startswith("send 0") and failing else {})
     with pytest.raises(WeightUpdateFailed):
-        setup.updater.push(weights(), 1)
+        setup.push(weights(), 1)
     failing.clear()
     setup.take_log()
-    setup.updater.push(weights(), 2)
+    setup.push(weights(), 2)
     log = setup.take_log()
     assert "end-old 1" in log and "end-old 2" not in log
     assert log.index("end-old 1") < log.index("begin 12")
 
 
+def test_weights_go_to_the_engines_of_the_call_alone() -> None:
+    """An engine that joins gets the weights between two updates of all."""
+    setup = Setup()
+    setup.push(weights(), 0)
+    setup.take_log()
+    setup.updater.push(weights(), 0, setup.admins[1:])
+    log = setup.take_log()
+    assert log == [
+        "pause 2",
+        "connect 2",
+        "begin 2",
+        "send 0 2",
+        "send 1 last 2",
+        "end 2",
+        "flush 2",
+        "resume 2",
+    ]
+    setup.push(weights(), 1)
+    assert not any(entry.startswith("end-old") for entry in setup.log)
+
+
+def test_the_stream_is_exhausted_without_an_engine() -> None:
+    """The other ranks export too, while every engine is out."""
+    setup = Setup()
+    reads: list[str] = []
+    setup.updater.push(weights(3, reads), 1, [])
+    assert reads == ["0", "1", "2"]
+    assert not any(entry.startswith("send") for entry in setup.log)
+
+
+def test_an_engine_that_is_forgotten_gets_a_new_session() -> None:
+    """It was started again: the next client of its address knows nothing of the old session."""
+    setup = Setup()
+    setup.push(weights(), 0)
+    setup.take_log()
+    setup.updater.forget(setup.admins[0])
+    assert setup.take_log() == ["forget 1"]
+    setup.push(weights(), 1)
+    log = setup.take_log()
+    assert "end-old 1" in log and "end-old 2" not in log
+
+
 def test_failed_control_calls_fail_the_update() -> None:
     setup = Setup(failing_calls={B: {"flush"}})
     with pytest.raises(WeightUpdateFailed) as error_info:
-        setup.updater.push(weights(), 1)
+        setup.push(weights(), 1)
     assert error_info.value.failures == {B: "flush refused"}
     assert "resume 2" not in setup.log
 
 
 def test_bucket_size_must_be_positive() -> None:
     with pytest.raises(ValueError, match=r"sync\.bucket_mb"):
-        WeightUpdater([], transport=RecordingTransport([], lambda _: {}), bucket_bytes=0)
+        WeightUpdater(transport=RecordingTransport([], lambda _: {}), bucket_bytes=0)

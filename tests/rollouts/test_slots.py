@@ -1,0 +1,169 @@
+"""The bound of requests in flight, which follows the number of engines."""
+
+import asyncio
+from collections.abc import Coroutine
+from typing import Any
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.rollouts.slots import Slots
+
+
+class Holders:
+    """Tasks that hold slots, or wait for one."""
+
+    def __init__(self, slots: Slots) -> None:
+        self._slots = slots
+        self._ends: list[asyncio.Event] = []
+        self.tasks: list[asyncio.Task[None]] = []
+        self.num_holders = 0
+
+    def start(self, count: int) -> None:
+        for _ in range(count):
+            self._ends.append(asyncio.Event())
+            self.tasks.append(asyncio.create_task(self._hold(self._ends[-1])))
+
+    async def end(self, count: int) -> None:
+        """Let the first holders give their slots back."""
+        for end in self._ends[:count]:
+            end.set()
+        del self._ends[:count]
+        await settle()
+
+    async def _hold(self, end: asyncio.Event) -> None:
+        async with self._slots:
+            self.num_holders += 1
+            await end.wait()
+            self.num_holders -= 1
+
+
+async def settle() -> None:
+    """Let every task run until it waits."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def run(coroutine: Coroutine[Any, Any, None]) -> None:
+    asyncio.run(asyncio.wait_for(coroutine, 5))
+
+
+async def cancel(holders: Holders) -> None:
+    for task in holders.tasks:
+        task.cancel()
+    await asyncio.gather(*holders.tasks, return_exceptions=True)
+
+
+def test_there_is_no_slot_at_first_and_as_many_as_were_added() -> None:
+    async def work() -> None:
+        slots = Slots()
+        holders = Holders(slots)
+        holders.start(5)
+        await settle()
+        assert holders.num_holders == 0
+        slots.add(2)
+        await settle()
+        assert holders.num_holders == 2
+        slots.add(2)
+        await settle()
+        assert holders.num_holders == 4
+        await holders.end(4)
+        assert holders.num_holders == 1
+        await cancel(holders)
+
+    run(work())
+
+
+def test_holders_keep_their_slots_when_the_capacity_shrinks() -> None:
+    async def work() -> None:
+        slots = Slots()
+        slots.add(4)
+        holders = Holders(slots)
+        holders.start(6)
+        await settle()
+        slots.remove(2)
+        await settle()
+        assert holders.num_holders == 4
+        await holders.end(2)
+        assert holders.num_holders == 2  # both slots are gone
+        await holders.end(1)
+        assert holders.num_holders == 2
+        await cancel(holders)
+
+    run(work())
+
+
+def test_free_slots_go_at_once() -> None:
+    async def work() -> None:
+        slots = Slots()
+        slots.add(5)
+        slots.remove(3)
+        holders = Holders(slots)
+        holders.start(5)
+        await settle()
+        assert holders.num_holders == 2
+        slots.remove(2)
+        await holders.end(2)
+        assert holders.num_holders == 0
+        slots.add(1)
+        await settle()
+        assert holders.num_holders == 1
+        await cancel(holders)
+
+    run(work())
+
+
+def test_a_waiting_task_that_is_cancelled_takes_no_slot() -> None:
+    async def work() -> None:
+        slots = Slots()
+        slots.add(3)
+        slots.remove(2)
+        holders = Holders(slots)
+        holders.start(3)
+        await settle()
+        assert holders.num_holders == 1
+        await cancel(holders)
+        others = Holders(slots)
+        others.start(3)
+        await settle()
+        assert others.num_holders == 1
+        await cancel(others)
+
+    run(work())
+
+
+_CHANGES = st.lists(
+    st.tuples(st.sampled_from(["add", "remove", "start", "end"]), st.integers(1, 4)), max_size=25
+)
+
+
+@given(changes=_CHANGES)
+def test_there_are_as_many_holders_as_slots_after_any_changes(
+    changes: list[tuple[str, int]],
+) -> None:
+    async def work() -> None:
+        slots = Slots()
+        holders = Holders(slots)
+        capacity = num_started = num_holders = 0
+        for change, count in changes:
+            if change == "add":
+                slots.add(count)
+                capacity += count
+            elif change == "remove":
+                slots.remove(min(count, capacity))
+                capacity -= min(count, capacity)
+            elif change == "start":
+                holders.start(count)
+                num_started += count
+            else:
+                ended = min(count, holders.num_holders)
+                await holders.end(ended)
+                num_started -= ended
+                num_holders -= ended
+            await settle()
+            # Holders of slots that are gone keep them
+            num_holders = max(num_holders, min(num_started, capacity))
+            assert holders.num_holders == num_holders
+        await cancel(holders)
+
+    run(work())
