@@ -1,0 +1,237 @@
+"""User-defined environments in processes: the same rollouts, and episodes that begin again."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from megatron_rl.config.schema import EnvironmentSettings, RolloutSettings
+from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.prompt import Sampling
+from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.environments.environment import open_environment
+from megatron_rl.rollouts.collector import Collector
+from megatron_rl.rollouts.messages import CallAbandoned, FromCollector, GroupDone, GroupRequest
+from megatron_rl.rollouts.store import read_rollout
+from megatron_rl.rollouts.user_process import user_classes
+from tests.support.fake_engine import Answer, Reply, configuration, fake_engine, reply
+from tests.support.scripted_model import EOS, PROMPT
+
+pytestmark = pytest.mark.timeout(90)
+SAMPLING = Sampling(max_new_tokens=24, temperature=1.0, stop_token_ids=(EOS,))
+
+ENVIRONMENTS = """
+import asyncio
+import os
+import time
+
+from megatron_rl.environments import Environment
+from megatron_rl.models.tokenizer import UnknownText
+
+
+class UsesEverything(Environment):
+    async def play(self, episode):
+        assert (episode.text, episode.finish_reason, episode.sampled_tokens) == ("", None, 0)
+        response = await episode.respond()
+        assert episode.text == response.text and episode.finish_reason == response.finish_reason
+        assert episode.sampled_tokens == len(response.text) + 1
+        episode.observe("no,")
+        try:
+            episode.observe("\\u2603")
+        except UnknownText as error:
+            assert "\\u2603" in str(error)
+        try:
+            episode.observe(5)
+        except TypeError:
+            pass
+        await asyncio.to_thread(episode.observe, "0")
+        episode.demonstrate("046")
+        response = await asyncio.create_task(episode.respond())
+        episode.observe("late")
+
+
+class GivesUp(Environment):
+    async def play(self, episode):
+        for seconds in (0.05, 60):
+            try:
+                await asyncio.wait_for(episode.respond(), seconds)
+            except asyncio.TimeoutError:
+                episode.observe("no,")
+
+
+class Fails(Environment):
+    async def play(self, episode):
+        await episode.respond()
+        episode.observe("\\u2603")
+
+
+class TooLong(Environment):
+    async def play(self, episode):
+        try:
+            episode.demonstrate("0" * 100)
+        except ValueError as error:
+            self.error = error
+            raise
+
+
+class BlocksOnce(Environment):
+    async def play(self, episode):
+        response = await episode.respond()
+        if response.text == "047":
+            await asyncio.sleep(0.5)
+            while True:
+                pass
+        await asyncio.sleep(1.0)
+        await episode.respond()
+
+
+class Exits(Environment):
+    async def play(self, episode):
+        response = await episode.respond()
+        if response.text == "047":
+            os._exit(9)
+        await asyncio.sleep(0.5)
+
+
+class Garbage(Environment):
+    async def play(self, episode):
+        episode.observe_messages([{1: 2}])
+"""
+
+
+@pytest.fixture(autouse=True)
+def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "own_environments.py").write_text(ENVIRONMENTS)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("megatron_rl.rollouts.user_process.remote_class._GRACE_SECONDS", 0.3)
+
+
+def collect(
+    name: str,
+    answer: Answer,
+    num_samples: int = 1,
+    *,
+    timeout_s: float = 20.0,
+    routes: bool = True,
+    seconds: float = 0.01,
+) -> tuple[Group, list[Rollout], list[str]]:
+    """Return a group, its rollouts and the warnings about calls."""
+    warnings = []
+
+    async def run() -> tuple[Group, list[Rollout]]:
+        async with fake_engine(answer, seconds=seconds) as url:
+            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+            environment = EnvironmentSettings(name=f"own_environments:{name}", timeout_s=timeout_s)
+            settings = msgspec.structs.replace(
+                configuration(url, environment=environment),
+                rollout=RolloutSettings(max_new_tokens=24),
+            )
+            if not routes:
+                settings = msgspec.structs.replace(settings, routes=None)
+            collector = Collector(0, settings, outbox.put)
+            request = GroupRequest(
+                group_id="g", prompt=PROMPT, num_samples=num_samples, sampling=SAMPLING
+            )
+            await collector.handle(request)
+            try:
+                while True:
+                    message = await asyncio.wait_for(outbox.get(), 60)
+                    if isinstance(message, GroupDone):
+                        rollouts = [read_rollout(ref) for ref in message.group.rollouts]
+                        return message.group, rollouts
+                    assert isinstance(message, CallAbandoned), message
+                    warnings.append(message.text)
+            finally:
+                await collector.close()
+
+    group, rollouts = asyncio.run(run())
+    return group, rollouts, warnings
+
+
+def contents(rollout: Rollout) -> list[object]:
+    """Everything that a rollout holds, in a form that can be compared."""
+    segments = [
+        (
+            segment.tokens.tolist(),
+            segment.role,
+            segment.trainable,
+            None if segment.logprobs is None else segment.logprobs.tolist(),
+            segment.route_rows,
+            segment.version,
+        )
+        for segment in rollout.segments
+    ]
+    routes = None if rollout.routes is None else np.asarray(rollout.routes).tolist()
+    return [rollout.rollout_id, rollout.prompt_id, rollout.finish_reason, segments, routes]
+
+
+def test_a_rollout_of_a_process_equals_one_of_an_environment_in_the_collector(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def answer(n: int, body: Reply) -> Reply:
+        return reply(body, ("047", "46")[n % 2])
+
+    _, (in_process,), _ = collect("UsesEverything", answer)
+    monkeypatch.setattr(
+        user_classes.UserClasses,
+        "_start_environment",
+        lambda self, settings: user_classes.EnvironmentInThisProcess(open_environment(settings)),
+    )
+    _, (in_collector,), _ = collect("UsesEverything", answer)
+    assert contents(in_process) == contents(in_collector)
+    assert len(in_process.segments) == 6 and in_process.routes is not None
+
+
+def test_a_response_that_an_environment_gives_up_is_no_part_of_the_rollout() -> None:
+    bodies: list[Reply] = []
+
+    def answer(n: int, body: Reply) -> Reply | None:
+        bodies.append(body)
+        return reply(body, "46") if n else None  # the first request hangs
+
+    group, (rollout,), _ = collect("GivesUp", answer)
+    assert group.rejections == {} and len(bodies) == 2
+    assert bodies[1]["input_ids"][: len(PROMPT.token_ids)] == list(PROMPT.token_ids)
+    assert len(bodies[1]["input_ids"]) == len(PROMPT.token_ids) + 3  # `no,`
+    assert len(rollout.segments) == 3
+
+
+def test_an_exception_of_an_action_keeps_its_reason(caplog: pytest.LogCaptureFixture) -> None:
+    group, _, _ = collect("Fails", lambda n, body: reply(body, "46"))
+    assert group.rejections == {"environment": 1}
+    assert "UnknownText" in group.environment_error
+    group, _, _ = collect("TooLong", lambda n, body: 503, routes=False)
+    assert group.rejections == {"too_long": 1} and group.environment_error == ""
+    group, _, _ = collect("Garbage", lambda n, body: 503)
+    assert group.rejections == {"environment": 1}
+    assert "TypeError: a message of a chat is a dict" in group.environment_error
+
+
+def test_an_episode_begins_again_with_the_same_seeds_when_another_one_blocks() -> None:
+    """Rollout 1 blocks. Rollout 0 has one response by then, which it loses."""
+    seeds = Counter[int]()
+
+    def answer(n: int, body: Reply) -> Reply:
+        seeds[body["sampling_params"]["sampling_seed"]] += 1
+        return reply(body, "047" if body["rid"].startswith("g/1#") else "46")
+
+    group, (rollout,), warnings = collect("BlocksOnce", answer, 2, timeout_s=2.0)
+    assert group.rejections == {"environment_abandoned": 1}
+    assert rollout.sample_index == 0 and len(rollout.segments) == 3
+    # 47 and its end; 046 and its end
+    assert group.rejected_tokens == {"environment_abandoned": 4, "environment_restarted": 3}
+    assert sorted(seeds.values()) == [1, 1, 2]
+    assert "group g, rollout 1" in warnings[0]
+
+
+def test_an_environment_that_ends_its_process_costs_its_own_rollout() -> None:
+    group, rollouts, warnings = collect(
+        "Exits", lambda n, body: reply(body, "047" if body["rid"].startswith("g/1#") else "46"), 3
+    )
+    assert group.rejections == {"environment": 1}
+    assert "exit code 9" in group.environment_error
+    assert [rollout.sample_index for rollout in rollouts] == [0, 2]
+    assert "group g, rollout 1" in warnings[0]

@@ -1,0 +1,104 @@
+"""Constructors in processes: those that take long, raise, hang, end their process or eat memory."""
+
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from megatron_rl.contracts.plugins import PluginError
+from megatron_rl.rollouts.user_process.memory_limit import limit_in_bytes
+from tests.rollouts.user_process.classes import GIGABYTE, score_in_process
+
+pytestmark = pytest.mark.timeout(90)
+SCORER = """
+import os
+import time
+
+from megatron_rl.contracts.group import Verdict
+
+
+class Good:
+    def check_answer(self, answer):
+        pass
+
+    async def score(self, prompt, text, finish_reason):
+        if text == "exits":
+            os._exit(1)
+        return Verdict(reward=float(os.environ.get("MEGATRON_RL_RUN_KEY") is None), correctness=1.0)
+
+
+class Raises(Good):
+    def __init__(self):
+        raise KeyError("no model")
+
+
+class Exits(Good):
+    def __init__(self):
+        print("goodbye")
+        os._exit(5)
+
+
+class Hangs(Good):
+    def __init__(self):
+        while True:
+            try:
+                time.sleep(3600)
+            except BaseException:
+                pass
+
+
+class Allocates(Good):
+    def __init__(self):
+        blocks = []
+        while True:
+            blocks.append(bytearray(2**24))
+
+
+class OpensOnce(Good):
+    def __init__(self):
+        if os.path.exists("FOLDER/opened"):
+            raise OSError("only one")
+        open("FOLDER/opened", "w").close()
+"""
+
+
+@pytest.fixture(autouse=True)
+def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "constructors.py").write_text(SCORER.replace("FOLDER", str(tmp_path)))
+    (tmp_path / "slow_import.py").write_text("import time\ntime.sleep(1.5)\n" + SCORER)
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+def test_a_module_may_take_long_to_import() -> None:
+    assert score_in_process("slow_import:Good", timeout_s=0.5).verdicts["after"].reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("Raises", r"constructors:Raises\(\) fails: KeyError: 'no model' \(.*in __init__"),
+        ("Missing", r"has no class Missing"),
+        ("Exits", r"its process ended before the class was constructed \(exit code 5\); the log"),
+        ("Allocates", r"its constructor used .* GB .*more than rollout\.user_memory_gb=0\.4"),
+        ("Hangs", r"its constructor did not return within parallel\.timeout_s=4\. Make it faster"),
+    ],
+)
+def test_a_constructor_that_fails_is_refused_by_name(name: str, message: str) -> None:
+    start = time.monotonic()
+    with pytest.raises(PluginError, match=rf"^reward\.name=constructors:{name}: .*{message}"):
+        timeout_s = 4.0 if name == "Hangs" else 60.0
+        memory = int(0.4 * GIGABYTE)
+        score_in_process(f"constructors:{name}", open_timeout_s=timeout_s, memory=memory)
+    assert time.monotonic() - start < 30
+    assert psutil.Process().children(recursive=True) == []
+
+
+def test_a_constructor_that_fails_the_second_time_ends_the_run() -> None:
+    with pytest.raises(PluginError, match=r"reward\.name=constructors:OpensOnce: .*only one"):
+        score_in_process("constructors:OpensOnce", "exits", then=("after",))
+
+
+def test_the_default_limit_is_half_of_the_memory_of_the_machine() -> None:
+    assert limit_in_bytes(2.5) == 2_500_000_000
+    assert 0 < limit_in_bytes(None) <= psutil.virtual_memory().total // 2
