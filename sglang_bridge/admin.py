@@ -140,6 +140,10 @@ class AdminClient:
         """
         self._post("/abort_request", {"rid": rid})
 
+    def abort_all(self) -> None:
+        """End every request. The engine answers each with the tokens sampled so far."""
+        self._post("/abort_request", {"abort_all": True})
+
     def begin_weight_update(self) -> None:
         """Open a weight-update session."""
         self._post("/begin_weight_update", {})

@@ -73,11 +73,12 @@ class GenerateClient:
         rid: str,
         return_routes: bool = True,
         seed: int | None = None,
+        first_route_row: int = 0,
     ) -> Generation:
         """Sample one response.
 
         rid: the request's name in the engine's log. The client appends a number, so that repeated
-        requests differ. seed: see `request.encode_request`.
+        requests differ. seed, first_route_row: see `request.encode_request`.
 
         Raises `RequestFailed`, `RequestExpired` and `GenerationRejected`.
         """
@@ -88,9 +89,8 @@ class GenerateClient:
         # The engine refuses a name that it still knows, and an abort ends all names with the same
         # beginning.
         name = f"{rid}#{next(self._requests)};"
-        answer = asyncio.create_task(
-            self._post(encode_request(input_ids, sampling, name, return_routes, seed), name)
-        )
+        body = encode_request(input_ids, sampling, name, return_routes, seed, first_route_row)
+        answer = asyncio.create_task(self._post(body, name))
         try:
             in_time = await self._wait_for_answer(answer)
             if not in_time:
@@ -101,7 +101,10 @@ class GenerateClient:
         if in_time:
             self._last_answer = asyncio.get_running_loop().time()
         generation = await self._decode(
-            pieces, len(input_ids), self._route_shape if return_routes else None
+            pieces,
+            len(input_ids),
+            self._route_shape if return_routes else None,
+            first_route_row,
         )
         if in_time:
             return generation
@@ -179,7 +182,11 @@ class GenerateClient:
         )
 
     async def _decode(
-        self, pieces: list[bytes], num_prompt_tokens: int, shape: tuple[int, int] | None
+        self,
+        pieces: list[bytes],
+        num_prompt_tokens: int,
+        shape: tuple[int, int] | None,
+        first_route_row: int,
     ) -> Generation:
         """Decode a reply in a thread, because long responses with routes are tens of megabytes."""
 
@@ -189,6 +196,7 @@ class GenerateClient:
                 num_prompt_tokens=num_prompt_tokens,
                 route_shape=shape,
                 vocab_size=self._vocab_size,
+                first_route_row=first_route_row,
             )
 
         return await asyncio.get_running_loop().run_in_executor(self._threads, decode)

@@ -44,7 +44,8 @@ class Generation:
 
     output_ids: int32 [r]. logprobs: float32 [r], nats, of the temperature-scaled distribution.
     routes: int32 [n-1, layers, topk], row t for the model's input t; None if they were not
-    requested, or if an aborted request has none. version_spans: oldest first.
+    requested, or if an aborted request has none. Rows that the request left out are missing at the
+    beginning. version_spans: oldest first.
     """
 
     output_ids: npt.NDArray[np.int32]
@@ -117,11 +118,12 @@ def decode_generation(
     num_prompt_tokens: int,
     route_shape: tuple[int, int] | None = None,
     vocab_size: int | None = None,
+    first_route_row: int = 0,
 ) -> Generation:
     """Decode the body of a `/generate` reply.
 
     route_shape: (hidden layers, top-k); None if routes were not requested. vocab_size: the model's;
-    None accepts any token id.
+    None accepts any token id. first_route_row: the first input whose routes were requested.
 
     Raises `GenerationRejected`.
     """
@@ -134,7 +136,8 @@ def decode_generation(
         rejection.num_tokens = _count_tokens(text)
         raise rejection from error
     try:
-        return _check(reply, route_base64, num_prompt_tokens, route_shape, vocab_size)
+        num_earlier_inputs = num_prompt_tokens - first_route_row
+        return _check(reply, route_base64, num_earlier_inputs, route_shape, vocab_size)
     except GenerationRejected as rejection:
         rejection.num_tokens = len(reply.output_ids)
         raise
@@ -143,17 +146,18 @@ def decode_generation(
 def _check(
     reply: _Reply,
     route_base64: memoryview,
-    num_prompt_tokens: int,
+    num_earlier_inputs: int,
     route_shape: tuple[int, int] | None,
     vocab_size: int | None,
 ) -> Generation:
+    """Check a reply. num_earlier_inputs: those before the first output that must have routes."""
     meta = reply.meta_info
     finish_reason = _finish_reason(meta)
     output_ids = _tokens(reply.output_ids, vocab_size)
     is_aborted_without_routes = finish_reason is FinishReason.ABORT and meta.routed_experts is None
     routes = None
     if route_shape is not None and not is_aborted_without_routes:
-        num_inputs = num_prompt_tokens + len(output_ids) - 1
+        num_inputs = num_earlier_inputs + len(output_ids) - 1
         routes = _decode_routes(route_base64, meta, num_inputs, route_shape)
     return Generation(
         output_ids=output_ids,

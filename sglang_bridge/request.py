@@ -27,12 +27,14 @@ def encode_request(
     rid: str,
     return_routes: bool,
     seed: int | None,
+    first_route_row: int = 0,
 ) -> bytes:
     """Encode the body of a `/generate` request.
 
     It samples without top-k and penalties. With top_p=1 the distribution is not truncated.
 
-    seed: for CPU engines and for engines with `--enable-deterministic-inference`. Others ignore it.
+    first_route_row: routes of earlier inputs are left out. seed: for CPU engines and for engines
+    with `--enable-deterministic-inference`. Others ignore it.
     """
     body: dict[str, Any] = {
         "rid": rid,
@@ -53,6 +55,8 @@ def encode_request(
         "return_routed_experts": return_routes,
         "stream": False,
     }
+    if return_routes and first_route_row:
+        body["routed_experts_start_len"] = first_route_row
     if seed is not None:
         body["sampling_params"]["sampling_seed"] = seed
     return msgspec.json.encode(body)

@@ -10,14 +10,19 @@ from megatron_rl.contracts.commands import Command
 from megatron_rl.engines.fleet import Fleet
 from megatron_rl.engines.token_counter import TokenCounter
 from megatron_rl.engines.weight_sync import WeightSync
-from megatron_rl.rollouts.queue import RolloutQueue
+from megatron_rl.rollouts.queue import HeldRequests, RolloutQueue
+from sglang_bridge.admin import AdminClient
+from sglang_bridge.engine import Engine
+from sglang_bridge.weights.calls import call_each
+
+_HOLD_SECONDS = 600.0
 
 
 @dataclass(frozen=True)
 class EngineConnections:
     """Rank 0's connections: `queue` takes requests for rollouts, `weights` sends weights.
 
-    fleet: decides which engines serve. sends_weights: False where engines serve the weights that
+    fleet: decides which engines serve. open_admin: opens the control client of an engine. sends_weights: False where engines serve the weights that
     they have loaded themselves. token_counter: compares the engines' counts of tokens with the
     run's, None if they do not count.
     """
@@ -25,6 +30,7 @@ class EngineConnections:
     queue: RolloutQueue
     weights: WeightSync
     fleet: Fleet
+    open_admin: Callable[[Engine], AdminClient]
     sends_weights: bool = True
     token_counter: TokenCounter | None = None
 
@@ -40,6 +46,24 @@ class EngineConnections:
     def stop(self) -> None:
         """End every collector."""
         self.queue.stop()
+
+    def hold(self, *, keep_partials: bool, timeout_seconds: float = _HOLD_SECONDS) -> HeldRequests:
+        """Let no engine work on a request until `proceed`.
+
+        keep_partials: interrupt the running responses, and continue them later. If not, they run to
+        their end. Raises `HoldTimedOut`.
+        """
+        abort = self._abort_all if keep_partials else None
+        return self.queue.hold(abort=abort, timeout_seconds=timeout_seconds)
+
+    def proceed(self) -> None:
+        """Let engines work on requests again, also on those that were interrupted."""
+        self.queue.proceed()
+
+    def _abort_all(self) -> None:
+        """Abort the requests of every engine. One that does not answer has failed, or will."""
+        admins = [self.open_admin(member.engine) for member in self.fleet.members.serving]
+        call_each(admins, lambda admin: admin.abort_all())
 
     def recover(self, run: Callable[[Command], Any]) -> None:
         """Let engines join and leave while all ranks wait for rollouts.

@@ -108,10 +108,12 @@ class Engines:
             log=log,
             urls=urls,
             token_counter=token_counter,
-            open_counter=self._open_counter,
+            open_counter=self._open_admin,
         )
         queue.observer = fleet
-        return EngineConnections(queue, weights, fleet, sends_weights, token_counter)
+        return EngineConnections(
+            queue, weights, fleet, self._open_admin, sends_weights, token_counter
+        )
 
     @property
     def description(self) -> str:
@@ -165,9 +167,9 @@ class Engines:
     ) -> TokenCounter | None:
         if not self._settings.count_tokens:
             return None
-        return TokenCounter([self._open_counter(engine) for engine in engines], log)
+        return TokenCounter([self._open_admin(engine) for engine in engines], log)
 
-    def _open_counter(self, engine: Engine) -> AdminClient:
+    def _open_admin(self, engine: Engine) -> AdminClient:
         return AdminClient(engine, self._keys, timeout=_COUNT_SECONDS)
 
     def _open_url_list(self, log: Callable[[str], None]) -> UrlList | None:
@@ -261,7 +263,9 @@ def open_engines(
     with contextlib.ExitStack() as stack:
         processes = None
         if job.local_rank == 0:
-            processes = NodeProcesses(node=job.node, log_directory=directory.logs)
+            processes = NodeProcesses(
+                node=job.node, log_directory=directory.logs, recovery=configuration.recovery
+            )
             stack.callback(processes.stop)
         if processes is not None and configuration.engine.mode == "managed":
             places = server_places(

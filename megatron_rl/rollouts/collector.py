@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from megatron_rl.contracts.group import Group, RolloutRef
@@ -20,6 +20,9 @@ from megatron_rl.rollouts.messages import (
     FromCollector,
     GroupDone,
     GroupRequest,
+    Held,
+    Hold,
+    Proceed,
     Release,
     RemoveEngine,
     SetVersion,
@@ -54,13 +57,15 @@ class Collector:
         """Process one message and return False if the collector has to end."""
         match message:
             case GroupRequest():
-                task = asyncio.create_task(self._answer(message))
-                self._tasks.add(task)
-                task.add_done_callback(self._tasks.discard)
+                self._start(self._answer(message))
             case Release():
                 self._store.release(message.group_ids)
             case AddEngine() | RemoveEngine() | SetVersion():
                 await self._change_engines(message)
+            case Hold(keep_partials):
+                self._start(self._hold(keep_partials))
+            case Proceed():
+                self._runner.engines.proceed()
             case Stop():
                 return False
             case Configure():
@@ -74,6 +79,16 @@ class Collector:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._runner.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _start(self, coroutine: Coroutine[None, None, None]) -> None:
+        """Run a coroutine until it ends or the collector closes."""
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _hold(self, keep_partials: bool) -> None:
+        num_partials, num_tokens = await self._runner.engines.hold(keep_partials=keep_partials)
+        await self._send(Held(num_partials, num_tokens))
 
     async def _change_engines(self, message: AddEngine | RemoveEngine | SetVersion) -> None:
         engines = self._runner.engines

@@ -19,11 +19,12 @@ from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.group import NEVER_SENT, STALE
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.rollouts.messages import AbortRequest, EngineLeftOut, FromCollector
+from megatron_rl.rollouts.partial_response import PartialResponse
 from megatron_rl.rollouts.slots import Slots
 from sglang_bridge.client import GenerateClient, RequestExpired, may_succeed_elsewhere
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
-from sglang_bridge.generation import Generation, GenerationRejected
+from sglang_bridge.generation import FinishReason, Generation, GenerationRejected
 
 # Requests in flight for each that an engine can run at a time, so that the next one is waiting.
 _QUEUE_PER_SLOT = 2
@@ -136,6 +137,13 @@ class EnginePool:
         self._slots_per_engine = _QUEUE_PER_SLOT * settings.max_running_requests
         self._change = asyncio.Event()
         self._version: int | None = None
+        self._responses: set[PartialResponse] = set()
+        self._gate = asyncio.Event()
+        self._gate.set()
+        self._keeps_partials = False
+        self._num_running = 0
+        self._idle = asyncio.Event()  # no engine works on a request
+        self._idle.set()
         for engine in engines:
             self.add(engine)
 
@@ -187,30 +195,80 @@ class EnginePool:
         tokens of a request without a reply are unknown.
         """
 
-        async def request(member: _Member) -> Generation:
-            return await self._request(member, token_ids, sampling, rid, return_routes, seed)
+        response = PartialResponse(token_ids, sampling)
+        self._responses.add(response)
+        try:
+            async with self._slots:
+                attempts = _Attempts(self._settings.retries, rejected_tokens)
+                while not response.is_complete:
+                    await self._gate.wait()
+                    member = await self._wait_for_member(attempts.members)
+                    if not self._gate.is_set():
+                        continue
+                    piece = await self._try(member, response, rid, return_routes, seed, attempts)
+                    if piece is None:
+                        continue
+                    if not self._is_interrupted(piece):
+                        return _joined(response, piece)
+                    response.add(piece)
+                return response.generation()
+        finally:
+            self._responses.remove(response)
 
-        async with self._slots:
-            attempts = _Attempts(self._settings.retries, rejected_tokens)
-            while True:
-                member = await self._wait_for_member(attempts.members)
-                try:
-                    return await request(member)
-                except _EngineRemoved:
-                    attempts.lost_engines += 1
-                    if attempts.is_exhausted:
-                        raise _too_many_losses(rid) from None
-                except (RequestFailed, GenerationRejected) as failure:
-                    attempts.record(member, failure)
-                    if not _is_engine_fault(failure) or attempts.is_exhausted:
-                        raise
-                    if not self._has_others(attempts.members):
-                        await self._start_next_round(attempts, failure)
+    async def hold(self, *, keep_partials: bool) -> tuple[int, int]:
+        """Send no further request until `proceed`, and wait until no engine works on one.
+
+        keep_partials: requests that an engine aborts meanwhile are continued later. If not, the
+        running ones are expected to end.
+
+        Returns the number of responses that were interrupted, and of their tokens.
+        """
+        self._keeps_partials = keep_partials
+        self._gate.clear()
+        await self._idle.wait()
+        partials = [response for response in self._responses if response.pieces]
+        return len(partials), sum(response.num_tokens for response in partials)
+
+    def proceed(self) -> None:
+        """Send requests again, and continue the responses that were interrupted."""
+        self._gate.set()
+        self._keeps_partials = False
 
     async def close(self) -> None:
         """Close the connections to all engines."""
         for member in self._members.values():
             await member.client.close()
+
+    async def _try(
+        self,
+        member: _Member,
+        response: PartialResponse,
+        rid: str,
+        return_routes: bool,
+        seed: int | None,
+        attempts: _Attempts,
+    ) -> Generation | None:
+        """Request the rest of a response from one engine.
+
+        Returns None if another attempt may follow. Raises `EngineError` and `GenerationRejected`.
+        """
+        try:
+            return await self._request(member, response, rid, return_routes, seed)
+        except _EngineRemoved:
+            attempts.lost_engines += 1
+            if attempts.is_exhausted:
+                raise _too_many_losses(rid) from None
+        except (RequestFailed, GenerationRejected) as failure:
+            attempts.record(member, failure)
+            if not _is_engine_fault(failure) or attempts.is_exhausted:
+                raise
+            if not self._has_others(attempts.members):
+                await self._start_next_round(attempts, failure)
+        return None
+
+    def _is_interrupted(self, piece: Generation) -> bool:
+        """Return True for an aborted response that is continued later."""
+        return self._keeps_partials and piece.finish_reason is FinishReason.ABORT
 
     async def _start_next_round(
         self, attempts: _Attempts, failure: RequestFailed | GenerationRejected
@@ -255,16 +313,22 @@ class EnginePool:
     async def _request(
         self,
         member: _Member,
-        token_ids: Sequence[int],
-        sampling: Sampling,
+        response: PartialResponse,
         rid: str,
         return_routes: bool,
         seed: int | None,
     ) -> Generation:
         member.in_flight += 1
+        self._num_running += 1
+        self._idle.clear()
         answer = asyncio.ensure_future(
             member.client.generate(
-                token_ids, sampling, rid=rid, return_routes=return_routes, seed=seed
+                response.input_ids,
+                response.remaining_sampling,
+                rid=rid,
+                return_routes=return_routes,
+                seed=seed,
+                first_route_row=response.first_route_row,
             )
         )
         removal = asyncio.ensure_future(member.removed.wait())
@@ -284,6 +348,9 @@ class EnginePool:
             answer.cancel()
             removal.cancel()
             member.in_flight -= 1
+            self._num_running -= 1
+            if not self._num_running:
+                self._idle.set()
         member.failures = 0
         return generation
 
@@ -322,6 +389,14 @@ class EnginePool:
 
     async def _abort(self, url: str, rid: str) -> None:
         await self._report(AbortRequest(url, rid))
+
+
+def _joined(response: PartialResponse, last_piece: Generation) -> Generation:
+    """Return a response with its last piece. One that has no other stays as the engine sent it."""
+    if not response.pieces:
+        return last_piece
+    response.add(last_piece)
+    return response.generation()
 
 
 def _too_many_losses(rid: str) -> RequestFailed:

@@ -91,6 +91,20 @@ class SetVersion(msgspec.Struct, frozen=True, tag="set_version"):
     version: int
 
 
+class Hold(msgspec.Struct, frozen=True, tag="hold"):
+    """Send no request to an engine until `Proceed`. The answer is `Held`.
+
+    keep_partials: rank 0 aborts the running requests on the engines, and they are continued later.
+    If not, they run to their end.
+    """
+
+    keep_partials: bool
+
+
+class Proceed(msgspec.Struct, frozen=True, tag="proceed"):
+    """Send requests again, and continue those that were interrupted."""
+
+
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
     """End the collector."""
 
@@ -123,6 +137,16 @@ class EngineLeftOut(msgspec.Struct, frozen=True, tag="engine_left_out"):
     reason: str
 
 
+class Held(msgspec.Struct, frozen=True, tag="held"):
+    """No engine works on a request of this collector, until `Proceed`.
+
+    num_partials, num_tokens: the responses that were interrupted, and their tokens.
+    """
+
+    num_partials: Count
+    num_tokens: Count
+
+
 class CallAbandoned(msgspec.Struct, frozen=True, tag="call_abandoned"):
     """Warning: a call of a user-defined class ignored its cancellation."""
 
@@ -139,8 +163,18 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     is_refusal: bool = False
 
 
-ToCollector = Configure | GroupRequest | Release | AddEngine | RemoveEngine | SetVersion | Stop
-FromCollector = Alive | GroupDone | AbortRequest | EngineLeftOut | CallAbandoned | Failed
+ToCollector = (
+    Configure
+    | GroupRequest
+    | Release
+    | AddEngine
+    | RemoveEngine
+    | SetVersion
+    | Hold
+    | Proceed
+    | Stop
+)
+FromCollector = Alive | GroupDone | AbortRequest | EngineLeftOut | Held | CallAbandoned | Failed
 
 
 def collector_name(node: int, epoch: int) -> str:

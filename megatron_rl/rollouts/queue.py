@@ -30,6 +30,9 @@ from megatron_rl.rollouts.messages import (
     Failed,
     GroupDone,
     GroupRequest,
+    Held,
+    Hold,
+    Proceed,
     Release,
     RemoveEngine,
     SetVersion,
@@ -38,6 +41,9 @@ from megatron_rl.rollouts.messages import (
 )
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineError
+
+
+_HOLD_POLL_SECONDS = 0.5
 
 
 class CollectorFailed(Failure):
@@ -62,6 +68,20 @@ class QueueObserver(Protocol):
     def handle_lost_collector(self, node: int, epoch: int, reason: str) -> None:
         """The collector of a node is gone. Its requests wait, or went to others."""
         ...
+
+
+class HoldTimedOut(Failure):
+    """Requests did not stop in time."""
+
+    exit_code = ExitCode.ENGINE_FAILED
+
+
+@dataclass(frozen=True)
+class HeldRequests:
+    """The responses that wait in the middle, and the tokens that they have."""
+
+    num_partials: int
+    num_tokens: int
 
 
 @dataclass
@@ -123,6 +143,7 @@ class RolloutQueue:
         self._ready: deque[Group] = deque()  # groups that `as_completed` has not yielded yet
         self._loads = Counter[int]()  # outstanding rollouts by node
         self._holders: dict[str, _Holder] = {}  # by id of a group that is not released yet
+        self._held: dict[int, Held] = {}  # by node, since the last `hold`
         self.generated_tokens = 0
         self.num_repeated = 0
 
@@ -207,6 +228,43 @@ class RolloutQueue:
         self.num_repeated += len(requests)
         self.submit(requests)
 
+    def hold(self, *, abort: Callable[[], None] | None, timeout_seconds: float) -> HeldRequests:
+        """Let collectors send no request until `proceed`, and wait until no engine works on one.
+
+        abort: aborts all requests of all engines; they are continued later. It is called about
+        every half second, because a request may be on its way. None: the requests end by themselves.
+
+        Raises `HoldTimedOut`, and `CollectorFailed`.
+        """
+        self._handle_events()
+        waiting_nodes = set(self.connected_nodes)
+        for node in waiting_nodes:
+            self._send(node, Hold(keep_partials=abort is not None))
+        self._held = {}
+        reminder = Reminder()
+        deadline = time.monotonic() + timeout_seconds
+        while waiting_nodes := waiting_nodes & set(self.connected_nodes) - self._held.keys():
+            if time.monotonic() > deadline:
+                raise HoldTimedOut(
+                    f"the engines of node(s) {sorted(waiting_nodes)} still worked on requests "
+                    f"{timeout_seconds:g} s after these were to stop"
+                )
+            if abort is not None:
+                abort()
+            self._wait_for_events(_HOLD_POLL_SECONDS)
+            if reminder.is_due():
+                self._write_log(f"waiting for requests of node(s) {sorted(waiting_nodes)} to stop")
+        held = self._held.values()
+        return HeldRequests(
+            num_partials=sum(message.num_partials for message in held),
+            num_tokens=sum(message.num_tokens for message in held),
+        )
+
+    def proceed(self) -> None:
+        """Let collectors send requests again, and continue those that were interrupted."""
+        for node in self.connected_nodes:
+            self._send(node, Proceed())
+
     def release(self, group_ids: Sequence[str]) -> None:
         """Free the rollouts of delivered groups."""
         ids_by_node: dict[int, list[str]] = {}
@@ -227,15 +285,21 @@ class RolloutQueue:
     @property
     def connected_nodes(self) -> list[int]:
         """The nodes whose collectors are connected and configured."""
-        return [node for node in self._hub.nodes if node in self._epochs]
+        return [node for node in self._hub.nodes if self._is_configured(node)]
 
     def stop(self) -> None:
         """End every collector."""
         for node in self._hub.nodes:
-            self._send(node, Stop())
+            self._hub.send(node, Stop())
+
+    def _is_configured(self, node: int) -> bool:
+        """Return False for a collector whose connection was not handled yet."""
+        return node in self._epochs and self._epochs[node] == self._hub.epoch(node)
 
     def _send(self, node: int, message: ToCollector) -> None:
-        self._hub.send(node, message)
+        """Send a message. A collector that is not configured yet gets what it needs then."""
+        if self._is_configured(node):
+            self._hub.send(node, message)
 
     def _assign(self, outstanding: _Outstanding) -> None:
         """Send a request to the node with the fewest outstanding rollouts, if there is one."""
@@ -250,6 +314,14 @@ class RolloutQueue:
     def _is_lost(self, group_id: str) -> bool:
         holder = self._holders.get(group_id)
         return holder is not None and self._epochs.get(holder.node) != holder.epoch
+
+    def _wait_for_events(self, seconds: float) -> None:
+        """Wait for an event, and handle all that have arrived."""
+        message = self._hub.poll(seconds)
+        group = None if message is None else self._handle(*message)
+        if group is not None:
+            self._ready.append(group)
+        self._handle_events()
 
     def _handle_events(self) -> None:
         """Handle what has arrived. Groups wait for `as_completed`. Raises `CollectorFailed`."""
@@ -269,6 +341,8 @@ class RolloutQueue:
                 raise _failure(node, message)
             case AbortRequest() | EngineLeftOut() | CallAbandoned():
                 self._handle_news(message)
+            case Held():
+                self._held[node] = message
             case GroupDone() if message.group.group_id in self._outstanding:
                 return self._take(node, message)
             case _:

@@ -1,0 +1,84 @@
+"""A response that was interrupted, against one that was not, from a real engine."""
+
+import asyncio
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron_rl.config.schema import EngineSettings
+from megatron_rl.contracts.prompt import Sampling
+from megatron_rl.rollouts.engine_pool import EnginePool, RequestForm
+from megatron_rl.rollouts.messages import FromCollector
+from sglang_bridge.generation import Generation
+from tests.sglang_bridge.tiny_model import LAYERS, TOP_K, write_tiny_model
+from tests.support.engines import running_engine
+
+pytestmark = pytest.mark.engine
+
+SAMPLING = Sampling(max_new_tokens=300, temperature=1.0)
+NUM_REQUESTS = 4
+MAX_PIECES = 12
+
+
+async def ignore(message: FromCollector) -> None:
+    """Drop a report."""
+
+
+async def generate(pool: EnginePool) -> list[Generation]:
+    requests = [
+        pool.generate(
+            [4 + index, 5, 6],
+            SAMPLING,
+            rid=f"r{index}",
+            return_routes=True,
+            rejected_tokens=Counter(),
+            seed=100 + index,
+        )
+        for index in range(NUM_REQUESTS)
+    ]
+    return await asyncio.gather(*requests)
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
+def test_an_interrupted_response_equals_an_uninterrupted_one_bit_for_bit(
+    dtype: str, tmp_path: Path
+) -> None:
+    model = write_tiny_model(tmp_path / "model", seed=0)
+    partial_counts: list[tuple[int, int]] = []
+    with running_engine(model, tmp_path, max_running_requests=8, dtype=dtype) as engine:  # type: ignore[arg-type]
+        form = RequestForm(
+            api_key=engine.keys.api_key,
+            longest_response=300,
+            route_shape=(LAYERS, TOP_K),
+            vocab_size=None,
+        )
+
+        async def run() -> tuple[list[Generation], list[Generation]]:
+            pool = EnginePool([engine.engine], EngineSettings(), form, ignore)
+            expected = await generate(pool)
+            task = asyncio.create_task(generate(pool))
+            for _ in range(MAX_PIECES):
+                await asyncio.sleep(0.1)
+                hold = asyncio.create_task(pool.hold(keep_partials=True))
+                while not hold.done():
+                    await asyncio.to_thread(engine.admin().abort_all)
+                    await asyncio.sleep(0.05)
+                partial_counts.append(hold.result())
+                pool.proceed()
+            generations = await task
+            await pool.close()
+            return expected, generations
+
+        expected, generations = asyncio.run(run())
+    assert any(count for count, _ in partial_counts), "no response was interrupted"
+    for whole, joined in zip(expected, generations, strict=True):
+        assert joined.output_ids.tolist() == whole.output_ids.tolist()
+        assert np.array_equal(joined.logprobs, whole.logprobs)
+        assert whole.routes is not None and joined.routes is not None
+        assert np.array_equal(joined.routes, whole.routes)
+        assert (joined.finish_reason, joined.version_spans) == (
+            whole.finish_reason,
+            whole.version_spans,
+        )

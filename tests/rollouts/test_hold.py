@@ -1,0 +1,129 @@
+"""Holding requests: nothing is dispatched, running responses end or wait in the middle."""
+
+import asyncio
+import base64
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from megatron_rl.config.schema import EngineSettings
+from megatron_rl.contracts.prompt import Sampling
+from megatron_rl.rollouts.engine_pool import EnginePool, RequestForm
+from megatron_rl.rollouts.messages import FromCollector
+from sglang_bridge.engine import Engine
+from sglang_bridge.generation import FinishReason, Generation
+from tests.support.fake_engine import LAYERS, TOPK, Reply, fake_engine
+from tests.support.scripted_model import EOS, PROMPT, TOKENIZER
+
+SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
+FORM = RequestForm(api_key=None, longest_response=10, route_shape=(LAYERS, TOPK), vocab_size=48)
+WHOLE = [*TOKENIZER.encode("04678"), EOS]
+
+
+class InterruptedEngine:
+    """Answers the first request with its first tokens and ABORT, and the next with the rest."""
+
+    def __init__(self, num_first: int) -> None:
+        self.num_first = num_first
+        self.bodies: list[dict[str, Any]] = []
+
+    def __call__(self, n: int, body: Reply) -> Reply:
+        self.bodies.append(body)
+        num_sampled = len(body["input_ids"]) - len(PROMPT.token_ids)
+        ids = WHOLE[num_sampled:] if n else WHOLE[: self.num_first]
+        num_rows = len(body["input_ids"]) + len(ids) - 1 - body.get("routed_experts_start_len", 0)
+        rows = np.full((num_rows, LAYERS, TOPK), n, np.int32)
+        rows[:, :, 1] += 2
+        return {
+            "output_ids": ids,
+            "meta_info": {
+                "finish_reason": {"type": "stop" if n else "abort"},
+                "weight_version": "3",
+                "output_token_logprobs": [(-0.5 - n, token, None) for token in ids],
+                "routed_experts": base64.b64encode(rows.tobytes()).decode(),
+            },
+        }
+
+
+async def ignore(message: FromCollector) -> None:
+    """Drop a report."""
+
+
+def generate(pool: EnginePool) -> asyncio.Task[Generation]:
+    return asyncio.create_task(
+        pool.generate(
+            PROMPT.token_ids,
+            SAMPLING,
+            rid="r",
+            return_routes=True,
+            rejected_tokens=Counter(),
+            seed=11,
+        )
+    )
+
+
+def interrupt(engine: InterruptedEngine) -> Generation:
+    """Interrupt a response, let it go on, and return it."""
+
+    async def run() -> Generation:
+        async with fake_engine(engine, seconds=0.2) as url:
+            pool = EnginePool([Engine(url=url)], EngineSettings(), FORM, ignore)
+            task = generate(pool)
+            await asyncio.sleep(0.05)
+            held = await asyncio.wait_for(pool.hold(keep_partials=True), 5)
+            assert held == ((1, engine.num_first) if engine.num_first else (0, 0))
+            await asyncio.sleep(0.1)
+            assert not task.done() and len(engine.bodies) == 1
+            pool.proceed()
+            generation = await asyncio.wait_for(task, 5)
+            await pool.close()
+            return generation
+
+    return asyncio.run(run())
+
+
+def test_an_interrupted_response_goes_on_with_its_seed_and_tokens() -> None:
+    engine = InterruptedEngine(2)
+    generation = interrupt(engine)
+    assert generation.output_ids.tolist() == WHOLE
+    assert generation.finish_reason is FinishReason.STOP
+    first, second = engine.bodies
+    assert second["input_ids"] == [*PROMPT.token_ids, *WHOLE[:2]]
+    assert second["sampling_params"]["sampling_seed"] == 11
+    assert second["sampling_params"]["max_new_tokens"] == 14
+    num_first_rows = len(PROMPT.token_ids) + 1
+    assert second["routed_experts_start_len"] == num_first_rows
+    assert "routed_experts_start_len" not in first
+    assert generation.routes is not None
+    assert len(generation.routes) == len(PROMPT.token_ids) + len(WHOLE) - 1
+    assert (generation.routes[:num_first_rows, :, 0] == 0).all()
+    assert (generation.routes[num_first_rows:, :, 0] == 1).all()
+
+
+def test_a_response_without_a_token_begins_again() -> None:
+    engine = InterruptedEngine(0)
+    generation = interrupt(engine)
+    assert generation.output_ids.tolist() == WHOLE
+    assert engine.bodies[1]["input_ids"] == list(PROMPT.token_ids)
+
+
+def test_running_responses_end_before_a_hold_without_partials() -> None:
+    engine = InterruptedEngine(2)
+    engine.num_first = len(WHOLE)
+
+    async def run() -> None:
+        async with fake_engine(lambda n, body: engine(1, body), seconds=0.2) as url:
+            pool = EnginePool([Engine(url=url)], EngineSettings(), FORM, ignore)
+            task = generate(pool)
+            await asyncio.sleep(0.05)
+            assert await asyncio.wait_for(pool.hold(keep_partials=False), 5) == (0, 0)
+            assert (await asyncio.wait_for(task, 1)).output_ids.tolist() == WHOLE
+            waiting = generate(pool)
+            await asyncio.sleep(0.3)
+            assert not waiting.done() and len(engine.bodies) == 1
+            pool.proceed()
+            await asyncio.wait_for(waiting, 5)
+            await pool.close()
+
+    asyncio.run(run())
