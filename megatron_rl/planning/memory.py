@@ -36,7 +36,11 @@ _MAX_ONE_BYTE_EXPERTS = 256
 # An expert multiplies the product by its weight.
 _DENSE_COPIES = 5
 _EXPERT_COPIES = 6
-_ROUTED_COPIES = 4
+# Rows on their way to experts and back: in both orders. Other ranks receive and return copies.
+_LOCAL_ROUTED_COPIES = 2
+_SENT_ROUTED_COPIES = 2
+# Cosines and sines, for queries and for keys.
+_ROTARY_COPIES = 4
 _ROUTER_BYTES = 4
 _LOGIT_COPIES = 2
 _ON_HOST = ("host_routes", "host_save", "host_reference")
@@ -48,8 +52,8 @@ class RankMemory:
 
     activations: what a stage keeps until its backward passes, and the peak of one layer's backward
     pass. logits: what the logits take beyond that peak; they are freed before it.
-    save: bytes that a save needs on the device beyond the activations and logits, which are freed
-    before it.
+    export, save: bytes that an export and a save need on the device beyond the activations and
+    logits, which are freed before them. save: beyond those of an export.
     host_routes, host_save: bytes in the host's memory, for the routes of a batch and while a
     checkpoint is saved or loaded. host_reference: bytes there for the weights of the KL penalty's
     reference. All other fields are on the device.
@@ -62,6 +66,7 @@ class RankMemory:
     activations: int
     logits: int
     routes: int
+    export: int
     save: int
     host_routes: int
     host_save: int
@@ -160,6 +165,8 @@ def rank_memory(c: Configuration, shape: ModelShape, *, world_size: int, stage: 
     routes, host_routes = _route_bytes(c, shape, world_size=world_size, stage=stage)
     activations, logits = _activations(c, shape, rows, stage, logits_rows)
     device_save = _gather_bytes(c, parameters, dense_copies, expert_copies)
+    passed = activations + logits
+    device_export = max(passed, _export_bytes(c, shape, stage))
     return RankMemory(
         stage=stage,
         parameters=size * parameters.total,
@@ -168,7 +175,8 @@ def rank_memory(c: Configuration, shape: ModelShape, *, world_size: int, stage: 
         activations=activations,
         logits=logits,
         routes=routes,
-        save=max(0, device_save - activations - logits),
+        export=device_export - passed,
+        save=max(0, device_save - device_export),
         host_routes=host_routes,
         host_save=_save_bytes(c, parameters, optimizer_share),
         host_reference=size * parameters.total if c.algo.kl.coef else 0,
@@ -197,7 +205,8 @@ def _logit_bytes(c: Configuration, shape: ModelShape, rows: int) -> float:
     """
     size = BYTES[c.model.dtype]
     logits = _LOGIT_COPIES * rows * math.ceil(shape.vocab_size / c.parallel.tp) * size
-    return logits + rows / c.parallel.tp * shape.hidden_size * (_norm_bytes(size) + size)
+    norm = _input_bytes(size) + _norm_bytes(size) + size
+    return logits + rows / c.parallel.tp * shape.hidden_size * norm
 
 
 def _optimizer_bytes(dtype: Dtype) -> int:
@@ -232,6 +241,17 @@ def _gather_bytes(
             (parameters.experts, expert_copies),
         )
     )
+
+
+def _export_bytes(c: Configuration, shape: ModelShape, stage: int) -> int:
+    """Count the bytes on the device while an end stage joins the shards of its vocabulary table.
+
+    It holds the shards of all ranks and the whole table.
+    """
+    p = c.parallel
+    if p.tp == 1 or 0 < stage < p.pp - 1:
+        return 0
+    return 2 * shape.vocab_size * shape.hidden_size * BYTES[c.model.dtype]
 
 
 def _route_bytes(
@@ -288,12 +308,14 @@ def _layers(shape: ModelShape, p: ParallelSettings, stage: int) -> list[int]:
 def _in_flight(p: ParallelSettings, stage: int) -> float:
     """Return the number of micro-batches that a stage holds until their backward pass.
 
-    Interleaved chunks hold some more.
+    A stage with interleaved chunks runs (v - 1) p + 2 (p - stage - 1) passes of a chunk ahead, and
+    holds one more.
     """
     num_chunks = p.vpp or 1
     if num_chunks == 1:
         return p.pp - stage
-    return p.pp * (1 + (p.pp - 1) / (p.pp * num_chunks))
+    passes = (num_chunks - 1) * p.pp + 2 * (p.pp - stage - 1) + 1
+    return passes / num_chunks
 
 
 def _activations(
@@ -327,12 +349,15 @@ def _layer_peak(c: Configuration, shape: ModelShape, rows: int, stage: int) -> f
 
     It takes most when it begins. Full recomputation then also holds what the layer saved.
     """
+    size = BYTES[c.model.dtype]
     peaks = []
     for layer in set(_layers(shape, c.parallel, stage)):
         is_moe = layer in shape.moe_layers
         peak = _passing_bytes(c, shape, rows, is_moe=is_moe)
         if c.model.recompute == "full":
-            peak += _saved_bytes(c, shape, rows, is_moe=is_moe)
+            # The stage keeps the input of the layer already.
+            layer_input = rows / c.parallel.tp * shape.hidden_size * _input_bytes(size)
+            peak += _saved_bytes(c, shape, rows, is_moe=is_moe) - layer_input
         peaks.append(peak)
     return max(peaks)
 
@@ -347,7 +372,7 @@ def _saved_bytes(c: Configuration, shape: ModelShape, rows: int, *, is_moe: bool
     size = BYTES[c.model.dtype]
     split_rows = rows / p.tp  # sequence parallelism
     width = shape.hidden_size
-    norms = 2 * split_rows * width * (_norm_bytes(size) + size)
+    norms = 2 * split_rows * width * (_input_bytes(size) + _norm_bytes(size) + size)
     if not is_moe:
         inner = _DENSE_COPIES * rows * shape.ffn_hidden_size / p.tp
         return norms + _attention_bytes(c, shape, rows) + size * inner
@@ -363,12 +388,14 @@ def _passing_bytes(c: Configuration, shape: ModelShape, rows: int, *, is_moe: bo
     """Estimate the bytes that live during a layer's backward pass and are not saved.
 
     Each row has two gradients, the sum after attention and, with experts, their sum. Each routed
-    row is there before it is sent, as it arrives, as it returns and in the order of its token.
+    row is there in the order of experts and in the order of tokens. With expert parallelism it is
+    also there as it arrives and as it returns.
     """
     split_rows = rows / c.parallel.tp
     values = (3 + is_moe) * split_rows * shape.hidden_size
     if is_moe:
-        values += _ROUTED_COPIES * split_rows * shape.topk * shape.hidden_size
+        copies = _LOCAL_ROUTED_COPIES + (_SENT_ROUTED_COPIES if c.parallel.ep > 1 else 0)
+        values += copies * split_rows * shape.topk * shape.hidden_size
     return values * BYTES[c.model.dtype]
 
 
@@ -380,6 +407,14 @@ def _norm_bytes(size: int) -> int:
     return 4 if size == 4 else 8
 
 
+def _input_bytes(size: int) -> int:
+    """Return the bytes of each value that an RMSNorm keeps of its input.
+
+    Of an input in lower precision it keeps the copy that `_norm_bytes` counts.
+    """
+    return 4 if size == 4 else 0
+
+
 def _attention_bytes(c: Configuration, shape: ModelShape, rows: int) -> float:
     """Estimate the bytes of queries, keys, values and outputs that one layer saves."""
     size = BYTES[c.model.dtype]
@@ -389,7 +424,8 @@ def _attention_bytes(c: Configuration, shape: ModelShape, rows: int) -> float:
     if shape.latent is not None:
         per_row += size * ((shape.latent.q_rank or 0) + 2 * shape.latent.kv_rank)
     if shape.qk_norm:
-        per_row += _norm_bytes(size) * (heads + groups)
+        # Keys are normalized where the projection wrote them, queries are copied first.
+        per_row += _norm_bytes(size) * (heads + groups) + _input_bytes(size) * heads
     if size == 2 and c.parallel.cp == 1:
         # Variable-length attention: queries and keys after rotation, values, outputs
         per_row += size * (2 * heads + 2 * groups)
@@ -397,4 +433,5 @@ def _attention_bytes(c: Configuration, shape: ModelShape, rows: int) -> float:
         # Padded attention: the projection, then queries, keys and values of all heads in padded
         # sequences, outputs there and outputs in packed order
         per_row += size * (heads + 2 * groups + 5 * heads)
-    return rows * per_row / c.parallel.tp
+    rotary_dim = shape.head_dim if shape.latent is None else shape.latent.rotary_dim
+    return rows * (per_row / c.parallel.tp + _ROTARY_COPIES * size * rotary_dim)

@@ -165,7 +165,7 @@ def test_last_stage_has_the_logits() -> None:
     c = make_settings(pp=2)
     shape = replace(SMALL, vocab_size=1000)
     assert rank_memory(c, shape, world_size=2, stage=0).logits == 0
-    logits = 2 * 1000 * 4 + 8 * (4 + 4)
+    logits = 2 * 1000 * 4 + 8 * (4 + 4 + 4)
     last = rank_memory(c, shape, world_size=2, stage=1)
     assert last.logits == 100 * (logits - passing_bytes())
     assert memory_of(c, world_size=2, stage=1).logits == 0, "a small vocabulary takes less"
@@ -200,17 +200,20 @@ def test_full_recomputation_saves_inputs_and_one_layer(dtype: Dtype) -> None:
     passing = passing_bytes(dtype)
     size = 4 if dtype == "float32" else 2
     full = memory_of(replace(c, model=replace(c.model, recompute="full")), world_size=1)
-    assert full.activations == 100 * (size * 5 * 8 + expert_layer + passing)
+    # A float32 layer keeps its input, which is one of the stage's.
+    kept_once = 4 * 8 if dtype == "float32" else 0
+    assert full.activations == 100 * (size * 5 * 8 + expert_layer - kept_once + passing)
     without = memory_of(c, world_size=1)
     assert without.activations == 100 * (3 * expert_layer + dense_layer + passing)
 
 
-# Bytes of each row by hand. Norms: normalized values in float32, with a copy of bfloat16 ones, and
-# their results. Attention in bfloat16: queries and keys after rotation, values and outputs. In
-# float32: the projection, four padded tensors of all heads, and outputs in packed order.
+# Bytes of each row by hand. Norms: inputs and normalized values in float32, which are copies of
+# bfloat16 ones, and their results. Attention in bfloat16: queries and keys after rotation, values
+# and outputs. In float32: the projection, a copy of its queries, four padded tensors of all heads,
+# and outputs in packed order.
 ROUTER_BYTES = 2 * 4 * 4
 SAVED = {
-    "float32": 2 * 8 * (4 + 4) + 4 * (16 + 8) + 4 * (16 + 2 * 8 + 5 * 16),
+    "float32": 2 * 8 * (4 + 4 + 4) + 4 * (16 + 8) + 4 * 16 + 4 * (16 + 2 * 8 + 5 * 16),
     "bfloat16": 2 * 8 * (8 + 2) + 8 * (16 + 8) + 2 * (2 * 16 + 2 * 8),
 }
 
@@ -224,13 +227,17 @@ def layer_bytes(dtype: str = "float32", tp: int = 1) -> tuple[float, float]:
     size = 4 if dtype == "float32" else 2
     experts = size * 2 * (tp * 8 + 6 * 16) + ROUTER_BYTES
     dense = size * 5 * 32
-    return (SAVED[dtype] + experts) / tp, (SAVED[dtype] + dense) / tp
+    rotary = 4 * size * 4  # cosines and sines for queries and for keys
+    return (SAVED[dtype] + experts) / tp + rotary, (SAVED[dtype] + dense) / tp + rotary
 
 
-def passing_bytes(dtype: str = "float32", tp: int = 1) -> float:
-    """Bytes that one row takes in the backward pass of a layer with experts."""
+def passing_bytes(dtype: str = "float32", tp: int = 1, copies: int = 2) -> float:
+    """Bytes that one row takes in the backward pass of a layer with experts.
+
+    copies: of each routed row.
+    """
     size = 4 if dtype == "float32" else 2
-    return size * (4 * 8 + 4 * 2 * 8) / tp
+    return size * (4 * 8 + copies * 2 * 8) / tp
 
 
 def test_tensor_parallelism_splits_all_activations() -> None:
@@ -240,7 +247,7 @@ def test_tensor_parallelism_splits_all_activations() -> None:
     passing = passing_bytes(tp=2)
     assert without.activations == 100 * (3 * expert_layer + dense_layer + passing)
     full = memory_of(replace(c, model=replace(c.model, recompute="full")), world_size=2)
-    assert full.activations == 100 * (4 * 5 * 8 / 2 + expert_layer + passing)
+    assert full.activations == 100 * (4 * 4 * 8 / 2 + expert_layer + passing)
 
 
 def test_shared_experts_save_their_inner_values() -> None:
@@ -262,7 +269,8 @@ def test_latent_attention_saves_its_small_vectors(q_rank: int | None, width: int
         rank_memory(c, latent, world_size=1, stage=0).activations
         - memory_of(c, world_size=1).activations
     )
-    assert difference == 4 * 4 * 100 * width
+    rotary = 4 * (2 - 4)  # 2 of its dimensions turn, of the others' heads all 4
+    assert difference == 4 * 4 * 100 * (width + rotary)
 
 
 def test_context_parallelism_splits_rows_and_not_the_routes_of_the_host() -> None:
@@ -300,15 +308,34 @@ def test_early_stages_hold_more_micro_batches() -> None:
 
 
 def test_interleaved_chunks_hold_more_micro_batches() -> None:
-    """The factor is 1 + (p - 1) / (p v) for p stages of v chunks."""
+    """Stage s of p with v chunks is (v - 1) p + 2 (p - s - 1) passes ahead, and runs one."""
     shape = replace(SMALL, num_layers=12, moe_layers=tuple(range(12)))
     c = make_settings(pp=3, vpp=2)
     expert_layer, _ = layer_bytes()
-    for stage in range(3):
+    for stage, passes in enumerate((8, 6, 4)):
         memory = rank_memory(c, shape, world_size=3, stage=stage)
-        assert memory.activations == pytest.approx(
-            100 * (4 * expert_layer * 3 * (1 + 2 / 6) + passing_bytes()), abs=1
-        )
+        assert memory.activations == 100 * (2 * expert_layer * passes + passing_bytes())
+
+
+def test_experts_of_other_ranks_need_copies_of_the_rows_that_are_sent() -> None:
+    one = memory_of(make_settings())
+    two = memory_of(make_settings(ep=2))
+    assert two.activations - one.activations == 100 * (
+        passing_bytes(copies=4) - passing_bytes(copies=2)
+    )
+
+
+def test_an_export_joins_the_shards_of_the_vocabulary_table() -> None:
+    """It holds all shards and the whole table, after activations and logits were freed."""
+    shape = replace(SMALL, num_layers=6, moe_layers=tuple(range(6)), vocab_size=100_000)
+    c = make_settings(tp=2, pp=3, sequence_parallel=True)
+    first, middle, last = (rank_memory(c, shape, world_size=6, stage=stage) for stage in range(3))
+    table = 100_000 * 8 * 4
+    assert first.export == 2 * table - first.activations > 0
+    assert middle.export == 0
+    assert last.export == max(0, 2 * table - last.activations - last.logits)
+    whole = rank_memory(make_settings(pp=3), shape, world_size=3, stage=0)
+    assert whole.export == 0, "without tensor parallelism nothing is joined"
 
 
 def test_uneven_stages_have_their_own_layers() -> None:
