@@ -8,11 +8,13 @@ ARGS   ?=
 QUICK_WORKERS ?= 4
 WORKERS ?= 2
 TESTS  ?= tests
+# Of a soak
+MINUTES ?= 20
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
 TARGET_PYTHON ?= 3.12
-.PHONY: help install extras peers mutants bench gpu-check gpu-bundle te-rehearsal train check test test-all lint clean
+.PHONY: help install extras peers mutants bench faults soak gpu-check gpu-bundle te-rehearsal train check test test-all lint clean
 PYTEST := $(BIN)/python -m pytest --dist loadfile
 HEAVY  := engine or distributed or chaos or slow
 QUICK  := not gpu and not nightly and not ($(HEAVY))
@@ -52,6 +54,12 @@ mutants: $(VENV)/mutants ## test whether unit tests notice changes of the code: 
 
 bench: peers ## benchmark the kernels against those libraries: make bench ARGS="--device cpu"
 	cd kernels && env -u OMP_NUM_THREADS PYTHONPATH=$(CURDIR)/$(VENV)/peers $(CURDIR)/$(BIN)/python -m bench $(ARGS)
+
+faults: install ## kill, stop and corrupt parts of real runs, and print what each run does: make faults ARGS="outlived --only collector"
+	$(BIN)/python -m launch.studies.faults $(ARGS)
+
+soak: install ## train for MINUTES with a random fault every two minutes: make soak MINUTES=20
+	$(BIN)/python -m launch.studies.soak --minutes $(MINUTES) $(ARGS)
 
 gpu-check: ## check the trainer on one GPU in nine minutes: make gpu-check ARGS="--small" PYTHON=python3
 	env -u OMP_NUM_THREADS $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) launch/gpu_check.py $(ARGS)

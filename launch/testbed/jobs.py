@@ -24,18 +24,18 @@ def start_job(
     errors: Path | None = None,
     python: tuple[str, ...] = (),
     experiment: str = "smoke",
+    script: str = "launch/train_rl.py",
 ) -> subprocess.Popen[str]:
     """Start an experiment, whose run is `run_root/job`. More than one rank starts with torchrun.
 
     errors: file for standard error, which otherwise comes with the output.
-    python: command that runs Python.
+    python: command that runs Python. script: what it runs, from the root of the repository.
     """
     launcher = []
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    script = str(ROOT / "launch/train_rl.py")
     settings = [f"experiment={experiment}", *SHORT_RUN, f"run.root={run_root}", "run.name=job"]
-    command = [*python, sys.executable, *launcher, script, *settings, *overrides]
+    command = [*python, sys.executable, *launcher, str(ROOT / script), *settings, *overrides]
     with contextlib.ExitStack() as stack:
         stderr: int | TextIO = subprocess.STDOUT
         if errors is not None:
@@ -56,7 +56,7 @@ def wait_for_step(
     """Wait until metrics.jsonl holds `step`."""
     deadline = time.monotonic() + deadline_seconds
     while time.monotonic() < deadline:
-        if _last_step(run / "metrics.jsonl") >= step:
+        if last_step(run / "metrics.jsonl") >= step:
             return
         assert job.poll() is None, (
             f"the job ended with {job.returncode}:\n{job.communicate()[0][-4000:]}"
@@ -65,7 +65,7 @@ def wait_for_step(
     raise AssertionError(f"step {step} was not reached in {deadline_seconds} s")
 
 
-def _last_step(metrics: Path) -> int:
+def last_step(metrics: Path) -> int:
     """The largest step of metrics.jsonl, or -1."""
     lines = metrics.read_text().splitlines() if metrics.exists() else []
     return max((json.loads(line)["step"] for line in lines), default=-1)

@@ -1,19 +1,27 @@
-"""The report and the remains of a run with two ranks after a fault.
+"""Real runs after faults: those that end a run, and those that a run outlives.
 
-The table of all faults: python -m launch.studies.faults.
+The tables of all faults: python -m launch.studies.faults.
 """
 
 import json
 import re
 import signal
+from collections.abc import Iterator
+from dataclasses import replace
+from operator import attrgetter
 from pathlib import Path
 
 import pytest
 
 from launch.studies.faults.injection import MAX_SECONDS, inject
+from launch.studies.faults.recovery import MAX_SECONDS as MAX_RECOVERY_SECONDS
+from launch.studies.faults.recovery import Laboratory, Session
+from launch.studies.faults.recovery_table import SESSIONS, session_of
+from launch.studies.faults.servers import ServerPark
 from launch.studies.faults.table import fault_named
 from launch.testbed.jobs import process_tree, start_job, survivors, wait_for_step
 from megatron_rl.contracts.exit_codes import ExitCode
+from tests.support.exactness import EXACT
 
 pytestmark = [
     pytest.mark.chaos,
@@ -25,8 +33,36 @@ FAULTS = [
     "SIGKILL rank 1",
     "SIGSTOP rank 0",
     pytest.param("SIGSTOP rank 1", marks=pytest.mark.nightly),
-    pytest.param("SIGSTOP engine", marks=pytest.mark.nightly),
 ]
+# In the daily tests: the faults that come between two parts of a step
+DAILY = {
+    "collector/SIGKILL collector between sampling and training": 3,
+    "moments/SIGKILL engine during a sync": 3,
+}
+OUTLIVED = [
+    *(replace(session_of(name), steps=steps) for name, steps in DAILY.items()),
+    *(pytest.param(session, marks=pytest.mark.nightly) for session in SESSIONS),
+]
+
+
+@pytest.fixture(scope="module")
+def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]:
+    directory = tmp_path_factory.mktemp("faults")
+    park = ServerPark(directory / "servers")
+    yield Laboratory(directory, park)
+    park.close()
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.skipif(
+    not EXACT, reason="MKL's sums depend on the batch on a processor without AVX-512"
+)
+@pytest.mark.parametrize("session", OUTLIVED, ids=attrgetter("name"))
+def test_nothing_is_lost_or_trained_twice(session: Session, laboratory: Laboratory) -> None:
+    outcome = laboratory.run(session)
+    assert (outcome.num_lost, outcome.evidence.num_doubled) == (0, 0), outcome.output
+    assert outcome.has_same_weights, outcome.output
+    assert [row for row in outcome.rows if row.net_seconds > MAX_RECOVERY_SECONDS] == []
 
 
 @pytest.mark.parametrize("name", FAULTS)

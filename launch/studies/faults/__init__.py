@@ -1,1 +1,1 @@
-"""Faults injected into real runs, and the table of what the runs leave."""
+"""Faults injected into real runs, and the tables of what the runs do and leave."""

@@ -1,4 +1,4 @@
-"""All faults, with the way to inject each."""
+"""All faults that end a run, with the way to inject each."""
 
 import contextlib
 import re
@@ -122,24 +122,6 @@ FAULTS = [
     Fault("SIGTERM", r"the run was stopped \(SIGTERM", 143, signal_launcher(signal.SIGTERM)),
     Fault("SIGHUP", r"the run was stopped \(SIGHUP", 129, signal_launcher(signal.SIGHUP)),
     Fault(
-        "SIGKILL engine",
-        "engine .* ended by itself",
-        ExitCode.ENGINE_FAILED,
-        signal_processes(_KILL, find_engine),
-    ),
-    Fault(
-        "SIGKILL engine's supervisor",
-        "engine .* ended",
-        ExitCode.ENGINE_FAILED,
-        signal_processes(_KILL, find_engine_supervisor),
-    ),
-    Fault(
-        "SIGKILL collector",
-        "the collector of node 0 ended",
-        ExitCode.ENGINE_FAILED,
-        signal_processes(_KILL, find_collector),
-    ),
-    Fault(
         "SIGKILL rank 0",
         "rank 0 .* without a report",
         ExitCode.PEER_FAILED,
@@ -165,18 +147,6 @@ FAULTS = [
         r"rank 1 of the training was stopped \(SIGSTOP\) .* process \d+",
         ExitCode.PEER_FAILED,
         signal_processes(_STOP, lambda scene: [scene.rank(1)]),
-    ),
-    Fault(
-        "SIGSTOP engine",
-        r"engine .* was stopped \(SIGSTOP",
-        ExitCode.ENGINE_FAILED,
-        signal_processes(_STOP, find_engine),
-    ),
-    Fault(
-        "SIGSTOP collector",
-        "the collector of .* was stopped",
-        ExitCode.ENGINE_FAILED,
-        signal_processes(_STOP, find_collector),
     ),
     Fault(
         "full disk during the run",

@@ -1,0 +1,206 @@
+"""External engines for runs, and proxies in front of them that lie or call back."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import re
+import threading
+import urllib.parse
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import msgspec
+
+from launch.testbed.jobs import ROOT
+from sglang_bridge.keys import RunKeys, create_keys
+from sglang_bridge.server.lifeline import Lifeline
+from sglang_bridge.server.managed_engine import ManagedEngine
+from sglang_bridge.settings import ServerPlace, ServerSettings
+
+MODEL = ROOT / "megatron_rl/models/assets/qwen3_moe_tiny_two_digit_addition"
+OTHER_MODEL = ROOT / "megatron_rl/models/assets/qwen3_moe_tiny_column_addition"
+_START_SECONDS = 300.0
+_FORWARD_SECONDS = 120.0
+
+ChangeReply = Callable[[bytes], bytes]
+Observe = Callable[[str, bytes], None]
+
+
+@dataclass(frozen=True)
+class ServerKind:
+    """What a server serves. number: tells apart servers of one kind."""
+
+    number: int = 0
+    dtype: str = "float32"
+    model: Path = MODEL
+
+    @property
+    def name(self) -> str:
+        """A name for files."""
+        return f"{self.model.name}-{self.dtype}-{self.number}"
+
+
+class ServerPark:
+    """SGLang servers that outlive runs. Each is started when it is first needed.
+
+    directory: for logs and keys.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._keys = create_keys()
+        self._lifeline = Lifeline()
+        self._servers: dict[ServerKind, ManagedEngine] = {}
+        directory.mkdir(parents=True, exist_ok=True)
+        self.key_file = directory / "keys.json"
+        self.key_file.touch(0o600)
+        self.key_file.write_bytes(msgspec.json.encode(self._keys))
+
+    @property
+    def keys(self) -> RunKeys:
+        """The keys of all servers."""
+        return self._keys
+
+    def server(self, kind: ServerKind) -> ManagedEngine:
+        """Return a healthy server. It may be in its first start, or in a later one."""
+        if kind not in self._servers:
+            place = ServerPlace(
+                model_path=str(kind.model),
+                device="cpu",
+                node=0,
+                host="127.0.0.1",
+                gpus=(),
+                return_routes=True,
+                load_format=None,
+                seed=kind.number,
+            )
+            settings = msgspec.convert({"dtype": kind.dtype, "device": "cpu"}, ServerSettings)
+            log = self._directory / f"{kind.name}.log"
+            self._servers[kind] = ManagedEngine.start(
+                settings, place, keys=self._keys, log_path=log, lifeline=self._lifeline
+            )
+        server = self._servers[kind]
+        if not server.poll_healthy():
+            server.wait_healthy(_START_SECONDS)
+        return server
+
+    def restart(self, kind: ServerKind) -> None:
+        """Start a server again that a row has killed, and wait until it answers."""
+        self._servers[kind].restart()
+        self._servers[kind].wait_healthy(_START_SECONDS)
+
+    def drop(self, kind: ServerKind) -> None:
+        """End a server that no further row needs."""
+        self._servers.pop(kind).stop()
+
+    def close(self) -> None:
+        """End all servers."""
+        for server in self._servers.values():
+            server.stop()
+        self._lifeline.close()
+
+
+class LyingProxy:
+    """Forwards requests to a server, and lies while its attributes say so.
+
+    change: gets the body of a reply to `/generate`, and returns the body to send. observe: gets
+    path and body of each request before it is forwarded. key: replaces the key of every request.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.change: ChangeReply | None = None
+        self.observe: Observe | None = None
+        self.key: str | None = None
+        proxy = self
+        target = urllib.parse.urlsplit(url).netloc
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_GET(self) -> None:
+                self._forward()
+
+            def do_POST(self) -> None:
+                self._forward()
+
+            def log_message(self, *arguments: object) -> None:
+                """Write nothing."""
+
+            def _forward(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if proxy.observe is not None:
+                    proxy.observe(self.path, body)
+                headers = {"Content-Type": "application/json"}
+                headers["Authorization"] = self.headers.get("Authorization", "")
+                if proxy.key is not None:
+                    headers["Authorization"] = f"Bearer {proxy.key}"
+                try:
+                    status, reply = _exchange(target, self.command, self.path, body, headers)
+                except (OSError, http.client.HTTPException):
+                    self.close_connection = True
+                    return
+                if proxy.change is not None and self.path == "/generate":
+                    reply = proxy.change(reply)
+                with contextlib.suppress(OSError):
+                    self.send_response(status)
+                    self.send_header("Content-Length", str(len(reply)))
+                    self.end_headers()
+                    self.wfile.write(reply)
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self._server.daemon_threads = True
+        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        """The address of the proxy."""
+        return f"http://127.0.0.1:{self._server.server_address[1]}"
+
+    def close(self) -> None:
+        """Stop listening."""
+        self._server.shutdown()
+        self._server.server_close()
+
+
+@contextlib.contextmanager
+def open_proxy(url: str) -> Iterator[LyingProxy]:
+    """Open a proxy in front of a server."""
+    proxy = LyingProxy(url)
+    try:
+        yield proxy
+    finally:
+        proxy.close()
+
+
+def answer_garbage(reply: bytes) -> bytes:
+    """Replace a reply by half of it."""
+    return reply[: len(reply) // 2]
+
+
+def answer_nan(reply: bytes) -> bytes:
+    """Replace every log-probability by null, as servers write NaN."""
+    return re.sub(rb"\[-?\d+\.\d+(?:e-?\d+)?,", b"[null,", reply)
+
+
+def answer_wrong_version(reply: bytes) -> bytes:
+    """Replace the version of the weights by one that was never sent."""
+    return re.sub(
+        rb'"(weight_version|version)"(\s*:\s*)"\d+"',
+        lambda match: b'"' + match[1] + b'"' + match[2] + b'"977"',
+        reply,
+    )
+
+
+def _exchange(
+    target: str, method: str, path: str, body: bytes, headers: dict[str, str]
+) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(target, timeout=_FORWARD_SECONDS)
+    try:
+        connection.request(method, path, body or None, headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+    finally:
+        connection.close()

@@ -1,0 +1,138 @@
+"""Memory, descriptors and files of a run over time, and how much they grow."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import psutil
+
+from launch.testbed.jobs import command_line
+
+_SHARED_MEMORY = Path("/dev/shm")
+# By a part of the command line. The first one that fits counts.
+_KINDS = {
+    "sglang_bridge.server.supervise": "supervisor",
+    "sglang::scheduler": "engine, scheduler",
+    "sglang::detokenizer": "engine, detokenizer",
+    "sglang.launch_server": "engine, server",
+    "megatron_rl.rollouts.user_process": "user-defined class",
+    "megatron_rl.rollouts": "collector",
+    "launch/": "rank",
+}
+_MIB = 2**20
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a run holds at a moment.
+
+    seconds: since the start. counts: processes by kind. memory: resident bytes by kind.
+    descriptors: open files by kind. files: in the directory of the run. shared_memory: bytes in
+    /dev/shm.
+    """
+
+    seconds: float
+    counts: Counter[str]
+    memory: Counter[str]
+    descriptors: Counter[str]
+    files: int
+    shared_memory: int
+
+
+@dataclass(frozen=True)
+class Growth:
+    """How much a quantity grew between two times. unit: its unit."""
+
+    name: str
+    before: float
+    after: float
+    unit: str
+
+    @property
+    def share(self) -> float:
+        """The growth as a share of the first value."""
+        return self.after / self.before - 1 if self.before else float(self.after > 0)
+
+
+@dataclass
+class ResourceLog:
+    """Samples of a run. directory: the run's."""
+
+    directory: Path
+    samples: list[Sample] = field(default_factory=list)
+
+    def take(self, seconds: float, processes: Iterable[psutil.Process]) -> None:
+        """Take a sample of processes, and of files."""
+        counts = Counter[str]()
+        memory = Counter[str]()
+        descriptors = Counter[str]()
+        for process in processes:
+            kind = kind_of(command_line(process))
+            with contextlib.suppress(psutil.Error):
+                resident = process.memory_info().rss
+                num_open = process.num_fds()
+                counts[kind] += 1
+                memory[kind] += resident
+                descriptors[kind] += num_open
+        self.samples.append(
+            Sample(
+                seconds=seconds,
+                counts=counts,
+                memory=memory,
+                descriptors=descriptors,
+                files=sum(1 for _ in self.directory.rglob("*")),
+                shared_memory=_shared_bytes(),
+            )
+        )
+
+    def growth(self, start: float, window: float) -> list[Growth]:
+        """Return the growth between the first `window` seconds after `start` and the last ones.
+
+        Processes are counted where all of their kind lived: a kind without such a sample in both
+        windows has no row.
+        """
+        end = self.samples[-1].seconds
+        early = [s for s in self.samples if start <= s.seconds < start + window]
+        late = [s for s in self.samples if s.seconds >= end - window]
+        if not early or not late:
+            return []
+        rows = []
+        for kind in sorted({kind for sample in late for kind in sample.counts} - {""}):
+            rows += _growth_of_kind(kind, early, late)
+        pairs = [(median(s.files for s in side)) for side in (early, late)]
+        rows.append(Growth("files of the run", pairs[0], pairs[1], "files"))
+        pairs = [(median(s.shared_memory for s in side) / _MIB) for side in (early, late)]
+        rows.append(Growth("/dev/shm", pairs[0], pairs[1], "MiB"))
+        return rows
+
+
+def kind_of(line: str) -> str:
+    """Return the kind of a process, empty for one that does not belong to the parts of a run."""
+    return next((kind for part, kind in _KINDS.items() if part in line), "")
+
+
+def _growth_of_kind(kind: str, early: Sequence[Sample], late: Sequence[Sample]) -> list[Growth]:
+    full = max(sample.counts[kind] for sample in (*early, *late))
+    sides = [[s for s in side if s.counts[kind] == full] for side in (early, late)]
+    if not all(sides):
+        return []
+    memory = [median(s.memory[kind] for s in side) / _MIB for side in sides]
+    descriptors = [median(s.descriptors[kind] for s in side) for side in sides]
+    name = f"{kind} x {full}"
+    return [
+        Growth(f"{name}, memory", memory[0], memory[1], "MiB"),
+        Growth(f"{name}, descriptors", descriptors[0], descriptors[1], "descriptors"),
+    ]
+
+
+def _shared_bytes() -> int:
+    total = 0
+    for file in _SHARED_MEMORY.glob("*"):
+        with contextlib.suppress(OSError):
+            total += file.stat().st_size
+    return total
