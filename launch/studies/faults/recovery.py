@@ -134,8 +134,10 @@ class Laboratory:
             root = self.directory / f"undisturbed-{len(self._references)}"
             root.mkdir(parents=True)
             settings = [*_settings(session), *self._external_settings(session, root, 1)]
-            follower = RunFollower(root, settings, ranks=session.ranks)
-            code = follower.wait(_RUN_SECONDS)
+            with contextlib.ExitStack() as stack:
+                follower = RunFollower(root, settings, ranks=session.ranks)
+                stack.callback(_kill_if_running, follower)
+                code = follower.wait(_RUN_SECONDS)
             assert code == 0, f"the undisturbed run ended with {code}:\n{follower.output[-4000:]}"
             self._references[key] = read_evidence(follower.run)
         return self._references[key]
