@@ -92,15 +92,14 @@ class SupervisedTree:
         process = self._process
         if process is None:
             return
-        members = [*self._members, *process_tree(process.pid)]
+        members = list(self._members)
+        if process.poll() is None:  # otherwise, its id may be another process's by now
+            members += process_tree(process.pid)
         shared_memory = self._shared_memory | mapped_shared_memory(m.pid for m in members)
         self.request_end()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            # The supervisor itself hangs
-            process.kill()
-        # A supervisor that was killed leaves its processes behind
+        # The supervisor hangs, or was killed and has left its processes behind
         kill(members)
         with contextlib.suppress(subprocess.TimeoutExpired):  # the kernel blocks it
             process.wait(_KILL_SECONDS)

@@ -121,6 +121,8 @@ def test_nothing_is_left_of_a_tree_whose_supervisor_was_killed(
     assert is_alive(tree[2]), "its child has no parent that ends it"
     assert len(list(tmp_path.glob("engine-*"))) == 1
     engine.request_end()
+    while is_alive(tree[2]):
+        time.sleep(0.02)
     engine.stop()
     assert not any(map(is_alive, tree))
     assert [n for n in memory_names(tmp_path / "engine.log") if n in os.listdir("/dev/shm")] == []

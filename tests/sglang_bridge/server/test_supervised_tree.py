@@ -103,3 +103,18 @@ def test_request_end_ends_the_whole_tree_without_waiting() -> None:
         assert time.monotonic() - start < 0.2
         assert wait_for_end(members, 10) and tree.exit_code is not None
         tree.close(1.0)
+
+
+def test_a_process_that_got_the_id_of_a_dead_supervisor_is_left_alone() -> None:
+    other = sleep()
+    ended_process = subprocess.Popen(["true"])
+    ended_process.wait()
+    ended_process.pid = other.pid  # as if the kernel had given the id away
+    tree = SupervisedTree()
+    tree.start(lambda: ended_process)
+    tree.request_end()
+    tree.close(0.2)
+    time.sleep(0.1)
+    assert other.poll() is None
+    other.kill()
+    other.wait()
