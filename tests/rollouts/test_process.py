@@ -35,6 +35,7 @@ import time
 
 class SecondChance:
     async def play(self, episode):
+        assert "MEGATRON_RL_RUN_KEY" not in os.environ
         response = await episode.respond()
         if episode.prompt.answer not in response.text:
             episode.observe("no,")

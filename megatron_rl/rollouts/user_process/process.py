@@ -40,6 +40,7 @@ _POLL_SECONDS = 0.25
 # From SIGTERM to SIGKILL
 _GRACE_SECONDS = 0.5
 _END_SECONDS = 5.0
+_FINISH_SECONDS = 1.0
 # A class that ends by itself has its exit code after so long.
 _EXIT_CODE_SECONDS = 2.0
 
@@ -178,6 +179,16 @@ class UserProcess:
         """Close the connections of the event loop."""
         self._connection.close()
         self._action_connection.close()
+
+    def finish(self) -> None:
+        """Let a process that is disconnected end by itself for a second, then end it.
+
+        Its handlers for the end of the interpreter run.
+        """
+        deadline = time.monotonic() + _FINISH_SECONDS
+        while self._tree.exit_code is None and time.monotonic() < deadline:
+            time.sleep(0.02)
+        self.end()
 
     def end(self) -> None:
         """End all its processes, and return when none is left. You may call it again."""

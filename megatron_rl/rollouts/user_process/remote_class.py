@@ -106,6 +106,7 @@ class RemoteClass:
         self._failure: PluginError | None = None
         self._is_closed = False
         self._process: UserProcess | None = None
+        self._lost: tuple[UserProcess, str] | None = None
         self._watch: ProcessWatch | None = None
         self._opening: asyncio.Task[None] | None = None
         self._first_process = self._start()
@@ -151,10 +152,10 @@ class RemoteClass:
         if self._process is not None:
             process.disconnect()
         self._process = None
-        ends = [asyncio.to_thread(process.end), *self._tasks]
+        await asyncio.to_thread(process.finish)
         if self._opening is not None:
-            ends.append(self._opening)
-        await asyncio.gather(*ends, return_exceptions=True)
+            await asyncio.gather(self._opening, return_exceptions=True)
+        await asyncio.gather(*self._tasks, return_exceptions=True)
         self._lifeline.close()
 
     def end_now(self) -> None:
@@ -190,6 +191,8 @@ class RemoteClass:
         )
         self._process = process
         self._watch.start()
+        if self._lost is not None and self._lost[0] is process:
+            self._bury(*self._lost)
 
     async def _make(self, process: UserProcess, call: RunningCall) -> Outcome[Any] | None:
         """Make a call in the process. Returns None if it has to be made again."""
@@ -275,7 +278,8 @@ class RemoteClass:
             call.end.set_result(outcome)
 
     def _bury(self, process: UserProcess, reason: str) -> None:
-        """Replace a process whose connection has ended."""
+        """Replace a process whose connection has ended, perhaps before its first call."""
+        self._lost = (process, reason)
         self._lose(process, reason, waits_for_exit=True)
 
     def _lose(

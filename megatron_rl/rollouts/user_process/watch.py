@@ -47,6 +47,7 @@ class ProcessWatch:
         self._end = end
         self._warn = warn
         self._task: asyncio.Task[None] | None = None
+        self._slowest: RunningCall | None = None
         self._next_line = FIRST_SECONDS
         self._last_log = self._last_report = -math.inf
 
@@ -88,8 +89,10 @@ class ProcessWatch:
         seconds = 0.0 if slowest is None else slowest.attempt.limit.seconds
         is_blocked = self.silence_seconds >= FIRST_SECONDS
         longest = max(seconds, self.silence_seconds)
-        if longest < FIRST_SECONDS:
+        if longest < FIRST_SECONDS or slowest is not self._slowest:
+            self._slowest = slowest
             self._next_line = FIRST_SECONDS
+        if longest < FIRST_SECONDS:
             return
         is_first = self._next_line == FIRST_SECONDS
         if longest < self._next_line or (is_first and now - self._last_log < _LOG_SECONDS):

@@ -48,6 +48,7 @@ def score_in_process(
     max_abandoned: int = 100,
     then: tuple[str, ...] = ("after",),
     open_timeout_s: float = 60.0,
+    options: dict[str, object] | None = None,
 ) -> Results:
     """Score these texts at the same time, and then others one after the other.
 
@@ -59,7 +60,7 @@ def score_in_process(
         results.warnings.append(text)
 
     async def run() -> None:
-        settings = RewardSettings(name=name)
+        settings = RewardSettings(name=name, options=options or {})
         limits = UserClassLimits(
             timeout_s=timeout_s,
             open_timeout_s=open_timeout_s,

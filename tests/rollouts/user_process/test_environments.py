@@ -20,7 +20,7 @@ from megatron_rl.rollouts.user_process import user_classes
 from tests.support.fake_engine import Answer, Reply, configuration, fake_engine, reply
 from tests.support.scripted_model import EOS, PROMPT
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 SAMPLING = Sampling(max_new_tokens=24, temperature=1.0, stop_token_ids=(EOS,))
 
 ENVIRONMENTS = """
@@ -185,6 +185,7 @@ def test_a_rollout_of_a_process_equals_one_of_an_environment_in_the_collector(
     assert len(in_process.segments) == 6 and in_process.routes is not None
 
 
+@pytest.mark.nightly
 def test_a_response_that_an_environment_gives_up_is_no_part_of_the_rollout() -> None:
     bodies: list[Reply] = []
 

@@ -10,8 +10,9 @@ from megatron_rl.contracts.plugins import PluginError
 from megatron_rl.rollouts.user_process.memory_limit import limit_in_bytes
 from tests.rollouts.user_process.classes import GIGABYTE, score_in_process
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 SCORER = """
+import atexit
 import os
 import time
 
@@ -55,6 +56,19 @@ class Allocates(Good):
             blocks.append(bytearray(2**24))
 
 
+class HasSecret(Good):
+    def __init__(self, key):
+        self.key = key
+
+    async def score(self, prompt, text, finish_reason):
+        raise KeyError(f"401 for ?key={self.key}")
+
+
+class WritesAtExit(Good):
+    def __init__(self):
+        atexit.register(open, "FOLDER/finished", "w")
+
+
 class OpensOnce(Good):
     def __init__(self):
         if os.path.exists("FOLDER/opened"):
@@ -78,7 +92,7 @@ def test_a_module_may_take_long_to_import() -> None:
     ("name", "message"),
     [
         ("Raises", r"constructors:Raises\(\) fails: KeyError: 'no model' \(.*in __init__"),
-        ("Missing", r"has no class Missing"),
+        pytest.param("Missing", "has no class Missing", marks=pytest.mark.nightly),
         ("Exits", r"its process ended before the class was constructed \(exit code 5\); the log"),
         ("Allocates", r"its constructor used .* GB .*more than rollout\.user_memory_gb=0\.4"),
         ("Hangs", r"its constructor did not return within parallel\.timeout_s=4\. Make it faster"),
@@ -94,9 +108,23 @@ def test_a_constructor_that_fails_is_refused_by_name(name: str, message: str) ->
     assert psutil.Process().children(recursive=True) == []
 
 
+@pytest.mark.nightly
 def test_a_constructor_that_fails_the_second_time_ends_the_run() -> None:
     with pytest.raises(PluginError, match=r"reward\.name=constructors:OpensOnce: .*only one"):
         score_in_process("constructors:OpensOnce", "exits", then=("after",))
+
+
+def test_a_secret_option_stays_in_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "sk-not-to-be-shown")
+    name = "constructors:HasSecret"
+    results = score_in_process(name, options={"key": "${oc.env:JUDGE_KEY}"})
+    assert results.reason("after").endswith("KeyError: '401 for ?key=${oc.env:JUDGE_KEY}'")
+
+
+@pytest.mark.nightly
+def test_a_class_may_write_its_files_at_the_end(tmp_path: Path) -> None:
+    score_in_process("constructors:WritesAtExit")
+    assert (tmp_path / "finished").exists()
 
 
 def test_the_default_limit_is_half_of_the_memory_of_the_machine() -> None:

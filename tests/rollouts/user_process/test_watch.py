@@ -1,0 +1,130 @@
+"""Names of slow calls, frames, and the memory that shows the current call."""
+
+import asyncio
+import logging
+from types import SimpleNamespace
+
+import msgspec
+import pytest
+
+from megatron_rl.rollouts.user_process.attempts import RunningCall
+from megatron_rl.rollouts.user_process.current_call import CALL, CurrentCall, make_task_factory
+from megatron_rl.rollouts.user_process.frames import (
+    MAX_FRAME_BYTES,
+    FrameError,
+    FrameSplitter,
+    encode_frame,
+)
+from megatron_rl.rollouts.user_process.messages import CancelCall
+from megatron_rl.rollouts.user_process.watch import ProcessWatch
+
+
+def slow_call(seconds: float, subject: str) -> RunningCall:
+    attempt = SimpleNamespace(limit=SimpleNamespace(seconds=seconds))
+    return RunningCall(1, attempt, subject, None)  # type: ignore[arg-type]
+
+
+def open_watch(calls: dict[int, RunningCall], current: int = 0) -> tuple[ProcessWatch, list[str]]:
+    """Return a watch of a process that does not exist, and its warnings."""
+    lines: list[str] = []
+
+    def warn(text: str, *, to_rank_0: bool = True) -> None:
+        lines.append(f"{'rank 0' if to_rank_0 else 'log'}: {text}")
+
+    process = SimpleNamespace(name="reward.name=m:C", current=SimpleNamespace(get=lambda: current))
+    watch = ProcessWatch(process, calls, max_silence_s=60, end=logging.info, warn=warn)  # type: ignore[arg-type]
+    return watch, lines
+
+
+def test_a_slow_call_is_named_after_ten_seconds_and_at_growing_intervals() -> None:
+    call = slow_call(0, "group g, rollout 3")
+    calls = {1: call, 2: slow_call(2, "group h")}
+    watch, lines = open_watch(calls)
+    named_at = []
+    for second in range(130):
+        call.attempt.limit.seconds = second  # type: ignore[misc]
+        watch._name_slow_calls(now=1000.0 + second)
+        if lines:
+            named_at.append(second)
+            lines.pop()
+    assert named_at == [10, 20, 40, 80]
+    calls[1] = slow_call(12, "group i, rollout 0")
+    watch._name_slow_calls(now=5000.0)
+    text = "reward.name=m:C: group i, rollout 0 takes 12 s; 2 calls run or wait"
+    assert lines == [f"rank 0: {text}"]
+
+
+def test_slow_calls_are_not_named_more_often_than_once_a_minute() -> None:
+    call = slow_call(12, "group g")
+    watch, lines = open_watch({1: call})
+    for second in range(0, 119):
+        call.attempt.limit.seconds = 12 if second % 2 else 0  # type: ignore[misc]
+        watch._name_slow_calls(now=float(second))
+    assert [line.partition(":")[0] for line in lines] == ["rank 0", "log"]
+
+
+def test_a_blocked_process_is_named_with_the_call_that_blocks_it() -> None:
+    watch, lines = open_watch({7: slow_call(1, "group g, rollout 3")}, current=7)
+    watch.silence_seconds = 11.0
+    watch._name_slow_calls(now=0.0)
+    assert lines == [
+        "rank 0: reward.name=m:C: its process is blocked by group g, rollout 3 for 11 s; "
+        "1 calls run or wait"
+    ]
+
+
+def test_frames_are_found_in_any_pieces() -> None:
+    messages = [CancelCall(number) for number in (1, 300, 2**40)]
+    data = b"".join(map(encode_frame, messages))
+    for size in (1, 3, 7, len(data)):
+        splitter = FrameSplitter()
+        pieces = [data[start : start + size] for start in range(0, len(data), size)]
+        bodies = [body for piece in pieces for body in splitter.split(piece)]
+        assert [msgspec.msgpack.decode(body, type=CancelCall) for body in bodies] == messages
+    with pytest.raises(FrameError, match="at most"):
+        list(FrameSplitter().split((MAX_FRAME_BYTES + 1).to_bytes(4, "big")))
+
+
+def test_the_current_call_is_that_of_the_task_whose_code_runs() -> None:
+    current = CurrentCall.create()
+    other = CurrentCall(current.descriptor)  # as the collector sees it
+    seen: list[int] = []
+
+    async def inner() -> None:
+        seen.append(other.get())
+        await asyncio.sleep(0)
+        seen.append(other.get())
+
+    async def call(number: int) -> None:
+        CALL.set(number)
+        await asyncio.gather(asyncio.create_task(inner()), inner())
+
+    async def run() -> None:
+        asyncio.get_running_loop().set_task_factory(make_task_factory(current))
+        await asyncio.gather(call(5), call(6))
+        seen.append(other.get())
+
+    asyncio.run(run())
+    assert sorted(seen) == [0, *[5] * 4, *[6] * 4]
+
+
+def test_a_task_for_a_call_can_be_cancelled_and_raises_its_own_exception() -> None:
+    current = CurrentCall.create()
+
+    async def fail() -> None:
+        await asyncio.sleep(0)
+        raise KeyError("k")
+
+    async def run() -> None:
+        CALL.set(3)
+        asyncio.get_running_loop().set_task_factory(make_task_factory(current))
+        with pytest.raises(KeyError):
+            await asyncio.create_task(fail())
+        task = asyncio.create_task(asyncio.sleep(60))
+        await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert current.get() == 0
+
+    asyncio.run(run())
