@@ -171,8 +171,7 @@ class CollectorHub:
                 self.disconnect(
                     node,
                     peer.epoch,
-                    f"was not heard for {peer.silence:.0f} s: it is stopped, cut off, or its "
-                    "scorer or environment blocks it",
+                    f"was not heard for {peer.silence:.0f} s: it is stopped or cut off",
                 )
 
     def _receive_pending(self) -> set[int]:

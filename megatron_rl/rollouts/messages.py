@@ -148,7 +148,7 @@ class Held(msgspec.Struct, frozen=True, tag="held"):
 
 
 class CallAbandoned(msgspec.Struct, frozen=True, tag="call_abandoned"):
-    """Warning: a call of a user-defined class ignored its cancellation."""
+    """Warning about a call of a user-defined class, such as one that was killed."""
 
     text: str
 
