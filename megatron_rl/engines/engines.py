@@ -119,7 +119,7 @@ class Engines:
     def description(self) -> str:
         """Describes how this node gets its engines, for progress lines."""
         if self._settings.mode == "external":
-            return f"connecting to {', '.join(self._settings.urls)}"
+            return f"connecting to {name_external_engines(self._settings)}"
         return f"starting {self._settings.count} engine(s) a node"
 
     def check(self) -> None:
@@ -244,6 +244,13 @@ class Engines:
     def _abort_request(self, url: str, rid: str) -> None:
         """Abort one request. Collectors do not hold the key for this."""
         AdminClient(Engine(url=url), self._keys, timeout=_ABORT_SECONDS).abort(rid)
+
+
+def name_external_engines(settings: EngineSettings) -> str:
+    """Return the URLs of external engines, or the file that lists them, for people."""
+    if settings.urls_file is not None:
+        return f"the engines in {settings.urls_file}"
+    return ", ".join(settings.urls)
 
 
 def _write_nothing(text: str) -> None:

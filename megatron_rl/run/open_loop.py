@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_rl.config.curriculum import phases_of
 from megatron_rl.contracts.commands import Poll
 from megatron_rl.engines.connections import EngineConnections
-from megatron_rl.engines.engines import Engines
+from megatron_rl.engines.engines import Engines, name_external_engines
 from megatron_rl.engines.weight_sync import FollowerSync
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.progress import Progress
@@ -95,8 +95,8 @@ def _connect(
     settings = setup.configuration.engine
     task = "waiting for the engines"
     if settings.mode == "external":
-        urls = ", ".join(settings.urls)
-        task = f"waiting for {urls} (engine.start_timeout_s={settings.start_timeout_s:g})"
+        names = name_external_engines(settings)
+        task = f"waiting for {names} (engine.start_timeout_s={settings.start_timeout_s:g})"
     setup.progress.log(task)
     is_measurement = setup.configuration.is_measurement
     sends_weights = not is_measurement or setup.resume_point.checkpoint is not None

@@ -6,7 +6,8 @@ import pytest
 
 from launch.testbed.engine_rollouts import ONLY_RANK
 from megatron_rl.config.cli import compose
-from megatron_rl.engines.engines import collector_template
+from megatron_rl.config.schema import EngineSettings
+from megatron_rl.engines.engines import collector_template, name_external_engines
 from megatron_rl.engines.server_places import server_places
 from megatron_rl.models.families import read_shape
 from sglang_bridge.keys import create_keys
@@ -29,3 +30,10 @@ def test_engines_get_the_gpus_behind_the_ranks_and_seeds_of_their_own() -> None:
     assert [place.gpus for place in places] == [(4, 5), (6, 7)]
     assert [place.seed for place in places] == [9, 10]
     assert all(place.node == 1 for place in places)
+
+
+def test_a_wait_names_the_engines_or_the_file_that_lists_them() -> None:
+    urls = ["http://10.0.0.1:1", "http://10.0.0.2:1"]
+    assert name_external_engines(EngineSettings(mode="external", urls=urls)) == ", ".join(urls)
+    listed = EngineSettings(mode="external", urls_file="engines.txt")
+    assert name_external_engines(listed) == "the engines in engines.txt"
