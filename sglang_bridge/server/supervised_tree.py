@@ -95,7 +95,8 @@ class SupervisedTree:
         members = list(self._members)
         if process.poll() is None:  # otherwise, its id may be another process's by now
             members += process_tree(process.pid)
-        shared_memory = self._shared_memory | mapped_shared_memory(m.pid for m in members)
+        living_pids = [member.pid for member in members if member.is_running()]
+        shared_memory = self._shared_memory | mapped_shared_memory(living_pids)
         self.request_end()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(timeout)
