@@ -24,12 +24,14 @@ class ScriptedProcesses:
         self.events: list[str] = []
         self.error: Exception | None = None
         self.threads: set[int] = set()
+        self.pause_seconds = 0.0
 
     def maintain(self, orders: NodeOrders) -> NodeReport:
         if self.error is not None:
             raise self.error
         self.threads.add(threading.get_ident())
         self.orders.append(orders)
+        time.sleep(self.pause_seconds)
         collector = CollectorReport(epoch=self.epoch, state=ProcessState.RUNNING)
         return NodeReport(node=self.node, collector=collector)
 
@@ -87,7 +89,8 @@ def epochs(scene: Scene) -> list[int]:
     return [report.collector.epoch for report in reports if report.collector is not None]
 
 
-def test_a_report_that_changed_is_published(scene: Scene) -> None:
+def test_a_report_that_changed_is_published(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_keeper, "_PUBLISH_SECONDS", 60.0)
     scene.open()
     wait_until(lambda: epochs(scene) == [0])
     scene.processes.epoch = 1
@@ -157,7 +160,11 @@ def test_a_lost_board_is_an_error_after_a_while(scene: Scene) -> None:
 def test_nothing_is_maintained_after_close(scene: Scene) -> None:
     keeper = scene.open()
     wait_until(lambda: len(scene.processes.orders) > 1)
+    scene.processes.pause_seconds = 0.3
+    count = len(scene.processes.orders)
+    wait_until(lambda: len(scene.processes.orders) > count)
     keeper.close()
+    assert not keeper._thread.is_alive()
     count = len(scene.processes.orders)
     time.sleep(0.1)
     assert len(scene.processes.orders) == count
