@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from launch.rehearsal.code_places import calling_place
 from launch.rehearsal.known_values import KnownValues, tensors_in
-from launch.rehearsal.order.trace import Recorder
+from launch.rehearsal.order.recorder import Recorder
 
 _POINT_TO_POINT = ("send", "recv_")
 # The part of its own bytes that a rank sends over its link, for groups of n ranks: f(n).

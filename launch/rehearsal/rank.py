@@ -16,7 +16,7 @@ from launch.rehearsal.collective_log import Collective
 from launch.rehearsal.cuda_guard import RehearsalUnavailable
 from launch.rehearsal.device_mode import DeviceMode
 from launch.rehearsal.gpus import Gpu
-from launch.rehearsal.order.trace import Recorder
+from launch.rehearsal.order.recorder import Recorder
 from launch.rehearsal.synthetic_batches import Routing, make_rollout, make_routes
 from launch.rehearsal.torch_stand_ins import (
     DEVICE,
@@ -113,7 +113,7 @@ def rehearse_rank(c: Configuration, place: Place, workload: Workload) -> RankRep
     """
     shape = read_shape(c.model.path)
     with stand_in(place) as (mode, launches):
-        report = _RankRehearsal(c, shape, place, mode).run(workload)
+        report = RankStep(c, shape, place, mode).run(workload)
     report.launches.extend(launches)
     return report
 
@@ -142,7 +142,7 @@ def stand_in(
             raise RehearsalUnavailable(f"torch has no shapes for an operation: {error}") from error
 
 
-class _RankRehearsal:
+class RankStep:
     """One rank, from its groups to a saved checkpoint."""
 
     def __init__(self, c: Configuration, shape: ModelShape, place: Place, mode: DeviceMode) -> None:

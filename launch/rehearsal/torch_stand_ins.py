@@ -20,7 +20,7 @@ from launch.rehearsal.code_places import calling_place
 from launch.rehearsal.device_mode import DeviceMode
 from launch.rehearsal.gpus import Gpu
 from launch.rehearsal.known_values import VALUE_ATTRIBUTE
-from launch.rehearsal.order.trace import Recorder
+from launch.rehearsal.order.recorder import Recorder
 from megatron_rl.mcore.cpu.torch_cuda import (
     MEMORY_COUNTERS,
     NO_OPERATIONS,

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing import state_dict_utils
 from launch.rehearsal.device_mode import DeviceMode
 from launch.rehearsal.order.grid import Grid
 from launch.rehearsal.order.phases import WITH_ROLLOUTS, WITHOUT_ROLLOUTS
-from launch.rehearsal.order.trace import Recorder
+from launch.rehearsal.order.recorder import Recorder
 from launch.rehearsal.rank import Place, job_of
 from launch.rehearsal.synthetic_batches import make_rollout, make_routes
 from megatron_rl.config.schema import Configuration

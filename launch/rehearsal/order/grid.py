@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from launch.rehearsal.cuda_guard import RehearsalUnavailable
-from launch.rehearsal.order.trace import NEW_GROUP, PIPELINE_GROUP, WORLD, Group, Operation, Trace
+from launch.rehearsal.order.trace import PIPELINE_GROUP, WORLD, Group, Operation, Trace
 
 _DATA_PARALLEL_GROUP = "DATA_PARALLEL_GROUP"
 
@@ -142,8 +142,3 @@ def flatten(trace: Trace, leave_out: frozenset[str] = frozenset()) -> Program:
         events += [event if event >= 0 else event - num_starts for event in phase.events]
         num_starts += sum(event >= 0 for event in phase.events)
     return Program(trace.operations, events, phases, trace.rank)
-
-
-def is_world_wide(operation: Operation) -> bool:
-    """True for the creation of a group, which every rank enters."""
-    return operation.name == NEW_GROUP

@@ -3,25 +3,24 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 
 import msgspec
 
 from launch.rehearsal.cuda_guard import RehearsalUnavailable
+from launch.rehearsal.order.scenario import Mail, Scenario
 from launch.rehearsal.order.trace import Trace
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.launch_facts import LaunchFacts
 
 _REPORT_SECONDS = 10.0
-_POLL_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -37,7 +36,7 @@ class Job:
 def rehearse_ranks(job: Job, folder: Path, *, processes: int, every_rank: bool) -> list[Trace]:
     """Rehearse one rank of each class, or every rank. Prints what it waits for.
 
-    Rank 0 comes last, because it receives what the other stages export. folder: for the traces.
+    Rank 0 receives what the other stages export, so it comes after these. folder: for the traces.
     Raises `RehearsalUnavailable` if a rank cannot be rehearsed.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -47,16 +46,16 @@ def rehearse_ranks(job: Job, folder: Path, *, processes: int, every_rank: bool) 
         num_gpus=job.gpus_per_node,
     )
     c = compose(job.overrides, facts=facts)
-    overrides = [*job.overrides, *_layer_overrides(c, job, folder)]
+    scenario = Scenario(facts, [*job.overrides, *_layer_overrides(c, job, folder)])
     stage_ranks = job.ranks // c.parallel.pp
     exporters = [stage * stage_ranks for stage in range(c.parallel.pp)]
     if every_rank:
         others = sorted(set(range(job.ranks)) - set(exporters))
     else:
         others = [rank + stage_ranks - 1 for rank in exporters if stage_ranks > 1]
-    _run([*exporters[1:], *others], job, overrides, folder, processes)
-    _write_mail(exporters[1:], folder)
-    _run([0], job, overrides, folder, 1)
+    rehearsals = RankProcesses(scenario, folder, processes)
+    rehearsals.run(exporters[1:])
+    rehearsals.run([0, *others], _mail_of_rank_zero(exporters[1:], folder))
     return [_read(folder, rank) for rank in (*exporters, *others)]
 
 
@@ -70,43 +69,49 @@ def _layer_overrides(c: Configuration, job: Job, folder: Path) -> list[str]:
     return [f"model.path={path}", *no_splits]
 
 
-def _run(
-    ranks: Sequence[int], job: Job, overrides: Sequence[str], folder: Path, processes: int
-) -> None:
-    waiting = list(ranks)
-    running: dict[int, subprocess.Popen[str]] = {}
-    count = len(waiting)
-    report_time = time.monotonic()
-    try:
-        while waiting or running:
-            while waiting and len(running) < processes:
-                rank = waiting.pop(0)
-                running[rank] = _start(rank, job, overrides, folder)
-            for rank, process in list(running.items()):
-                if process.poll() is not None:
-                    del running[rank]
-                    _require_success(rank, process.returncode, folder)
-            if time.monotonic() - report_time > _REPORT_SECONDS:
-                report_time = time.monotonic()
-                num_ends = count - len(waiting) - len(running)
-                names = ", ".join(map(str, running))
-                print(f"rehearsing rank(s) {names}; {num_ends} of {count} done", flush=True)
-            time.sleep(_POLL_SECONDS)
-    finally:
-        for process in running.values():
-            process.kill()
+class RankProcesses:
+    """Processes that rehearse ranks, some of them at the same time. folder: for their files."""
 
+    def __init__(self, scenario: Scenario, folder: Path, limit: int) -> None:
+        self._scenario = scenario
+        self._folder = folder
+        self._limit = limit
+        self._num_ends = 0
+        self._report_time = time.monotonic()
 
-def _start(rank: int, job: Job, overrides: Sequence[str], folder: Path) -> subprocess.Popen[str]:
-    mail = folder / "mail.bin" if rank == 0 else "-"
-    arguments = [rank, job.ranks, job.gpus_per_node, mail, _trace_file(folder, rank), *overrides]
-    return subprocess.Popen(
-        [sys.executable, "-m", "launch.rehearsal.order.scenario", *map(str, arguments)],
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-        stdout=subprocess.DEVNULL,
-        stderr=_log_file(folder, rank).open("w"),
-        text=True,
-    )
+    def run(self, ranks: Sequence[int], mail_of_rank_zero: Mail | None = None) -> None:
+        """Rehearse ranks. Raises `RehearsalUnavailable` if one cannot be rehearsed."""
+        waiting = list(ranks)
+        running: dict[int, ForkProcess] = {}
+        try:
+            while waiting or running:
+                while waiting and len(running) < self._limit:
+                    rank = waiting.pop(0)
+                    mail = (mail_of_rank_zero or {}) if rank == 0 else {}
+                    files = _trace_file(self._folder, rank), _log_file(self._folder, rank)
+                    running[rank] = self._scenario.start(rank, mail, *files)
+                wait([process.sentinel for process in running.values()], _REPORT_SECONDS)
+                self._take_ends(running)
+                self._report(running, len(waiting))
+        finally:
+            for process in running.values():
+                process.kill()
+
+    def _take_ends(self, running: dict[int, ForkProcess]) -> None:
+        for rank, process in list(running.items()):
+            if process.exitcode is not None:
+                _require_success(rank, process.exitcode, self._folder)
+                del running[rank]
+                self._num_ends += 1
+
+    def _report(self, running: Mapping[int, ForkProcess], num_waiting: int) -> None:
+        if time.monotonic() - self._report_time < _REPORT_SECONDS:
+            return
+        self._report_time = time.monotonic()
+        names = ", ".join(map(str, running))
+        print(
+            f"rehearsing rank(s) {names}; {self._num_ends} done, {num_waiting} waiting", flush=True
+        )
 
 
 def _require_success(rank: int, exit_code: int, folder: Path) -> None:
@@ -118,13 +123,13 @@ def _require_success(rank: int, exit_code: int, folder: Path) -> None:
     )
 
 
-def _write_mail(senders: Sequence[int], folder: Path) -> None:
+def _mail_of_rank_zero(senders: Sequence[int], folder: Path) -> Mail:
     """Join what the other stages send to rank 0, in the order in which it receives."""
     mail: dict[str, list[bytes]] = {}
     for sender in senders:
         for phase, messages in _read(folder, sender).mail.items():
             mail.setdefault(phase, []).extend(messages)
-    (folder / "mail.bin").write_bytes(msgspec.msgpack.encode(mail))
+    return mail
 
 
 def _trace_file(folder: Path, rank: int) -> Path:

@@ -1,27 +1,32 @@
-"""Runs the commands of a run on one rehearsed rank, and records what it exchanges.
+"""Runs the commands of a run on rehearsed ranks, each in a process of its own.
 
-Started as a process of its own for each rank:
-
-    python -m launch.rehearsal.order.scenario RANK RANKS GPUS_PER_NODE MAIL OUT [SETTING ...]
-
-MAIL: a file with what rank 0 receives from other ranks, or "-". OUT: the file for the `Trace`.
+The modules that all ranks need are imported once. Every rank is a fork of that process.
 """
 
 from __future__ import annotations
 
+import gc
 import math
+import multiprocessing
+import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from multiprocessing.context import ForkProcess
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
 from launch.rehearsal.cuda_guard import load_cuda_guard
 from launch.rehearsal.gpus import GPUS
+from launch.rehearsal.order.trace import Trace
+from megatron_rl.config.cli import compose
 from megatron_rl.contracts.exit_codes import Failure
+from megatron_rl.contracts.launch_facts import LaunchFacts
+from megatron_rl.models.families import read_shape
+
+Mail = Mapping[str, list[bytes]]
 
 # The order does not depend on the number of tokens. With these, every expert gets equally many.
 PROMPT_TOKENS = 32
@@ -36,64 +41,75 @@ def response_tokens(tp: int, cp: int, num_experts: int, topk: int) -> int:
     return total - PROMPT_TOKENS + 1  # the last token is no input
 
 
-def record_rank(
-    rank: int,
-    world_size: int,
-    gpus_per_node: int,
-    mail: Mapping[str, list[bytes]],
-    overrides: Sequence[str],
-) -> Any:
-    """Rehearse a rank and return its `Trace`."""
+class Scenario:
+    """The commands of a run, for any of its ranks.
+
+    facts: of the ranks' nodes. overrides: of the configuration. This process must not have imported
+    torch before, and can rehearse no other scenario.
+    """
+
+    def __init__(self, facts: LaunchFacts, overrides: Sequence[str]) -> None:
+        self._facts = facts
+        c = compose(overrides, facts=facts)
+        self._shape = read_shape(c.model.path)
+        tokens = response_tokens(
+            c.parallel.tp, c.parallel.cp, self._shape.num_experts, self._shape.topk
+        )
+        small = (
+            f"data.max_prompt_tokens={PROMPT_TOKENS}",
+            f"rollout.max_new_tokens={tokens}",
+            f"train.tokens_per_micro_batch={PROMPT_TOKENS + tokens - 1}",
+        )
+        self._c = compose([*overrides, *small], facts=facts)
+        _import_modules(facts.num_gpus)
+
+    def start(self, rank: int, mail: Mail, out: Path, log: Path) -> ForkProcess:
+        """Rehearse a rank in a process of its own, which writes its `Trace` and its errors.
+
+        mail: what the rank receives from others, by phase.
+        """
+        context = multiprocessing.get_context("fork")
+        process = context.Process(target=self._main, args=(rank, mail, out, log), daemon=True)
+        process.start()
+        return process
+
+    def _main(self, rank: int, mail: Mail, out: Path, log: Path) -> None:
+        gc.freeze()  # the collector would copy the memory that ranks share
+        with open(os.devnull, "w") as nowhere, log.open("w") as errors:
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+            os.dup2(errors.fileno(), sys.stderr.fileno())
+        try:
+            trace = self._record(rank, mail)
+        except Failure as failure:
+            print(f"rank {rank}: {failure}", file=sys.stderr)
+            sys.exit(failure.exit_code)
+        out.write_bytes(msgspec.msgpack.encode(trace))
+
+    def _record(self, rank: int, mail: Mail) -> Trace:
+        from launch.rehearsal.order.commands import RankCommands
+        from launch.rehearsal.order.recorder import Recorder, install
+        from launch.rehearsal.rank import Place, stand_in
+
+        facts = self._facts
+        place = Place(rank, facts.world_size, facts.num_gpus, _GPU)
+        recorder = Recorder(rank, facts.world_size)
+        recorder.mail = {phase: list(messages) for phase, messages in mail.items()}
+        install(recorder)
+        with stand_in(place, recorder) as (mode, _), tempfile.TemporaryDirectory() as folder:
+            RankCommands(self._c, self._shape, place, mode, recorder, Path(folder)).run()
+        return recorder.trace
+
+
+def _import_modules(gpus_per_node: int) -> None:
+    """Import what all ranks need. Some modules look for a GPU when they are imported."""
     load_cuda_guard()
     warnings.filterwarnings("ignore")  # Megatron names the libraries that this machine lacks
-    from launch.rehearsal.order.trace import Recorder, install
-    from launch.rehearsal.rank import Place, stand_in
-    from megatron_rl.config.cli import compose
-    from megatron_rl.contracts.launch_facts import LaunchFacts
-    from megatron_rl.models.families import read_shape
+    from launch.rehearsal.torch_stand_ins import stand_in_for_cuda
+    from megatron_rl.mcore import compat
 
-    facts = LaunchFacts(
-        world_size=world_size,
-        local_world_size=min(world_size, gpus_per_node),
-        num_gpus=gpus_per_node,
-    )
-    c = compose(overrides, facts=facts)
-    shape = read_shape(c.model.path)
-    tokens = response_tokens(c.parallel.tp, c.parallel.cp, shape.num_experts, shape.topk)
-    small = (
-        f"data.max_prompt_tokens={PROMPT_TOKENS}",
-        f"rollout.max_new_tokens={tokens}",
-        f"train.tokens_per_micro_batch={PROMPT_TOKENS + tokens - 1}",
-    )
-    c = compose([*overrides, *small], facts=facts)
-    place = Place(rank, world_size, gpus_per_node, _GPU)
-    recorder = Recorder(rank, world_size)
-    recorder.mail = {name: list(messages) for name, messages in mail.items()}
-    install(recorder)
-    with stand_in(place, recorder) as (mode, _), tempfile.TemporaryDirectory() as folder:
-        from launch.rehearsal.order.commands import RankCommands
+    stand_in_for_cuda(_GPU, gpus_per_node)
+    compat.install()
 
-        RankCommands(c, shape, place, mode, recorder, Path(folder)).run()
-    return recorder.trace
+    import torch._inductor.compile_fx  # noqa: F401, for torch.compile
 
-
-def main(arguments: Sequence[str]) -> int:
-    """Rehearse one rank and write its trace. Returns the exit code."""
-    rank, world_size, gpus_per_node = map(int, arguments[:3])
-    mail_file, out = arguments[3:5]
-    mail: dict[str, list[bytes]] = {}
-    if mail_file != "-":
-        mail = msgspec.msgpack.decode(Path(mail_file).read_bytes(), type=dict[str, list[bytes]])
-    try:
-        trace = record_rank(rank, world_size, gpus_per_node, mail, arguments[5:])
-    except Failure as failure:
-        print(f"rank {rank}: {failure}", file=sys.stderr)
-        return failure.exit_code
-    Path(out).write_bytes(msgspec.msgpack.encode(trace))
-    return 0
-
-
-Handler = Callable[[Any], Any]
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    import launch.rehearsal.order.commands  # noqa: F401
