@@ -37,7 +37,7 @@ FAULTS = [
 # In the daily tests: the faults that come between two parts of a step
 DAILY = {
     "collector/SIGKILL collector between sampling and training": 3,
-    "moments/SIGKILL engine during a sync": 3,
+    "during a sync/SIGKILL engine during a sync": 3,
 }
 OUTLIVED = [
     *(replace(session_of(name), steps=steps) for name, steps in DAILY.items()),

@@ -127,26 +127,21 @@ def lie(change: ChangeReply) -> Callable[[Stage], float]:
 
 
 def kill_at_request(is_due: Callable[[str, bytes], bool]) -> Callable[[Stage], float]:
-    """Kill the first external engine when it gets a certain request, and start it again."""
+    """Kill the first external engine when it gets a certain request."""
 
     def strike(stage: Stage) -> float:
         moments: list[float] = []
-        kind = ServerKind(0)
-        server = stage.park.server(kind)
 
         def observe(path: str, body: bytes) -> None:
             if not moments and is_due(path, body):
                 moments.append(time.monotonic())
-                with contextlib.suppress(psutil.Error):
-                    for process in psutil.Process(server.pid).children(recursive=True):
-                        process.kill()
+                stage.park.kill(ServerKind(0))
 
         stage.proxies[0].observe = observe
         deadline = time.monotonic() + _WAIT_SECONDS
         while not moments:
-            assert stage.follower.watch() and time.monotonic() < deadline
+            assert stage.follower.watch() and time.monotonic() < deadline, stage.follower.output
         stage.proxies[0].observe = None
-        threading.Thread(target=stage.park.restart, args=(kind,), daemon=True).start()
         return moments[0]
 
     return strike
@@ -270,11 +265,18 @@ SESSIONS = [
         num_servers=2,
     ),
     Session(
-        "moments",
+        "during a sync",
         (
             RecoverableFault(
                 "SIGKILL engine during a sync", kill_at_request(is_weights), _SERVES_NOT
             ),
+        ),
+        _EVALUATIONS,
+        num_servers=2,
+    ),
+    Session(
+        "during an evaluation",
+        (
             RecoverableFault(
                 "SIGKILL engine during an evaluation", kill_at_request(is_evaluation), _SERVES_NOT
             ),

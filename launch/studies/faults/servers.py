@@ -13,6 +13,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import msgspec
+import psutil
 
 from launch.testbed.jobs import ROOT
 from sglang_bridge.keys import RunKeys, create_keys
@@ -54,6 +55,7 @@ class ServerPark:
         self._keys = create_keys()
         self._lifeline = Lifeline()
         self._servers: dict[ServerKind, ManagedEngine] = {}
+        self._killed: set[ServerKind] = set()
         directory.mkdir(parents=True, exist_ok=True)
         self.key_file = directory / "keys.json"
         self.key_file.touch(0o600)
@@ -83,14 +85,20 @@ class ServerPark:
                 settings, place, keys=self._keys, log_path=log, lifeline=self._lifeline
             )
         server = self._servers[kind]
+        if kind in self._killed:
+            self._killed.remove(kind)
+            server.restart()
         if not server.poll_healthy():
             server.wait_healthy(_START_SECONDS)
         return server
 
-    def restart(self, kind: ServerKind) -> None:
-        """Start a server again that a row has killed, and wait until it answers."""
-        self._servers[kind].restart()
-        self._servers[kind].wait_healthy(_START_SECONDS)
+    def kill(self, kind: ServerKind) -> None:
+        """Kill a server. It is started again when it is needed again."""
+        server = self._servers[kind]
+        self._killed.add(kind)
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(server.pid).children(recursive=True):
+                process.kill()
 
     def drop(self, kind: ServerKind) -> None:
         """End a server that no further row needs."""

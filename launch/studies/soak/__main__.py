@@ -112,7 +112,7 @@ def main() -> None:
             (directory / "output.txt").write_text(soak.follower.output)
             if soak.follower.job.poll() is None:
                 soak.follower.kill()
-        settle = min(options.every, 90.0)
+        settle = min(0.75 * options.every, 90.0)
         print_times(measure(soak.follower.step_times, soak.faults, settle=settle))
         print_growth(soak.log, min(_WARM_UP_SECONDS, seconds / 4))
         print(f"end: {json.loads((soak.follower.run / 'exit.json').read_text())}")
