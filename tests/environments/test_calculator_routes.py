@@ -22,7 +22,7 @@ from megatron_rl.planning.rank_view import RankView
 from megatron_rl.rollouts.codec import decode, encode, select_layers
 from megatron_rl.rollouts.episode_runner import EpisodeRunner, ScoredRollout
 from megatron_rl.rollouts.messages import FromCollector, GroupRequest
-from megatron_rl.training.micro_batches import Batcher
+from megatron_rl.training.micro_batches import Batcher, MicroBatch
 from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine, reply
 from tests.support.scripted_model import EOS, PROMPT, TOKENIZER
 
@@ -117,27 +117,32 @@ def test_each_row_is_from_the_request_that_first_read_the_token() -> None:
     np.testing.assert_array_equal(rollout.routes, expected_routes())
 
 
-@pytest.mark.parametrize("layers", [(0, 1, 2, 3), (2, 3)])
-def test_a_micro_batch_replays_the_rows_at_the_positions_of_their_tokens(
-    layers: tuple[int, ...],
-) -> None:
-    """The rollout stands between two copies of itself. layers: of a pipeline stage."""
+def pack(layers: tuple[int, ...]) -> MicroBatch:
+    """Pack the rollout three times, as a pipeline stage with these layers gets it."""
     rollout, _ = play()
     rollout = select_layers(decode(encode(rollout)), layers)
     shape = RouteShape(
         moe_layers=tuple(range(LAYERS)), num_hidden_layers=LAYERS, num_experts=EXPERTS, topk=TOPK
     )
     batcher = Batcher(RankView(layers=(layers,)), shape, torch.device("cpu"))
-    batch = batcher.pack([rollout] * 3, [1.0] * 3)
+    return batcher.pack([rollout] * 3, [1.0] * 3)
+
+
+@pytest.mark.parametrize("layers", [(0, 1, 2, 3), (2, 3)])
+def test_a_micro_batch_replays_the_rows_at_the_positions_of_their_tokens(
+    layers: tuple[int, ...],
+) -> None:
+    inputs = pack(layers).inputs
+    assert inputs.input_ids.tolist() == [whole_text()[:-1] * 3]
+    assert inputs.routes is not None
+    rows = expected_routes()[:, list(layers)]
+    np.testing.assert_array_equal(inputs.routes, np.concatenate([rows] * 3))
+
+
+def test_the_sampled_tokens_of_every_turn_train_and_no_others() -> None:
+    batch = pack((0, 1, 2, 3))
     tokens = whole_text()
-    num_inputs = len(tokens) - 1
-    assert batch.inputs.input_ids.tolist() == [tokens[:-1] * 3]
-    assert batch.inputs.routes is not None
-    for copy in range(3):
-        window = slice(copy * num_inputs, (copy + 1) * num_inputs)
-        np.testing.assert_array_equal(
-            batch.inputs.routes[window], expected_routes()[:, list(layers)]
-        )
-    trained = [t - 1 for t in (*range(6, 11), *range(13, 18), *range(20, 23))]
-    assert batch.rows.tolist() == [copy * num_inputs + row for copy in range(3) for row in trained]
+    trained = [place - 1 for place in (*range(6, 11), *range(13, 18), *range(20, 23))]
+    starts = [copy * (len(tokens) - 1) for copy in range(3)]
+    assert batch.rows.tolist() == [start + row for start in starts for row in trained]
     assert batch.targets.tolist() == [tokens[row + 1] for row in trained] * 3

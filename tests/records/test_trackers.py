@@ -74,7 +74,7 @@ def test_prometheus_reads_the_latest_finite_values() -> None:
 
 
 def test_metrics_whose_names_differ_only_in_other_characters_are_told_apart() -> None:
-    """They share a name of Prometheus, and have its values under their own label."""
+    """Metrics that share a name of Prometheus have their values under labels of their own."""
     tracker = PrometheusTracker("127.0.0.1", 0, "r")
     try:
         tracker.write(1, {"eval/a-b/accuracy": 0.25, "eval/a_b/accuracy": 0.75})
