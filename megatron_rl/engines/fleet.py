@@ -182,6 +182,8 @@ class Fleet:
             return
         self.members.start(name, report.engine, report.epoch, report.reason)
         if report.state is ProcessState.STARTING:
+            # Its process has ended. The next start has another epoch, which is reported later.
+            self.members.fail(name, report.epoch, report.reason)
             self._starting_names.add(name)
         elif name in self._starting_names:
             self._starting_names.remove(name)

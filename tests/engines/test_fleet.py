@@ -79,6 +79,18 @@ def test_an_engine_that_was_started_again_joins_at_its_new_address() -> None:
     assert fleet.members[FIRST].reason == ""
 
 
+def test_an_engine_whose_process_ended_serves_no_longer_before_it_is_started_again() -> None:
+    fleet = serving_fleet()
+    fleet.report_engine(0, 0, state=ProcessState.STARTING)
+    fleet.update()
+    assert urls_of(fleet) == [engine_of(1).url]
+    fleet.report_engine(0, 1)
+    for _ in range(2):
+        fleet.update()
+    fleet.join()
+    assert urls_of(fleet) == [engine_of(0, epoch=1).url, engine_of(1).url]
+
+
 def test_a_managed_engine_is_not_asked_while_its_node_waits_for_it() -> None:
     fleet = serving_fleet()
     fleet.report_engine(0, 1, state=ProcessState.STARTING)
