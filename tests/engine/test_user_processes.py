@@ -19,7 +19,9 @@ BY_NAME = (
 )
 
 
-def run_job(folder: Path, classes: tuple[str, ...], dtype: str) -> tuple[list[dict[str, object]], bytes]:
+def run_job(
+    folder: Path, classes: tuple[str, ...], dtype: str
+) -> tuple[list[dict[str, object]], bytes]:
     """Return the metrics that are no times, and the weights."""
     folder.mkdir()
     overrides = ("train.total_steps=2", "run.save_weights=true", f"model.dtype={dtype}")

@@ -23,7 +23,7 @@ def run(call: Call, seconds: float = 0.05) -> Outcome[int]:
     return asyncio.run(work())
 
 
-async def succeed() -> int:
+async def return_five() -> int:
     return 5
 
 
@@ -62,7 +62,7 @@ def fail_without_await() -> Awaitable[int]:
 @pytest.mark.parametrize(
     ("call", "ending", "error"),
     [
-        (succeed, Ending.RETURNED, type(None)),
+        (return_five, Ending.RETURNED, type(None)),
         (fail, Ending.RAISED, KeyError),
         (cancel_itself, Ending.CANCELLED, asyncio.CancelledError),
         (exit_python, Ending.RAISED, SystemExitCalled),

@@ -24,6 +24,17 @@ from megatron_rl.rollouts.user_process.remote_episode import QuickActions
 from megatron_rl.rollouts.user_process.server import UserClassServer, offer_to_the_kernel
 
 
+def _open(settings: OpenClass) -> tuple[Scorer | None, Environment | None, ClassReady]:
+    """Open the class. Raises whatever it raises."""
+    scorer = None if settings.reward is None else open_scorer(settings.reward)
+    environment = None
+    roles: tuple[str, ...] = ()
+    if settings.environment is not None:
+        environment = open_environment(settings.environment)
+        roles = read_chat_roles(environment)
+    return scorer, environment, ClassReady(chat_roles=roles)
+
+
 def main(arguments: list[str]) -> int:
     """Open the class and answer calls until the collector closes the connection."""
     calls, actions = (socket.socket(fileno=int(number)) for number in arguments[:2])
@@ -38,22 +49,15 @@ def main(arguments: list[str]) -> int:
     sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]
     settings = msgspec.msgpack.decode(receive_frame(calls), type=OpenClass)
     sys.path[:] = settings.search_path
-    scorer: Scorer | None = None
-    environment: Environment | None = None
-    roles: tuple[str, ...] = ()
     try:
-        if settings.reward is not None:
-            scorer = open_scorer(settings.reward)
-        if settings.environment is not None:
-            environment = open_environment(settings.environment)
-            roles = read_chat_roles(environment)
+        scorer, environment, ready = _open(settings)
     except PluginError as error:
         calls.sendall(encode_frame(ClassFailure(str(error))))
         return int(error.exit_code)
     except BaseException as error:
         calls.sendall(encode_frame(ClassFailure(describe_error(error))))
         raise
-    calls.sendall(encode_frame(ClassReady(chat_roles=roles)))
+    calls.sendall(encode_frame(ready))
     server = UserClassServer(
         settings,
         scorer=scorer,

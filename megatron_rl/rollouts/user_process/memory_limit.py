@@ -43,8 +43,8 @@ def memory_over_limit(root: int, limit: int) -> int | None:
     # if it is worth it.
     if sum(map(_resident_bytes, pids)) <= limit:
         return None
-    used = sum(map(_proportional_bytes, pids))
-    return used if used > limit else None
+    total = sum(map(_proportional_bytes, pids))
+    return total if total > limit else None
 
 
 def _resident_bytes(pid: int) -> int:

@@ -154,11 +154,11 @@ class UserProcess:
 
     def excess_memory(self) -> str | None:
         """Describe the memory of its processes if it is above the limit."""
-        used = memory_over_limit(self._tree.pid, self.memory_limit)
-        if used is None:
+        num_bytes = memory_over_limit(self._tree.pid, self.memory_limit)
+        if num_bytes is None:
             return None
         return (
-            f"used {used / GIGABYTE:.3g} GB of memory with the processes it started, more than "
+            f"used {num_bytes / GIGABYTE:.3g} GB of memory with the processes it started, above "
             f"rollout.user_memory_gb={self.memory_limit / GIGABYTE:.3g}"
         )
 

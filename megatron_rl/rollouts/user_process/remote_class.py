@@ -106,7 +106,7 @@ class RemoteClass:
         self._failure: PluginError | None = None
         self._is_closed = False
         self._process: UserProcess | None = None
-        self._lost: tuple[UserProcess, str] | None = None
+        self._lost_process: tuple[UserProcess, str] | None = None
         self._watch: ProcessWatch | None = None
         self._opening: asyncio.Task[None] | None = None
         self._first_process = self._start()
@@ -191,8 +191,8 @@ class RemoteClass:
         )
         self._process = process
         self._watch.start()
-        if self._lost is not None and self._lost[0] is process:
-            self._bury(*self._lost)
+        if self._lost_process is not None and self._lost_process[0] is process:
+            self._bury(*self._lost_process)
 
     async def _make(self, process: UserProcess, call: RunningCall) -> Outcome[Any] | None:
         """Make a call in the process. Returns None if it has to be made again."""
@@ -221,7 +221,7 @@ class RemoteClass:
                 culprits = [call] if blocker is call else self._calls_to_blame(call)
                 self._lose(process, text, culprits, ending=Ending.ABANDONED)
         outcome = call.end.result()
-        if outcome is None or outcome.ending is Ending.ABANDONED:
+        if outcome is None or isinstance(outcome.error, UserProcessEnded):
             return outcome
         return Outcome(Ending.TIMED_OUT, error=outcome.error)
 
@@ -279,7 +279,7 @@ class RemoteClass:
 
     def _bury(self, process: UserProcess, reason: str) -> None:
         """Replace a process whose connection has ended, perhaps before its first call."""
-        self._lost = (process, reason)
+        self._lost_process = (process, reason)
         self._lose(process, reason, waits_for_exit=True)
 
     def _lose(

@@ -132,7 +132,7 @@ class RemoteEpisode:
 
     def action_of(self, error: BaseException) -> int:
         """Return the number of the action that raised this exception, 0 for none."""
-        numbers = [number for number, known in self._errors.items() if known is error]
+        numbers = [number for number, other in self._errors.items() if other is error]
         return numbers[0] if numbers else 0
 
     def _perform(self, make_action: Callable[[int], QuickAction]) -> None:

@@ -143,7 +143,8 @@ class UserClassServer:
         episode = RemoteEpisode(message.call, message.prompt, self._send, self._quick_actions)
         self._episodes[message.call] = episode
         try:
-            outcome = await await_call(partial(self._environment.play, episode))  # type: ignore[arg-type]
+            play = partial(self._environment.play, episode)  # type: ignore[arg-type]
+            outcome = await await_call(play)
         finally:
             del self._episodes[message.call]
         if outcome.error is None or outcome.ending is Ending.CANCELLED:

@@ -83,11 +83,9 @@ class ProcessWatch:
 
     def _name_slow_calls(self, now: float) -> None:
         """Say at growing intervals for which call everything waits."""
-        slowest = max(
-            self._calls.values(), key=lambda call: call.attempt.limit.seconds, default=None
-        )
+        calls = self._calls.values()
+        slowest = max(calls, key=lambda call: call.attempt.limit.seconds, default=None)
         seconds = 0.0 if slowest is None else slowest.attempt.limit.seconds
-        is_blocked = self.silence_seconds >= FIRST_SECONDS
         longest = max(seconds, self.silence_seconds)
         if longest < FIRST_SECONDS or slowest is not self._slowest:
             self._slowest = slowest
@@ -99,16 +97,20 @@ class ProcessWatch:
             return
         self._next_line = longest + min(longest, _REPORT_SECONDS)
         self._last_log = now
-        if is_blocked:
-            blocker = self._calls.get(self._process.current.get())
-            subject = "" if blocker is None else f" by {blocker.subject}"
-            text = f"its process is blocked{subject} for {self.silence_seconds:.0f} s"
-        else:
-            assert slowest is not None
-            text = f"{slowest.subject} takes {seconds:.0f} s"
+        is_blocked = self.silence_seconds >= FIRST_SECONDS
+        text = self._describe_block() if is_blocked else _describe(slowest, seconds)
         is_due = is_blocked or now - self._last_report >= _REPORT_SECONDS
         if is_due:
             self._last_report = now
         self._warn(
             f"{self._process.name}: {text}; {len(self._calls)} calls run or wait", to_rank_0=is_due
         )
+
+    def _describe_block(self) -> str:
+        blocker = self._calls.get(self._process.current.get())
+        subject = "" if blocker is None else f" by {blocker.subject}"
+        return f"its process is blocked{subject} for {self.silence_seconds:.0f} s"
+
+
+def _describe(call: RunningCall | None, seconds: float) -> str:
+    return f"{'a call' if call is None else call.subject} takes {seconds:.0f} s"

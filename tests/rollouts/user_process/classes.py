@@ -3,7 +3,7 @@
 import asyncio
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -40,6 +40,20 @@ class Results:
         return verdict.reason
 
 
+def open_class(
+    settings: RewardSettings, limits: UserClassLimits, report: Callable[[str], Awaitable[None]]
+) -> RemoteClass:
+    """Open a scorer in a process. Raises `PluginError`, and then leaves no process."""
+    opening = OpenClass(search_path=tuple(sys.path), reward=settings)
+    remote_class = RemoteClass(f"reward.name={settings.name}", opening, limits, report=report)
+    try:
+        remote_class.wait_until_open()
+    except BaseException:
+        remote_class.end_now()
+        raise
+    return remote_class
+
+
 def score_in_process(
     name: str,
     *texts: str,
@@ -67,13 +81,7 @@ def score_in_process(
             memory=memory,
             max_abandoned=max_abandoned,
         )
-        opening = OpenClass(search_path=tuple(sys.path), reward=settings)
-        remote_class = RemoteClass(f"reward.name={name}", opening, limits, report=report)
-        try:
-            remote_class.wait_until_open()
-        except BaseException:
-            remote_class.end_now()
-            raise
+        remote_class = open_class(settings, limits, report)
         runner = RewardRunner(ScorerInProcess(remote_class, timeout_s=timeout_s))
 
         async def score(text: str) -> None:

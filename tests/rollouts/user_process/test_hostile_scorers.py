@@ -86,7 +86,7 @@ def test_calls_that_ignore_their_cancellation_together_are_killed_together(score
 def test_a_scorer_that_allocates_without_end_is_killed(pid_file: Path, score: Score) -> None:
     results = score("allocates", "waits", memory=GIGABYTE // 2, timeout_s=30.0)
     assert "it used " in results.reason("allocates")
-    assert "more than rollout.user_memory_gb=0.5" in results.reason("allocates")
+    assert "above rollout.user_memory_gb=0.5" in results.reason("allocates")
     assert results.verdicts["waits"].reward == 1.0 and results.verdicts["after"].reward == 1.0
     assert results.seconds < SECONDS
     assert "allocates" in results.warnings[0] and processes_of(pid_file) == 2

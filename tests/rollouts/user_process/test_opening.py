@@ -94,7 +94,7 @@ def test_a_module_may_take_long_to_import() -> None:
         ("Raises", r"constructors:Raises\(\) fails: KeyError: 'no model' \(.*in __init__"),
         pytest.param("Missing", "has no class Missing", marks=pytest.mark.nightly),
         ("Exits", r"its process ended before the class was constructed \(exit code 5\); the log"),
-        ("Allocates", r"its constructor used .* GB .*more than rollout\.user_memory_gb=0\.4"),
+        ("Allocates", r"its constructor used .* GB .*above rollout\.user_memory_gb=0\.4"),
         ("Hangs", r"its constructor did not return within parallel\.timeout_s=4\. Make it faster"),
     ],
 )

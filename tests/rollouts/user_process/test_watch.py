@@ -32,7 +32,13 @@ def open_watch(calls: dict[int, RunningCall], current: int = 0) -> tuple[Process
         lines.append(f"{'rank 0' if to_rank_0 else 'log'}: {text}")
 
     process = SimpleNamespace(name="reward.name=m:C", current=SimpleNamespace(get=lambda: current))
-    watch = ProcessWatch(process, calls, max_silence_s=60, end=logging.info, warn=warn)  # type: ignore[arg-type]
+    watch = ProcessWatch(
+        process,  # type: ignore[arg-type]
+        calls,
+        max_silence_s=60,
+        end=logging.info,
+        warn=warn,
+    )
     return watch, lines
 
 
@@ -88,12 +94,12 @@ def test_frames_are_found_in_any_pieces() -> None:
 def test_the_current_call_is_that_of_the_task_whose_code_runs() -> None:
     current = CurrentCall.create()
     other = CurrentCall(current.descriptor)  # as the collector sees it
-    seen: list[int] = []
+    numbers: list[int] = []
 
     async def inner() -> None:
-        seen.append(other.get())
+        numbers.append(other.get())
         await asyncio.sleep(0)
-        seen.append(other.get())
+        numbers.append(other.get())
 
     async def call(number: int) -> None:
         CALL.set(number)
@@ -102,10 +108,10 @@ def test_the_current_call_is_that_of_the_task_whose_code_runs() -> None:
     async def run() -> None:
         asyncio.get_running_loop().set_task_factory(make_task_factory(current))
         await asyncio.gather(call(5), call(6))
-        seen.append(other.get())
+        numbers.append(other.get())
 
     asyncio.run(run())
-    assert sorted(seen) == [0, *[5] * 4, *[6] * 4]
+    assert sorted(numbers) == [0, *[5] * 4, *[6] * 4]
 
 
 def test_a_task_for_a_call_can_be_cancelled_and_raises_its_own_exception() -> None:
