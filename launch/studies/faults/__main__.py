@@ -109,7 +109,7 @@ def outlived_cells(session: Session, row: Row, outcome: Outcome) -> Iterator[str
     yield f"{row.net_seconds:.0f} s"
     yield str(outcome.num_lost)
     yield str(outcome.evidence.num_doubled)
-    yield str(outcome.evidence.repeated)
+    yield str(outcome.evidence.num_repeated)
     yield "same" if outcome.has_same_weights else "OTHER"
     yield re.sub(r"http://[\d.:]+", "URL", row.line)[:110].replace("|", "/")
 

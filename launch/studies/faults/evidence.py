@@ -19,14 +19,14 @@ class Evidence:
     """What a run left.
 
     steps: how often each step has a record. rollouts: how often each rollout was trained, by the
-    step and its id. rejected: rollouts without a usable response, repeated: requests that were sent
-    again. digest: SHA-256 of the last weights, empty if there are none.
+    step and its id. num_rejected: rollouts without a usable response. num_repeated: requests that
+    were sent again. digest: SHA-256 of the last weights, empty if there are none.
     """
 
     steps: Counter[int]
     rollouts: Counter[str]
-    rejected: int
-    repeated: int
+    num_rejected: int
+    num_repeated: int
     digest: str
 
     @property
@@ -38,7 +38,7 @@ class Evidence:
     def num_lost(self, reference: Evidence) -> int:
         """The rollouts of an undisturbed run that this one lacks or rejected."""
         num_missing = len(reference.rollouts.keys() - self.rollouts.keys())
-        return num_missing + max(0, self.rejected - reference.rejected)
+        return num_missing + max(0, self.num_rejected - reference.num_rejected)
 
 
 def read_evidence(run: Path) -> Evidence:
@@ -47,8 +47,8 @@ def read_evidence(run: Path) -> Evidence:
     return Evidence(
         steps=Counter(int(record["step"]) for record in records),
         rollouts=_read_rollouts(run / "rollouts"),
-        rejected=_sum(records, "rollout/rejected") + _sum(records, "eval/rejected"),
-        repeated=_sum(records, "rollout/repeated"),
+        num_rejected=_sum(records, "rollout/rejected") + _sum(records, "eval/rejected"),
+        num_repeated=_sum(records, "rollout/repeated"),
         digest=digest_weights(run),
     )
 

@@ -68,13 +68,13 @@ class RunFollower:
     def wait_for_line(self, pattern: str, since: float, deadline_seconds: float) -> float:
         """Watch until such a line was printed, and return its time. Raises AssertionError."""
         deadline = time.monotonic() + deadline_seconds
-        while (found := self.find(pattern, since)) is None:
+        while (hit := self.find(pattern, since)) is None:
             assert time.monotonic() < deadline, f"no {pattern!r}:\n{self.output[-6000:]}"
             is_running = self.watch()
             assert is_running or self.find(pattern, since), (
                 f"the run ended without {pattern!r}:\n{self.output[-6000:]}"
             )
-        return found[0]
+        return hit[0]
 
     def watch(self) -> bool:
         """Look once, and wait a moment. Returns False after the end of the run."""

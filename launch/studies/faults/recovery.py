@@ -178,19 +178,21 @@ class Laboratory:
         follower.wait_for_step(max(1, follower.step + 1), _STEP_SECONDS)
         moment = time.monotonic()
         moment = fault.strike(stage) or moment
-        recovered = moment
+        recovery_time = moment
         if fault.recovery:
-            recovered = follower.wait_for_line(fault.recovery, moment, _STEP_SECONDS)
+            recovery_time = follower.wait_for_line(fault.recovery, moment, _STEP_SECONDS)
         while follower.step_since(moment) is None and follower.watch():
             assert time.monotonic() - moment < _STEP_SECONDS, follower.output[-6000:]
         going_on = follower.step_since(moment)
         assert going_on is not None, f"no step followed {fault.name}:\n{follower.output[-6000:]}"
         engine_seconds = 0.0
         births = [birth for birth in follower.server_births.values() if moment < birth < going_on]
-        if births and recovered <= going_on:
-            engine_seconds = max(0.0, recovered - births[-1])
-        found = follower.find(fault.recovery, moment) if fault.recovery else None
-        return Row(fault.name, going_on - moment, engine_seconds, found[1] if found else "")
+        if births and recovery_time <= going_on:
+            engine_seconds = max(0.0, recovery_time - births[-1])
+        ending_line = follower.find(fault.recovery, moment) if fault.recovery else None
+        return Row(
+            fault.name, going_on - moment, engine_seconds, ending_line[1] if ending_line else ""
+        )
 
     def _end(self, stage: Stage, session: Session, settings: Sequence[str]) -> Row:
         """Inject a fault that ends the run, and resume the run without its own settings."""
@@ -206,16 +208,16 @@ class Laboratory:
         checkpoints = sorted(path.name for path in (follower.run / "checkpoints").glob("iter_*"))
         assert checkpoints, f"ended with {code} and saved nothing:\n{follower.output[-6000:]}"
         (stage.urls_file.parent / "first-output.txt").write_text(follower.output)
-        shared = [*_settings(session), *session.own_settings, "run.resume=auto"]
+        next_settings = [*_settings(session), *session.own_settings, "run.resume=auto"]
         if session.num_servers:
-            shared += self._list_settings(stage.urls_file.parent, stage.urls)
-        resumed = RunFollower(
+            next_settings += self._list_settings(stage.urls_file.parent, stage.urls)
+        next_follower = RunFollower(
             stage.urls_file.parent,
-            [s for s in shared if not s.startswith("recovery.")],
+            [s for s in next_settings if not s.startswith("recovery.")],
             ranks=session.ranks,
         )
-        stage.stack.callback(_kill_if_running, resumed)
-        assert resumed.wait(_RUN_SECONDS) == 0, resumed.output[-6000:]
+        stage.stack.callback(_kill_if_running, next_follower)
+        assert next_follower.wait(_RUN_SECONDS) == 0, next_follower.output[-6000:]
         line = f"code {ending['code']}, saved {checkpoints[-1]}, resumed"
         return Row(fault.name, seconds, 0.0, line)
 

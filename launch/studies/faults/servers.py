@@ -55,7 +55,7 @@ class ServerPark:
         self._keys = create_keys()
         self._lifeline = Lifeline()
         self._servers: dict[ServerKind, ManagedEngine] = {}
-        self._killed: set[ServerKind] = set()
+        self._dead_kinds: set[ServerKind] = set()
         directory.mkdir(parents=True, exist_ok=True)
         self.key_file = directory / "keys.json"
         self.key_file.touch(0o600)
@@ -85,8 +85,8 @@ class ServerPark:
                 settings, place, keys=self._keys, log_path=log, lifeline=self._lifeline
             )
         server = self._servers[kind]
-        if kind in self._killed:
-            self._killed.remove(kind)
+        if kind in self._dead_kinds:
+            self._dead_kinds.remove(kind)
             server.restart()
         if not server.poll_healthy():
             server.wait_healthy(_START_SECONDS)
@@ -95,7 +95,7 @@ class ServerPark:
     def kill(self, kind: ServerKind) -> None:
         """Kill a server. It is started again when it is needed again."""
         server = self._servers[kind]
-        self._killed.add(kind)
+        self._dead_kinds.add(kind)
         with contextlib.suppress(psutil.Error):
             for process in psutil.Process(server.pid).children(recursive=True):
                 process.kill()

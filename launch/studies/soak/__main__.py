@@ -128,10 +128,10 @@ def print_times(times: EffectiveTime) -> None:
         f"\n{times.num_steps} steps in {times.wall_seconds:.0f} s, an undisturbed one takes "
         f"{times.step_seconds:.2f} s: effective training time {100 * times.share:.1f} %"
     )
-    lost = times.lost_seconds_per_fault
-    print(f"a fault costs {lost:.1f} s; at one failure in {GPU_HOURS_PER_FAILURE:,.0f} GPU-hours:")
+    loss = times.lost_seconds_per_fault
+    print(f"a fault costs {loss:.1f} s; at one failure in {GPU_HOURS_PER_FAILURE:,.0f} GPU-hours:")
     for num_gpus in (64, 512, 4096):
-        print(f"- {num_gpus} GPUs: {100 * model_share(lost, num_gpus):.3f} %")
+        print(f"- {num_gpus} GPUs: {100 * model_share(loss, num_gpus):.3f} %")
 
 
 def print_growth(log: ResourceLog, warm_up: float) -> None:

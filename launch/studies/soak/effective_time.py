@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -66,16 +65,16 @@ def measure(
         if not any(end - seconds - settle <= moment <= end for moment, _ in faults)
     ]
     step_seconds = median(calm or [seconds for _, seconds in durations])
-    lost = Counter[float]()  # by the time of the fault
+    lost_seconds = dict.fromkeys((moment for moment, _ in faults), 0.0)
     for end, seconds in durations:
-        causes = [moment for moment, _ in faults if end - seconds - settle < moment < end]
+        causes = [moment for moment in lost_seconds if end - seconds - settle < moment < end]
         if causes:
-            lost[causes[-1]] += seconds - step_seconds
+            lost_seconds[causes[-1]] += seconds - step_seconds
     recoveries = []
     for moment, name in faults:
-        end = next((end for end in moments if end > moment), None)
-        if end is not None:
-            recoveries.append(Recovery(name, end - moment, max(0.0, lost[moment])))
+        later = [end for end in moments if end > moment]
+        if later:
+            recoveries.append(Recovery(name, later[0] - moment, max(0.0, lost_seconds[moment])))
     return EffectiveTime(moments[-1] - moments[0], step_seconds, len(durations), recoveries)
 
 

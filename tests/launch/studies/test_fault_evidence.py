@@ -19,15 +19,15 @@ REPLY = (
 )
 
 
-def make_evidence(rollouts: dict[str, int], *, rejected: int = 0) -> Evidence:
-    return Evidence(Counter({1: 1}), Counter(rollouts), rejected, 0, "digest")
+def make_evidence(rollouts: dict[str, int], *, num_rejected: int = 0) -> Evidence:
+    return Evidence(Counter({1: 1}), Counter(rollouts), num_rejected, 0, "digest")
 
 
 def test_a_missing_rollout_and_a_rejected_one_are_lost() -> None:
-    reference = make_evidence({"a": 1, "b": 1}, rejected=1)
-    assert make_evidence({"a": 1}, rejected=1).num_lost(reference) == 1
-    assert make_evidence({"a": 1, "b": 1}, rejected=3).num_lost(reference) == 2
-    assert make_evidence({"a": 1, "b": 1}, rejected=0).num_lost(reference) == 0
+    reference = make_evidence({"a": 1, "b": 1}, num_rejected=1)
+    assert make_evidence({"a": 1}, num_rejected=1).num_lost(reference) == 1
+    assert make_evidence({"a": 1, "b": 1}, num_rejected=3).num_lost(reference) == 2
+    assert make_evidence({"a": 1, "b": 1}, num_rejected=0).num_lost(reference) == 0
 
 
 def test_a_rollout_and_a_record_that_come_twice_are_doubled() -> None:
@@ -43,7 +43,7 @@ def test_evidence_counts_each_rollout_of_each_recorded_step(tmp_path: Path) -> N
     evidence = read_evidence(tmp_path)
     assert evidence.rollouts and set(evidence.rollouts.values()) == {1}
     assert len({name.partition("/")[0] for name in evidence.rollouts}) == 2
-    assert (evidence.rejected, evidence.repeated, evidence.num_doubled) == (2, 5, 1)
+    assert (evidence.num_rejected, evidence.num_repeated, evidence.num_doubled) == (2, 5, 1)
 
 
 def test_the_digest_is_that_of_the_last_weights(tmp_path: Path) -> None:
