@@ -29,6 +29,8 @@ from megatron_rl.rollouts.messages import (
     EngineLeftOut,
     Failed,
     GroupRequest,
+    Held,
+    Hold,
     Release,
     RemoveEngine,
     SetVersion,
@@ -662,3 +664,24 @@ def test_a_collector_gets_nothing_before_its_configuration(
     assert firsts == [collector_configuration()] * 2
     for closed_peer in (other, *replacements):
         closed_peer.close()
+
+
+def test_a_collector_that_replaces_another_during_a_hold_is_held_too(
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
+) -> None:
+    """It gets the requests of the other one, and no engine may work on them."""
+    queue.submit([request("a")])
+    replacements: list[Peer] = []
+
+    def abort() -> None:
+        if not replacements:
+            replacements.append(replace_collector(hub, 0))
+        elif any(isinstance(message, Hold) for message in replacements[0].receive()):
+            replacements[0].send(Held(0, 0))
+
+    try:
+        held = queue.hold(abort=abort, timeout_seconds=3)
+        assert (held.num_partials, held.num_tokens) == (0, 0)
+    finally:
+        for replacement in replacements:
+            replacement.close()

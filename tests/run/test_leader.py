@@ -415,3 +415,32 @@ def test_all_evaluations_of_a_step_follow_one_sync_and_no_other_comes_between(
         labels = [str(step), f"{step}-a", f"{step}-b"]
         assert calls[first : first + 3] == [f"evaluate {x} at version {step}" for x in labels]
         assert calls[first + 3 : first + 4] in ([f"train {step + 1}"], [])
+
+
+def test_rollouts_that_are_gone_are_sampled_again_and_the_step_trains_once(tmp_path: Path) -> None:
+    """Their collector ended between the batch and the update."""
+    parts = ScriptedParts(lost_rollouts=[("r1", "r2"), ("r3",)])
+    lead(parts, tmp_path, steps=2)
+    step_1 = parts.calls[parts.calls.index("sample step-1") : parts.calls.index("sample step-2")]
+    assert [call for call in step_1 if "evaluate" not in call] == [
+        "sample step-1",
+        "train 1",
+        "sample again r1,r2",
+        "train 1",
+        "sample again r3",
+        "train 1",
+        "sync 1",
+    ]
+    assert parts.metrics[1]["rollout/repeated"] == 3.0
+    assert parts.metrics[2]["rollout/repeated"] == 0.0
+    assert parts.released_groups == ["g", "g"]
+
+
+def test_engines_do_not_hold_the_trainers_weights_between_an_update_and_its_sync(
+    tmp_path: Path,
+) -> None:
+    """No engine may join meanwhile."""
+    is_current: list[bool] = []
+    parts = ScriptedParts(on_sample=lambda step: is_current.append(parts.is_current))
+    lead(parts, tmp_path, steps=3, when="evaluation", evals={"every": 2, "start_step": 1})
+    assert is_current == [True, False, True]

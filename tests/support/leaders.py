@@ -36,7 +36,7 @@ from megatron_rl.run.curriculum import Curriculum
 from megatron_rl.run.leader import Leader
 from megatron_rl.run.step_parts import StepParts
 from megatron_rl.training.metric_sums import MetricSums
-from megatron_rl.training.worker import TrainOutcome
+from megatron_rl.training.worker import LostRollouts, TrainOutcome
 from tests.support.groups import group
 
 
@@ -45,6 +45,7 @@ class ScriptedParts:
 
     finite, accuracies: the outcome of each update and evaluation. num_lost: responses lost in each
     evaluation. on_sample, on_train: called with the step.
+    lost_rollouts: those that are gone at each attempt to train.
     """
 
     def __init__(
@@ -56,6 +57,7 @@ class ScriptedParts:
         num_lost: int = 0,
         on_sample: Callable[[int], object] = lambda step: None,
         on_train: Callable[[int], object] = lambda step: None,
+        lost_rollouts: Sequence[tuple[str, ...]] = (),
     ) -> None:
         self.cursor = PromptCursor(epoch=0, position=0, digest="d")
         self.calls: list[str] = []
@@ -65,6 +67,7 @@ class ScriptedParts:
         self.extra_metrics: dict[str, float] = {}
         self.on_measure: Callable[[str], object] = lambda label: None
         self.audit_obstacle = ""
+        self.is_current = False
         self.comparisons: list[TokenComparison | None] = []
         self.counted_tokens: list[int] = []
         self._num_lost = num_lost
@@ -72,6 +75,7 @@ class ScriptedParts:
         self._on_train = on_train
         self._finite = iter(finite)
         self._accuracies = iter(accuracies)
+        self._lost_rollouts = iter(lost_rollouts)
         self._groups = tuple(groups) or (group(1.0, 0.0, name="g"),)
 
     def state(self) -> SelectorState:
@@ -92,8 +96,12 @@ class ScriptedParts:
         self.cursor = msgspec.structs.replace(self.cursor, position=position)
         self.calls.append(f"sample step-{step}")
         self._on_sample(step)
-        group_ids = tuple(group.group_id for group in self._groups)
-        return RolloutBatch(self._groups, 8, delivered_ids=group_ids)
+        parts = {group.group_id: group for group in self._groups}
+        return RolloutBatch(self._groups, 8, delivered_ids=tuple(parts), parts=parts)
+
+    def sample_again(self, batch: RolloutBatch, rollout_ids: Sequence[str]) -> RolloutBatch:
+        self.calls.append(f"sample again {','.join(rollout_ids)}")
+        return batch.with_parts({}, num_repeated=len(rollout_ids))
 
     def measure(self, label: str) -> Accuracy:
         self.on_measure(label)
@@ -113,6 +121,9 @@ class ScriptedParts:
         self.counted_tokens.append(counted_tokens)
         return self.comparisons.pop(0) if self.comparisons else None
 
+    def expire(self) -> None:
+        self.is_current = False
+
     def next_command(self) -> Sync:
         return Sync(version=self.version + 1)
 
@@ -124,6 +135,8 @@ class ScriptedParts:
             case Train(plan):
                 self.calls.append(f"train {plan.step}")
                 self._on_train(plan.step)
+                if lost_rollouts := next(self._lost_rollouts, ()):
+                    return LostRollouts(lost_rollouts)
                 is_finite = next(self._finite, True)
                 steps = len(plan.optimizer_steps) if is_finite else 0
                 return TrainOutcome(is_finite, steps, MetricSums(), self.extra_metrics)
@@ -135,6 +148,7 @@ class ScriptedParts:
 
     def set_version(self, version: int) -> None:
         self.version = version
+        self.is_current = True
 
     def release(self, group_ids: list[str]) -> None:
         self.released_groups += group_ids

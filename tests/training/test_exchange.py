@@ -18,8 +18,13 @@ from megatron_rl.contracts.group import RolloutLocation, RolloutRef
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.step_plan import Denominators, OptimizerStep, StepPlan
 from megatron_rl.rollouts import codec
+from megatron_rl.rollouts.store import RolloutGone
 from megatron_rl.training.exchange import rollout_exchange as exchange
-from megatron_rl.training.exchange.rollout_exchange import ExchangeFailed, exchange_rollouts
+from megatron_rl.training.exchange.rollout_exchange import (
+    ExchangeFailed,
+    RolloutsLost,
+    exchange_rollouts,
+)
 from megatron_rl.training.exchange.transfer_plan import Receiver, TransferPlan, rollout_indices
 from tests.support.rollouts import assert_equal, make_rollout
 from tests.support.thread_ranks import Group, gather_bytes, run_on_ranks
@@ -240,6 +245,37 @@ def test_a_rollout_that_one_rank_cannot_read_is_an_error_on_all(
     assert "rollout r1: no such file descriptor" in str(results[0])
     # Both tensor-parallel ranks of node 1 read it there. Otherwise one rank of node 0 reads it
     assert str(results[0]).count("r1") == 1 + node
+
+
+@pytest.mark.parametrize("node", [0, 1])
+def test_rollouts_that_are_gone_with_their_collector_are_named_on_all_ranks(
+    run_exchange: Exchange, node: int
+) -> None:
+    """They can be sampled again."""
+
+    def read_the_others(ref: RolloutRef) -> Rollout:
+        if ref.rollout_id in ("r1", "r2"):
+            raise RolloutGone("its collector has ended")
+        return read(ref)
+
+    plan = plan_of([0, node, 0, 1], dp_size=2)
+    results = run_exchange(plan, ranks_of(2, 2, 2), read_the_others)
+    assert all(type(error) is RolloutsLost for error in results)
+    assert all(set(error.rollout_ids) == {"r1", "r2"} for error in results)
+    assert "rollout r1: its collector has ended" in str(results[0])
+
+
+def test_rollouts_that_are_gone_do_not_hide_another_error(run_exchange: Exchange) -> None:
+    def read_some(ref: RolloutRef) -> Rollout:
+        if ref.rollout_id == "r1":
+            raise RolloutGone("its collector has ended")
+        if ref.rollout_id == "r2":
+            raise OSError("no memory")
+        return read(ref)
+
+    results = run_exchange(plan_of([0, 1, 0, 1], dp_size=2), ranks_of(2, 1, 1), read_some)
+    assert all(type(error) is ExchangeFailed for error in results)
+    assert "r1" in str(results[0]) and "r2: no memory" in str(results[0])
 
 
 def shorten(rollout: Rollout) -> Rollout:

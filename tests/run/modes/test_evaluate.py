@@ -1,5 +1,7 @@
 """mode=eval: the metrics and the table of each set, over scripted parts."""
 
+from __future__ import annotations
+
 import io
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +22,18 @@ SETS = {"easy": [group(1.0, 1.0), group(1.0, 0.0)], "hard": [group(0.0, 0.0), gr
 
 
 class ScriptedEngines:
-    """Dispatcher, queue, weights and metrics in one object: notes each call in `calls`."""
+    """Dispatcher, connections, weights and metrics in one object: notes calls in `calls`."""
 
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.metrics: dict[int, dict[str, float]] = {}
+
+    @property
+    def fleet(self) -> ScriptedEngines:
+        return self
+
+    def admit_without_weights(self) -> None:
+        self.calls.append("admit")
 
     def next_command(self) -> Sync:
         return Sync(version=0, audit=True)
@@ -71,7 +80,7 @@ def measure(
 def test_weights_of_a_checkpoint_are_sent_before_the_sets(with_checkpoint: bool) -> None:
     engines = ScriptedEngines()
     measure(engines, SETS, with_checkpoint=with_checkpoint)
-    sync = ["sync", "version 0"] if with_checkpoint else []
+    sync = ["sync", "version 0"] if with_checkpoint else ["admit"]
     assert engines.calls == [*sync, "easy", "hard", "finish", "stop"]
     assert ("sync/version" in engines.metrics[0]) == with_checkpoint
 
