@@ -16,14 +16,19 @@ from megatron_rl.contracts.rollout import FinishReason, Role
 from megatron_rl.rollouts.collector import Collector
 from megatron_rl.rollouts.messages import (
     AbortRequest,
+    AddEngine,
     Configure,
+    EngineLeftOut,
     Failed,
     FromCollector,
     GroupDone,
     GroupRequest,
     Release,
+    RemoveEngine,
+    SetVersion,
 )
 from megatron_rl.rollouts.store import RolloutGone, read_rollout
+from sglang_bridge.engine import Engine
 from tests.support.fake_engine import Answer, Reply, configuration, fake_engine, reply, routes
 from tests.support.scripted_model import EOS, PROMPT
 
@@ -48,7 +53,10 @@ def collect(
     seconds: float = 0.01,
     **changes: object,
 ) -> None:
-    """Request one group from a collector, and check its message while the rollouts are stored."""
+    """Request one group from a collector, and check its message while the rollouts are stored.
+
+    Reports about the engine are left out.
+    """
 
     async def run() -> None:
         async with fake_engine(answer, seconds=seconds) as url:
@@ -58,7 +66,10 @@ def collect(
             )
             collector = Collector(0, settings, outbox.put)
             assert await collector.handle(group_request)
-            pending = check(await asyncio.wait_for(outbox.get(), 5), collector)
+            message = await asyncio.wait_for(outbox.get(), 5)
+            while isinstance(message, EngineLeftOut):
+                message = await asyncio.wait_for(outbox.get(), 5)
+            pending = check(message, collector)
             if pending is not None:
                 await pending
             await collector.close()
@@ -242,25 +253,56 @@ def test_replies_are_decoded_checked_and_stored_in_threads(
     assert all(name.startswith("replies") for name in thread_names.values())
 
 
-def test_requests_of_a_silent_engine_expire(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_requests_of_a_silent_engine_are_aborted_and_go_to_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rank 0 names the next engine once it serves."""
     monkeypatch.setattr("sglang_bridge.client._ABORT_SECONDS", 0.05)
     messages: list[FromCollector] = []
 
     async def run() -> None:
-        async with fake_engine(lambda n, body: None) as url:
+        async with (
+            fake_engine(lambda n, body: None) as url,
+            fake_engine(lambda n, body: reply(body, "046")) as next_url,
+        ):
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
-            settings = EngineSettings(request_timeout_s=0.1, token_timeout_s=0.01, retries=0)
+            settings = EngineSettings(request_timeout_s=0.5, token_timeout_s=0.01, retries=0)
             collector = Collector(
                 0, msgspec.structs.replace(configuration(url), engine=settings), outbox.put
             )
             await collector.handle(request(2))
             messages.extend([await asyncio.wait_for(outbox.get(), 5) for _ in range(3)])
+            assert outbox.empty()
+            await collector.handle(RemoveEngine(url))
+            await collector.handle(AddEngine(Engine(url=next_url)))
+            messages.append(await asyncio.wait_for(outbox.get(), 5))
             await collector.close()
 
     asyncio.run(run())
-    *aborts, message = messages
-    assert sorted(m.rid for m in aborts if isinstance(m, AbortRequest)) == ["g/0#0;", "g/1#1;"]
-    assert isinstance(message, GroupDone) and message.group.rejections == {"expired": 2}
+    *reports, message = messages
+    assert sorted(m.rid for m in reports if isinstance(m, AbortRequest)) == ["g/0#0;", "g/1#1;"]
+    assert sum(isinstance(m, EngineLeftOut) for m in reports) == 1
+    assert isinstance(message, GroupDone) and len(message.group.rollouts) == 2
+
+
+def test_responses_of_another_version_than_rank_0_has_set_are_not_used() -> None:
+    async def run() -> GroupDone:
+        async with (
+            fake_engine(lambda n, body: reply(body, "047", weight_version="2")) as stale_url,
+            fake_engine(lambda n, body: reply(body, "046")) as url,
+        ):
+            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+            collector = Collector(0, configuration(stale_url, url), outbox.put)
+            await collector.handle(SetVersion(3))
+            await collector.handle(request(2))
+            message = await asyncio.wait_for(outbox.get(), 5)
+            await collector.close()
+            assert isinstance(message, GroupDone)
+            return message
+
+    group = asyncio.run(run()).group
+    assert [rollout.versions for rollout in group.rollouts] == [(3,), (3,)]
+    assert set(group.rejected_tokens) == {"stale"}
 
 
 def test_an_evaluation_requests_no_routes_and_keeps_no_rollouts() -> None:

@@ -24,12 +24,15 @@ from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.rollouts.collector import Collector
 from megatron_rl.rollouts.messages import (
     ENVIRONMENT_FAILURE,
+    AddEngine,
     FromCollector,
     GroupDone,
     GroupRequest,
     Release,
+    RemoveEngine,
 )
 from megatron_rl.rollouts.store import read_rollout
+from sglang_bridge.engine import Engine
 from sglang_bridge.generation import Generation, GenerationRejected, decode_generation
 from tests.support.fake_engine import LAYERS, TOPK, configuration, fake_engine
 from tests.support.scripted_model import EOS, PROMPT, TOKENIZER
@@ -342,7 +345,10 @@ DAMAGES_OF_TWO_TOKENS = {  # or more
 
 
 class CollectorBench:
-    """A collector with an engine whose replies are given by the test."""
+    """A collector with an engine whose replies are given by the test.
+
+    The engine is added again for each of them: one that keeps failing is left out.
+    """
 
     def __init__(self) -> None:
         self.body = b""
@@ -350,8 +356,8 @@ class CollectorBench:
         self._loop = asyncio.new_event_loop()
         self._outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
         self._engine = fake_engine(lambda n, request: self.body, seconds=0.0)
-        url = self._loop.run_until_complete(self._engine.__aenter__())
-        self._collector = Collector(0, configuration(url), self._outbox.put)
+        self._url = self._loop.run_until_complete(self._engine.__aenter__())
+        self._collector = Collector(0, configuration(), self._outbox.put)
 
     def submit(self, body: bytes) -> Rollout | str:
         """Return the rollout of a reply, or the reason why there is none."""
@@ -360,6 +366,7 @@ class CollectorBench:
         return self._loop.run_until_complete(self._submit(f"g{self.count}"))
 
     async def _submit(self, name: str) -> Rollout | str:
+        await self._collector.handle(AddEngine(Engine(url=self._url)))
         await self._collector.handle(
             GroupRequest(group_id=name, prompt=PROMPT, num_samples=1, sampling=SAMPLING)
         )
@@ -371,6 +378,7 @@ class CollectorBench:
         ]
         assert len(rollouts) + len(reasons) == 1
         await self._collector.handle(Release((name,)))
+        await self._collector.handle(RemoveEngine(self._url))
         return rollouts[0] if rollouts else reasons[0]
 
     def close(self) -> None:

@@ -93,6 +93,7 @@ def test_metrics_of_a_batch(hub: CollectorHub, peer: Peer) -> None:
         "rollout/response_length": pytest.approx((3 * 3 + 2 * 5) / 5),
         "rollout/truncated": 0.0,
         "rollout/engines_left_out": 0.0,
+        "rollout/repeated": 0.0,
         "reward/mean": pytest.approx(0.6),
         "reward/no_verdict": 0.0,
         "time/reward_exposed": 0.5,
@@ -134,10 +135,12 @@ def answer_with_losses(count: int, reason: str = "engine") -> Callable[[GroupReq
     return answer
 
 
+def test_a_batch_may_lose_the_share_of_its_key(hub: CollectorHub, peer: Peer) -> None:
+    batch = sample_batch(hub, peer, answer_with_losses(2), share=1 / 3)
+    assert batch.rejections == {"engine": 2}  # 2 of 6
+
+
 def test_a_batch_with_too_many_losses_ends_the_run(hub: CollectorHub, peer: Peer) -> None:
-    assert sample_batch(hub, peer, answer_with_losses(2), share=1 / 3).rejections == {
-        "engine": 2
-    }  # 2 of 6
     with pytest.raises(TooManyRejected) as error:
         sample_batch(hub, peer, answer_with_losses(2), share=0.33)
     message = str(error.value)
@@ -342,3 +345,106 @@ def test_rewards_of_a_batch_by_hand() -> None:
     metrics = RolloutBatch((group_done("a", refs[3:]).group,), 1).metrics()
     assert "reward/mean" not in metrics
     assert "reward/abandoned" not in metrics
+
+
+def part(name: str, *rewards: float, **changes: object) -> Group:
+    """Return a part of a group with rollouts of these rewards."""
+    refs = tuple(make_ref(make_rollout(2, 3), reward=reward) for reward in rewards)
+    return group_done(name, refs, **changes).group
+
+
+def rewards_of(groups: tuple[Group, ...]) -> list[list[float | None]]:
+    return [[rollout.verdict.reward for rollout in group.rollouts] for group in groups]
+
+
+def test_parts_that_are_sampled_again_replace_the_lost_ones() -> None:
+    """Weights of groups stay: the selection has decided on them."""
+    parts = {
+        "step-4-0": part("step-4-0", 1.0, rejections={"engine": 1}),
+        "step-4-0+2": part("step-4-0+2", 2.0),
+        "step-4-1": part("step-4-1", 3.0),
+        "step-4-2": part("step-4-2", 4.0),
+        "step-4-10": part("step-4-10", 5.0),
+    }
+    extended = merge_groups(parts["step-4-0"], parts["step-4-0+2"])
+    batch = RolloutBatch(
+        groups=(msgspec.structs.replace(extended, weight=0.25), parts["step-4-10"]),
+        stopped_groups=(parts["step-4-1"],),
+        surplus_groups=(parts["step-4-2"],),
+        generated_tokens=40,
+        delivered_ids=tuple(parts),
+        parts=parts,
+        num_repeated=2,
+    )
+    new_parts = {
+        "step-4-0+2": part("step-4-0+2", 20.0, rejections={"expired": 1}),
+        "step-4-2": part("step-4-2", 40.0),
+    }
+    new_batch = batch.with_parts(new_parts, num_repeated=2)
+    assert rewards_of(new_batch.groups) == [[1.0, 20.0], [5.0]]
+    assert rewards_of(new_batch.stopped_groups) == [[3.0]]
+    assert rewards_of(new_batch.surplus_groups) == [[40.0]]
+    assert [group.group_id for group in new_batch.groups] == ["step-4-0", "step-4-10"]
+    assert [group.weight for group in new_batch.groups] == [0.25, parts["step-4-10"].weight]
+    assert new_batch.rejections == {"engine": 1, "expired": 1}
+    assert (new_batch.num_repeated, new_batch.generated_tokens) == (4, 40)
+    assert new_batch.delivered_ids == batch.delivered_ids
+    assert new_batch.metrics()["rollout/repeated"] == 4.0
+    assert new_batch.with_parts({}, num_repeated=0).groups == new_batch.groups
+    assert rewards_of(batch.groups) == [[1.0, 2.0], [5.0]]
+
+
+def test_groups_that_are_lost_during_a_batch_are_sampled_again(
+    hub: CollectorHub, peer: Peer
+) -> None:
+    """The collector ends after it delivered its groups."""
+    requests: list[GroupRequest] = []
+    others: list[Peer] = []
+    answer_first = answer_requests(peer, answer_with_one_rejection, requests)
+
+    def answer() -> None:
+        if not others:
+            answer_first()
+        if len(requests) == 3 and not others:
+            hub._receive(0.2)
+            others.append(Peer(hub, 0, epoch=1))
+        if others:
+            answer_requests(others[0], answer_with_one_rejection, requests)()
+
+    sampler = RolloutSampler(synced_queue(hub), SETTINGS, FixedPrompts(PROMPTS, 2), (1,), answer)
+    batch = sampler.sample(4)
+    assert [group.group_id for group in batch.groups] == ["step-4-0", "step-4-1", "step-4-2"]
+    assert len({request.group_id for request in requests}) == 3
+    for request in requests[3:]:
+        assert request in requests[:3]
+    assert sampler.queue.lost_groups(batch.delivered_ids) == []
+    assert batch.num_repeated == len(requests) - 3 > 0
+    for other in others:
+        other.close()
+
+
+def test_rollouts_that_ranks_could_not_read_are_sampled_again(
+    hub: CollectorHub, peer: Peer
+) -> None:
+    requests: list[GroupRequest] = []
+
+    def answer(request: GroupRequest) -> GroupDone:
+        ref = msgspec.structs.replace(
+            make_ref(make_rollout(2, 3)), rollout_id=f"{request.group_id}/0"
+        )
+        return group_done(request.group_id, (ref,))
+
+    idle = answer_requests(peer, answer, requests)
+    sampler = RolloutSampler(synced_queue(hub), SETTINGS, FixedPrompts(PROMPTS, 2), (1,), idle)
+    batch = sampler.sample(4)
+    new_batch = sampler.sample_again(batch, ["step-4-1/0", "unknown"])
+    assert [request.group_id for request in requests] == [
+        "step-4-0",
+        "step-4-1",
+        "step-4-2",
+        "step-4-1",
+    ]
+    assert requests[3] == requests[1]
+    assert new_batch.delivered_ids == batch.delivered_ids
+    assert new_batch.num_repeated == 1
+    sampler.queue.release(new_batch.delivered_ids)
