@@ -22,16 +22,14 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, cast, get_args
+from typing import TYPE_CHECKING
 
 import msgspec
 
-from launch.rehearsal.cuda_guard import RehearsalUnavailable, load_cuda_guard
-from launch.rehearsal.gpus import GPUS, Gpu
-from launch.rehearsal.synthetic_batches import Routing
+from launch.rehearsal.cuda_guard import load_cuda_guard
+from launch.rehearsal.options import Options, read_options
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 
 if TYPE_CHECKING:
@@ -40,70 +38,6 @@ if TYPE_CHECKING:
     from megatron_rl.models.shape import ModelShape
 
 _REPORT_SECONDS = 10.0
-_INTEGERS = {"rank": 0, "ranks": 1, "gpus_per_node": 8, "micro_batches": 0}
-
-
-@dataclass(frozen=True)
-class Options:
-    """The options of the command.
-
-    micro_batches: 0 for as many as fill the pipeline. out: empty for no file.
-    """
-
-    rank: int
-    ranks: int
-    gpus_per_node: int
-    micro_batches: int
-    gpu: Gpu
-    routing: Routing
-    out: str
-    remedies: bool
-    overrides: tuple[str, ...]
-
-
-def read_options(arguments: Sequence[str]) -> Options:
-    """Tell the command's options from the overrides of the configuration.
-
-    Raises `RehearsalUnavailable` naming option, value, rule and remedy.
-    """
-    texts = {"gpu": "h100", "routing": "balanced", "out": "", "remedies": "true"}
-    numbers = dict(_INTEGERS)
-    overrides = []
-    for argument in arguments:
-        key, _, value = argument.partition("=")
-        if key in texts:
-            texts[key] = value
-        elif key in numbers:
-            numbers[key] = _read_number(key, value)
-        else:
-            overrides.append(argument)
-    if texts["gpu"] not in GPUS:
-        raise RehearsalUnavailable(f"gpu={texts['gpu']!r}: choose one of {', '.join(GPUS)}")
-    if texts["routing"] not in get_args(Routing):
-        raise RehearsalUnavailable(
-            f"routing={texts['routing']!r}: choose one of {', '.join(get_args(Routing))}"
-        )
-    if texts["remedies"] not in ("true", "false"):
-        raise RehearsalUnavailable(f"remedies={texts['remedies']!r}: give true or false")
-    if not 0 <= numbers["rank"] < numbers["ranks"]:
-        raise RehearsalUnavailable(
-            f"rank={numbers['rank']}: there are ranks={numbers['ranks']}, counted from 0. Give a "
-            "smaller rank, or more ranks"
-        )
-    return Options(
-        **numbers,
-        gpu=GPUS[texts["gpu"]],
-        routing=cast(Routing, texts["routing"]),
-        out=texts["out"],
-        remedies=texts["remedies"] == "true",
-        overrides=tuple(overrides),
-    )
-
-
-def _read_number(key: str, value: str) -> int:
-    if not value.isdecimal():
-        raise RehearsalUnavailable(f"{key}={value!r}: give a whole number from 0")
-    return int(value)
 
 
 def rehearse(options: Options) -> int:
@@ -113,17 +47,10 @@ def rehearse(options: Options) -> int:
     warnings.filterwarnings("ignore")  # Megatron names the libraries that this machine lacks
     from launch.rehearsal.rank import Place, Workload, rehearse_rank
     from launch.rehearsal.report import describe
-    from megatron_rl.config.cli import compose
-    from megatron_rl.contracts.launch_facts import LaunchFacts
     from megatron_rl.models.families import read_shape
     from megatron_rl.planning.memory import rank_memory
 
-    facts = LaunchFacts(
-        world_size=options.ranks,
-        local_world_size=min(options.ranks, options.gpus_per_node),
-        num_gpus=options.gpus_per_node,
-    )
-    configuration = compose(options.overrides, facts=facts)
+    configuration = options.configuration()
     place = Place(options.rank, options.ranks, options.gpus_per_node, options.gpu)
     workload = Workload(options.micro_batches or None, options.routing)
     with _progress():
@@ -143,16 +70,9 @@ def _print_remedies(report: RankReport, c: Configuration, shape: ModelShape) -> 
     """Rehearse changes with which the rank fits, and print what each needs and costs."""
     from launch.rehearsal.remedies import rehearse_remedies
 
-    lines = rehearse_remedies(
-        c,
-        shape,
-        arguments=sys.argv[1:],
-        rank=report.place.rank,
-        ranks=report.place.world_size,
-        peak=sum(report.peak.values()),
-        flops=report.flops.get("update", 0),
-    )
-    for line in lines:
+    work = report.flops.get("update", 0) / (report.micro_batches * report.tokens)
+    peak = sum(report.peak.values())
+    for line in rehearse_remedies(c, shape, arguments=sys.argv[1:], peak=peak, work=work):
         print(line, flush=True)
 
 

@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
+from launch.rehearsal.cuda_guard import RehearsalUnavailable
+from launch.rehearsal.measurement import Measurement, measure
+from launch.rehearsal.options import read_options
 from megatron_rl.config.schema import Configuration
+from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.planning.memory import rank_memory
 
 MAX_REMEDIES = 3
 _GIB = 2**30
 _MAX_RANK_FACTOR = 8
-_REPORT_SECONDS = 10.0
-_POLL_SECONDS = 0.2
+# A change is rehearsed if the estimate, which may be this much too large, says that it fits.
+_ESTIMATE_TOLERANCE = 0.05
+
+Rehearse = Callable[[Sequence[str], Configuration, ModelShape], Measurement]
 
 
 @dataclass(frozen=True)
@@ -38,14 +37,31 @@ class Remedy:
 
 
 def remedies(c: Configuration, shape: ModelShape, ranks: int) -> Iterator[Remedy]:
-    """Yield changes, those that need no more ranks first, and cheap ones before others."""
-    yield from _settings(c)
-    yield from _other_grids(c, shape, ranks)
+    """Yield changes, those that need no more ranks first, and cheap ones before others.
+
+    Settings come one by one and all together, then other grids, each also with all settings.
+    """
+    settings = list(_settings(c))
+    yield from settings
+    together = Remedy(
+        tuple(argument for change in settings for argument in change.arguments),
+        ", ".join(change.cost for change in settings),
+    )
+    if len(settings) > 1:
+        yield together
+    for grid in (*_other_grids(c, shape, ranks), *_more_ranks(c, shape, ranks)):
+        yield grid
+        if settings:
+            yield Remedy(grid.arguments + together.arguments, f"{grid.cost}, {together.cost}")
+
+
+def _more_ranks(c: Configuration, shape: ModelShape, ranks: int) -> Iterator[Remedy]:
+    """Yield grids of more ranks."""
     factor = 2
     while factor <= _MAX_RANK_FACTOR:
         more = f"ranks={ranks * factor}"
         cost = f"{factor} times the ranks"
-        yield Remedy((more,), f"{cost}, which share the optimizer")
+        yield Remedy((more,), f"{cost} which share the optimizer")
         if shape.num_experts and not shape.num_experts % (factor * c.parallel.ep):
             yield Remedy((more, f"parallel.ep={factor * c.parallel.ep}"), cost)
         if factor * c.parallel.pp <= shape.num_layers:
@@ -73,7 +89,8 @@ def _other_grids(c: Configuration, shape: ModelShape, ranks: int) -> Iterator[Re
     splits_experts = shape.num_experts and not shape.num_experts % (2 * p.ep)
     if splits_experts and not (ranks // p.pp) % (2 * p.ep):
         yield Remedy((f"parallel.ep={2 * p.ep}",), "more traffic between experts")
-    if not ranks % (2 * p.tp * p.pp * p.cp) and 2 * p.pp <= shape.num_layers:
+    sharing = (2 * p.pp * p.tp * p.cp, 2 * p.pp * p.ep * (p.etp or p.default_etp))
+    if not any(ranks % count for count in sharing) and 2 * p.pp <= shape.num_layers:
         yield Remedy(_stages(2 * p.pp), "more idle time at both ends of the pipeline")
 
 
@@ -86,77 +103,87 @@ def _stages(count: int) -> tuple[str, ...]:
     )
 
 
+@dataclass(frozen=True)
+class Candidate:
+    """A remedy as a command.
+
+    arguments: of the command with the change. estimate: bytes, by `planning/memory.py`.
+    refusal: why the settings are refused; empty if they are not.
+    """
+
+    remedy: Remedy
+    arguments: tuple[str, ...]
+    configuration: Configuration | None = None
+    estimate: int = 0
+    refusal: str = ""
+
+
+def list_candidates(
+    c: Configuration, shape: ModelShape, arguments: Sequence[str]
+) -> Iterator[Candidate]:
+    """Yield all remedies of a command with the estimate for its rank, in their order.
+
+    Among more ranks, it is the rank at the same place in the pipeline.
+    """
+    options = read_options(arguments)
+    for remedy in remedies(c, shape, options.ranks):
+        changes = dict(argument.split("=", 1) for argument in remedy.arguments)
+        ranks = int(changes.get("ranks", options.ranks))
+        rank = options.rank * ranks // options.ranks
+        keys = {"rank", "out", "remedies", *changes}
+        others = [argument for argument in arguments if argument.partition("=")[0] not in keys]
+        changed = (*others, *remedy.arguments, f"rank={rank}")
+        try:
+            configuration = read_options(changed).configuration()
+            stage = rank * configuration.parallel.pp // ranks
+            plan = rank_memory(configuration, shape, world_size=ranks, stage=stage)
+        except (Failure, ValueError) as error:
+            yield Candidate(remedy, changed, refusal=str(error).splitlines()[0])
+            continue
+        yield Candidate(remedy, changed, configuration, plan.total)
+
+
 def rehearse_remedies(
     c: Configuration,
     shape: ModelShape,
     *,
     arguments: Sequence[str],
-    rank: int,
-    ranks: int,
-    peak: int,
-    flops: int,
+    peak: float,
+    work: float,
+    rehearse: Rehearse = measure,
 ) -> Iterator[str]:
     """Rehearse changes until three of them fit. Yields a line for each change.
 
-    arguments: of the command that found that the rank does not fit. peak, flops: bytes and
-    operations of the update that it measured.
+    Changes that do not fit by the estimate are named, and not rehearsed.
+
+    arguments: of the command that found that the rank does not fit. peak, work: bytes, and
+    operations for each row of an update, that it measured. rehearse: measures a changed command.
     """
+    limit = read_options(arguments).gpu.memory
     num_fits = 0
-    for remedy in remedies(c, shape, ranks):
+    for candidate in list_candidates(c, shape, arguments):
         if num_fits == MAX_REMEDIES:
             return
-        report, problem = _rehearse(arguments, remedy, rank, ranks)
-        if report is None:
-            yield f"cannot be rehearsed: {remedy}: {problem}"
+        if candidate.configuration is None:
+            yield f"refused: {candidate.remedy}: {candidate.refusal}"
             continue
-        size = max(sum(kinds.values()) for kinds in report["memory"].values())
-        work = report["flops"].get("update", 0) / max(1, flops)
-        change = f"{(peak - size) / _GIB:.2f} GiB less on rank {report['place']['rank']}"
-        fits = size <= report["place"]["gpu"]["memory"]
+        if candidate.estimate > limit * (1 + _ESTIMATE_TOLERANCE):
+            size = candidate.estimate / _GIB
+            yield f"too large by the estimate: {candidate.remedy}: {size:.2f} GiB"
+            continue
+        try:
+            measurement = rehearse(candidate.arguments, candidate.configuration, shape)
+        except RehearsalUnavailable as error:
+            yield f"cannot be rehearsed: {candidate.remedy}: {error}"
+            continue
+        fits = measurement.peak <= limit
         num_fits += fits
+        rank = read_options(candidate.arguments).rank
         yield (
-            f"{'fits' if fits else 'does not fit'}: {remedy}: {size / _GIB:.2f} GiB, {change}, "
-            f"{work:.2f} times the matrix products of an update on a rank. Cost: {remedy.cost}"
+            f"{'fits' if fits else 'does not fit'}: {candidate.remedy}: "
+            f"{measurement.peak / _GIB:.2f} GiB, {(peak - measurement.peak) / _GIB:.2f} GiB less "
+            f"on rank {rank}, {measurement.work / max(1.0, work):.2f} times the matrix products of "
+            f"a row on a rank. Cost: {candidate.remedy.cost}"
         )
     if not num_fits:
         yield "none of these changes fits. Take a GPU with more memory, or shorter rollouts"
-
-
-def _rehearse(
-    arguments: Sequence[str], remedy: Remedy, rank: int, ranks: int
-) -> tuple[dict[str, Any] | None, str]:
-    """Rehearse a change in a new process, and return its report or the reason for none.
-
-    Among more ranks, the rank at the same place in the pipeline is rehearsed.
-    """
-    changes = dict(argument.split("=", 1) for argument in remedy.arguments)
-    rank = rank * int(changes.get("ranks", ranks)) // ranks
-    keys = {"rank", "out", "remedies", *changes}
-    others = [argument for argument in arguments if argument.partition("=")[0] not in keys]
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "report.json"
-        options = (f"rank={rank}", f"out={file}", "remedies=false")
-        exit_code, text = _run([*others, *remedy.arguments, *options], str(remedy))
-        if not file.exists():
-            return None, text.splitlines()[-1] if text else f"exit code {exit_code}"
-        report: dict[str, Any] = json.loads(file.read_text())
-        return report, ""
-
-
-def _run(arguments: Sequence[str], name: str) -> tuple[int, str]:
-    """Run the command and print what it waits for. Returns exit code and error output."""
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "launch.rehearsal", *arguments],
-            env=os.environ,
-            stdout=subprocess.DEVNULL,
-            stderr=errors,
-        )
-        start = report_time = time.monotonic()
-        while process.poll() is None:
-            time.sleep(_POLL_SECONDS)
-            if time.monotonic() - report_time > _REPORT_SECONDS:
-                report_time = time.monotonic()
-                print(f"rehearsing {name} for {report_time - start:.0f} s", flush=True)
-        errors.seek(0)
-        return process.returncode, errors.read().strip()

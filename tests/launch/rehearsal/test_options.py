@@ -2,8 +2,8 @@
 
 import pytest
 
-from launch.rehearsal.__main__ import read_options
 from launch.rehearsal.cuda_guard import RehearsalUnavailable
+from launch.rehearsal.options import read_options
 
 
 def test_options_are_told_from_overrides() -> None:
