@@ -1,4 +1,4 @@
-"""What one rank exchanges with others, in order, and where it waits for the result."""
+"""The exchanges of one rank with others, in order, and where it waits for the result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""512 ranks of a published model, rehearsed once, with faults planted in what one rank recorded."""
+"""512 ranks of a published model, rehearsed once, with faults in what one rank recorded."""
 
 import itertools
 import json
@@ -65,7 +65,7 @@ def published_model(folder: Path) -> Path:
     return target
 
 
-class Planted:
+class FaultyPhase:
     """One phase of all ranks, with changes in what the culprit recorded of it."""
 
     def __init__(self, traces: list[Trace], phase: str) -> None:
@@ -89,7 +89,8 @@ class Planted:
 
     def swap(self, place: int) -> None:
         """Swap an operation with the next one. The waits stay where they are."""
-        first, second = self._position(place), self._position(place + 1)
+        first = self._position(place)
+        second = self._position(place + 1)
         events = self._phase.events
         events[first], events[second] = events[second], events[first]
 
@@ -112,10 +113,10 @@ class Planted:
         return check_order([self.trace, *self._others])
 
     def fault(self) -> str:
-        """What the check says, which must find a fault."""
-        with pytest.raises(OrderFault) as raised:
+        """The fault that the check finds."""
+        with pytest.raises(OrderFault) as error:
             self.check()
-        return str(raised.value)
+        return str(error.value)
 
     def _position(self, place: int) -> int:
         return [index for index, event in enumerate(self._phase.events) if event >= 0][place]
@@ -156,40 +157,40 @@ def test_a_swap_on_one_rank_of_512_is_named(
     phase: str,
     which: int,
 ) -> None:
-    planted = Planted(traces, phase)
-    place = planted.find(condition, which)
-    planted.swap(place)
-    assert_names_culprit(planted.fault(), phase, planted.operations[place])
+    faulty = FaultyPhase(traces, phase)
+    place = faulty.find(condition, which)
+    faulty.swap(place)
+    assert_names_culprit(faulty.fault(), phase, faulty.operations[place])
 
 
 @pytest.mark.parametrize("phase", ["step", "step with NaN"])
 def test_a_message_before_a_collective_on_one_rank_of_512_is_named(
     traces: list[Trace], phase: str
 ) -> None:
-    planted = Planted(traces, phase)
-    place = planted.find(are_collective_and_message)
-    planted.swap(place)
-    assert_names_culprit(planted.fault(), phase, planted.operations[place])
+    faulty = FaultyPhase(traces, phase)
+    place = faulty.find(are_collective_and_message)
+    faulty.swap(place)
+    assert_names_culprit(faulty.fault(), phase, faulty.operations[place])
 
 
 def test_a_swap_that_makes_no_rank_wait_is_no_fault(traces: list[Trace]) -> None:
     """The other stage waits for the last message already."""
-    planted = Planted(traces, "step")
-    planted.swap(planted.find(are_collective_and_message, -1))
-    assert planted.check().operations > 100_000
+    faulty = FaultyPhase(traces, "step")
+    faulty.swap(faulty.find(are_collective_and_message, -1))
+    assert faulty.check().operations > 100_000
 
 
 def test_a_collective_that_one_rank_of_512_leaves_out_is_named(traces: list[Trace]) -> None:
-    planted = Planted(traces, "step")
-    planted.leave_out(planted.find(are_collectives_of_two_groups))
-    assert f"rank {CULPRIT}, phase 'step'" in planted.fault()
+    faulty = FaultyPhase(traces, "step")
+    faulty.leave_out(faulty.find(are_collectives_of_two_groups))
+    assert f"rank {CULPRIT}, phase 'step'" in faulty.fault()
 
 
 def test_another_dtype_on_one_rank_of_512_is_named(traces: list[Trace]) -> None:
-    planted = Planted(traces, "export")
-    place = planted.find(are_collectives_of_two_groups)
-    planted.replace(place, dtype="float16")
-    assert_names_culprit(planted.fault(), "export", planted.operations[place])
+    faulty = FaultyPhase(traces, "export")
+    place = faulty.find(are_collectives_of_two_groups)
+    faulty.replace(place, dtype="float16")
+    assert_names_culprit(faulty.fault(), "export", faulty.operations[place])
 
 
 def assert_names_culprit(fault: str, phase: str, operation: Operation) -> None:
