@@ -96,9 +96,12 @@ class Hostile(Scorer):
             time.sleep(0.005)
 
     async def forks_and_returns(self) -> Any:
-        if os.fork():
-            await asyncio.sleep(0.3)
-        return GOOD
+        pid = os.fork()
+        if not pid:
+            return GOOD
+        await asyncio.sleep(0.3)
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        return Verdict(reward=float(code), correctness=1.0)
 
     async def exits(self) -> Any:
         await asyncio.sleep(0.05)
