@@ -142,8 +142,12 @@ class Fleet:
             if self._has_started:
                 self._log(f"engine {member.name} ({member.url}) serves")
         self._has_started |= bool(new_members)
-        has_changed |= bool(new_members)
-        if has_changed and self._token_counter is not None and self._open_counter is not None:
+        if has_changed or new_members:
+            self._count_tokens_of(serving)
+
+    def _count_tokens_of(self, serving: dict[str, Member]) -> None:
+        """Count the tokens of the engines that serve, by name."""
+        if self._token_counter is not None and self._open_counter is not None:
             counters = [self._open_counter(member.engine) for member in serving.values()]
             self._token_counter.set_engines(counters)
 

@@ -1,4 +1,4 @@
-"""Which engines serve, and what rank 0 orders, from reports, probes and the list of URLs."""
+"""Engines that serve, and orders of rank 0, from reports, probes and the list of URLs."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ def test_comparisons_begin_with_the_first_reading_of_all_engines() -> None:
 
 
 def test_engines_that_join_are_counted_from_then_on() -> None:
-    """What an engine sampled before belongs to no step, and neither does that of one that left."""
+    """Tokens from before it joined belong to no step, and neither do those of one that left."""
     first = CountingEngine("http://a", 10)
     counter, lines = counter_of(first)
     second = CountingEngine("http://b", 500)

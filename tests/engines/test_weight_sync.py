@@ -364,7 +364,7 @@ def test_connections_to_engines_that_are_out_are_dropped() -> None:
 
 
 def test_an_engine_that_waits_is_audited_in_a_sync_of_all() -> None:
-    """It was started again, and none of its weights was ever compared."""
+    """An engine that was started again holds weights that nobody has compared."""
     run = two_engines(audit_every=0)
     send(run.sync)
     run.members.start("b", run.engines["b"].engine(2), 1, "it died")
@@ -376,7 +376,7 @@ def test_an_engine_that_waits_is_audited_in_a_sync_of_all() -> None:
 
 
 def test_an_engine_with_other_weights_does_not_end_a_run_that_has_another_one() -> None:
-    """It fails each time: when it joins, and in the syncs of all."""
+    """The engine fails each time: when it joins, and in the syncs of all."""
     run = two_engines()
     send(run.sync)
     run.engines["b"].change = with_other_norm

@@ -327,7 +327,8 @@ async def generate_with_seeds(pool: EnginePool, count: int) -> list[object]:
 
 def test_requests_of_a_removed_engine_go_to_another_with_the_same_seed_and_body() -> None:
     async def run() -> None:
-        removed, other = RecordingEngine(silent), RecordingEngine(good)
+        removed = RecordingEngine(silent)
+        other = RecordingEngine(good)
         async with pool_of(removed, other) as (pool, messages, urls):
             requests = asyncio.ensure_future(generate_with_seeds(pool, 6))
             while len(removed.bodies) < 3:
@@ -379,7 +380,8 @@ def test_requests_wait_while_there_is_no_engine_and_go_on_after_one_was_added() 
 
 def test_the_bound_of_requests_in_flight_follows_the_number_of_engines() -> None:
     async def run() -> None:
-        first, second = CountingEngine(silent), CountingEngine(silent)
+        first = CountingEngine(silent)
+        second = CountingEngine(silent)
         async with (
             pool_of(first, max_running_requests=2) as (pool, _, urls),
             fake_engine(second) as url,
@@ -439,7 +441,7 @@ def test_responses_of_another_weight_version_from_all_engines_end_the_request(
 
 
 def test_a_request_whose_engines_end_five_times_is_not_sent_to_a_sixth() -> None:
-    """It may be the cause."""
+    """The request may be the cause."""
 
     async def run() -> None:
         engines = [CountingEngine(silent) for _ in range(7)]

@@ -390,7 +390,8 @@ def test_every_collector_gets_its_own_configuration_and_is_told_to_end(
 ) -> None:
     other = Peer(hub, 1)
     hub.wait_for(2, 5)
-    ours, theirs = collector_configuration("/ours"), collector_configuration("/theirs")
+    ours = collector_configuration("/ours")
+    theirs = collector_configuration("/theirs")
     queue.configure({0: ours, 1: theirs})
     queue.stop()
     assert [peer.receive(2), other.receive(2)] == [[ours, Stop()], [theirs, Stop()]]
@@ -612,17 +613,14 @@ def test_a_replacement_gets_the_configuration_the_version_and_the_engines_of_its
         SetVersion(4),
     ]
     assert other.receive(3) == [configurations[1], AddEngine(engines[3]), SetVersion(4)]
-    queue.submit([request("a", evaluation=True)])
     replacement = replace_collector(hub, 0)
     queue.submit([])
-    messages = replacement.receive(4)
-    assert messages[0] == configurations[0]
-    assert set(map(type, messages[1:4])) == {SetVersion, AddEngine}
-    assert [m for m in messages if isinstance(m, AddEngine)] == [
+    assert replacement.receive(4) == [
+        configurations[0],
+        SetVersion(4),
         AddEngine(engines[0]),
         AddEngine(engines[2]),
     ]
-    assert SetVersion(4) in messages
     replacement.close()
     other.close()
 
@@ -651,7 +649,7 @@ def test_an_earlier_collector_is_disconnected_by_a_report_and_no_later_one(
 def test_a_collector_gets_nothing_before_its_configuration(
     hub: CollectorHub, queue: RolloutQueue, peer: Peer
 ) -> None:
-    """It ends if anything else comes first. Both collectors were replaced between two polls."""
+    """A collector ends if anything else comes first. Two were replaced between two polls."""
     other = Peer(hub, 1)
     hub.wait_for(2, 5)
     queue.configure({node: collector_configuration() for node in (0, 1)})
@@ -669,7 +667,7 @@ def test_a_collector_gets_nothing_before_its_configuration(
 def test_a_collector_that_replaces_another_during_a_hold_is_held_too(
     hub: CollectorHub, queue: RolloutQueue, peer: Peer
 ) -> None:
-    """It gets the requests of the other one, and no engine may work on them."""
+    """The new one gets the requests of the old one, and no engine may work on them."""
     queue.submit([request("a")])
     replacements: list[Peer] = []
 

@@ -48,6 +48,9 @@ class ScriptedParts:
     lost_rollouts: those that are gone at each attempt to train.
     """
 
+    audit_obstacle = ""
+    is_current = False
+
     def __init__(
         self,
         *,
@@ -66,8 +69,6 @@ class ScriptedParts:
         self.version = -1
         self.extra_metrics: dict[str, float] = {}
         self.on_measure: Callable[[str], object] = lambda label: None
-        self.audit_obstacle = ""
-        self.is_current = False
         self.comparisons: list[TokenComparison | None] = []
         self.counted_tokens: list[int] = []
         self._num_lost = num_lost

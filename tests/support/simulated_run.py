@@ -221,7 +221,7 @@ class FakeRouter:
 
 @dataclass
 class ManagedProcess:
-    """What a node knows about one of its processes."""
+    """One of a node's processes, and what the node knows about it."""
 
     process: Any
     epoch: int = 0
@@ -346,7 +346,6 @@ class SimulatedRun:
         self.delivered_groups: dict[str, GroupRequest] = {}
         self.trained_groups: set[str] = set()
         self.lines: list[str] = []
-        self.audit_every = audit_every
         self._reuses_ports = reuses_ports
         self._audited_starts: set[tuple[str, int, int]] = set()
         self._remaining_seconds = 0.0
@@ -357,13 +356,10 @@ class SimulatedRun:
         self.router = FakeRouter(self)
         hub = self._open_hub()
         self.nodes = [SimulatedNode(self, node, n) for node, n in enumerate(num_engines)]
-        hub.wait_for(len(self.nodes), 1)
-        settings = RolloutSettings(max_new_tokens=4)
-        self.queue = RolloutQueue(hub, settings, log=self.lines.append)
-        self.queue.configure(dict.fromkeys(range(len(self.nodes)), _CONFIGURATION))
+        self.queue = self._open_queue(hub)
         self.list = SimulatedList([self.start_engine(0).url for _ in range(num_listed)])
         self.members = self._open_members()
-        self.connections = self._connect(has_list=num_listed > 0)
+        self.connections = self._connect(audit_every, has_list=num_listed > 0)
         self.sync()
 
     def close(self) -> None:
@@ -547,6 +543,12 @@ class SimulatedRun:
         ):
             return CollectorHub("127.0.0.1")
 
+    def _open_queue(self, hub: CollectorHub) -> RolloutQueue:
+        hub.wait_for(len(self.nodes), 1)
+        queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4), log=self.lines.append)
+        queue.configure(dict.fromkeys(range(len(self.nodes)), _CONFIGURATION))
+        return queue
+
     def _open_members(self) -> Members:
         members = Members()
         for node in self.nodes:
@@ -560,10 +562,10 @@ class SimulatedRun:
             members.answer(member.name, 0)
         return members
 
-    def _connect(self, *, has_list: bool) -> EngineConnections:
+    def _connect(self, audit_every: int, *, has_list: bool) -> EngineConnections:
         weights = WeightSync(
             _part(push=self._push, forget=lambda admin: None, close=lambda: None),
-            SyncSettings(audit_every=self.audit_every),
+            SyncSettings(audit_every=audit_every),
             self.members,
             make_expectation=self._make_expectation,
             open_admin=self._open_admin,

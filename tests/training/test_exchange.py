@@ -251,7 +251,7 @@ def test_a_rollout_that_one_rank_cannot_read_is_an_error_on_all(
 def test_rollouts_that_are_gone_with_their_collector_are_named_on_all_ranks(
     run_exchange: Exchange, node: int
 ) -> None:
-    """They can be sampled again."""
+    """Rank 0 lets them be sampled again."""
 
     def read_the_others(ref: RolloutRef) -> Rollout:
         if ref.rollout_id in ("r1", "r2"):

@@ -254,7 +254,7 @@ def test_the_stream_is_exhausted_without_an_engine() -> None:
 
 
 def test_an_engine_that_is_forgotten_gets_a_new_session() -> None:
-    """It was started again: the next client of its address knows nothing of the old session."""
+    """The engine was started again, or its next client knows nothing of the old session."""
     setup = Setup()
     setup.push(weights(), 0)
     setup.take_log()
