@@ -261,7 +261,11 @@ def check_external_engines(c: Configuration) -> Iterator[Check]:
         )
         try:
             require_external_engines(
-                [server], keys, engine, return_routes=c.train.replay == "rollout"
+                [server],
+                keys,
+                engine,
+                return_routes=c.train.replay == "rollout",
+                model_path=c.model.path,
             )
         except EngineError as error:
             yield Check(url, False, str(error), "")

@@ -160,7 +160,13 @@ class Engines:
         if self._settings.mode == "external":
             return_routes = self._template.routes is not None
             info = admin.server_info()
-            require_settings(engine, info, self._settings.dtype, return_routes=return_routes)
+            require_settings(
+                engine,
+                info,
+                self._settings.dtype,
+                return_routes=return_routes,
+                model_path=self._template.model_path,
+            )
 
     def _open_token_counter(
         self, engines: Sequence[Engine], log: Callable[[str], None]
@@ -210,7 +216,13 @@ class Engines:
             )
             engines.append(engine)
         return_routes = self._template.routes is not None
-        require_external_engines(engines, self._keys, settings, return_routes=return_routes)
+        require_external_engines(
+            engines,
+            self._keys,
+            settings,
+            return_routes=return_routes,
+            model_path=self._template.model_path,
+        )
         return engines
 
     def _gather_engines(self, node_engines: Sequence[Engine]) -> list[Engine]:

@@ -25,15 +25,26 @@ _REFUSED_SHARE = 1 / 6
 _NOT_RECORDING = frozenset(
     {"flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4", "triton_kernel"}
 )
+# Keys of a config.json that change nothing that an engine computes with the trainer's weights
+_NO_MATTER = frozenset(
+    {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "initializer_range"}
+)
 
 
 def require_external_engines(
-    engines: Sequence[Engine], keys: RunKeys, settings: ServerSettings, *, return_routes: bool
+    engines: Sequence[Engine],
+    keys: RunKeys,
+    settings: ServerSettings,
+    *,
+    return_routes: bool,
+    model_path: str | None = None,
 ) -> None:
     """Wait until every engine answers, and check that it runs with the declared settings.
 
     The wait is at most `settings.start_timeout_s` for all engines together. While a server loads
     its model, nothing listens on its address: a sixth of that time is allowed for it.
+
+    model_path: the trainer's model; None skips its comparison.
 
     Raises `EngineUnhealthy`, which names the URL.
     """
@@ -48,7 +59,9 @@ def require_external_engines(
                 f"engine.urls: {engine.url} answers but refuses requests ({error}); "
                 "engine.key_file must hold its keys"
             ) from error
-        require_settings(engine, info, settings.dtype, return_routes=return_routes)
+        require_settings(
+            engine, info, settings.dtype, return_routes=return_routes, model_path=model_path
+        )
 
 
 def _wait_until_ready(engine: Engine, admin: AdminClient, deadline: float, timeout: float) -> None:
@@ -90,12 +103,14 @@ def require_settings(
     *,
     return_routes: bool,
     environment: Mapping[str, str] | None = None,
+    model_path: str | None = None,
 ) -> None:
     """Compare a server's `/server_info` with the declared settings.
 
     It must also run in a way that weight updates support. Raises `EngineUnhealthy`.
 
-    environment: the trainer's; None means this process's.
+    environment: the trainer's; None means this process's. model_path: the trainer's model; None
+    skips its comparison.
     """
     if return_routes:
         _require_routes(engine, info)
@@ -119,6 +134,8 @@ def require_settings(
             f"start it with --dtype {dtype}"
         )
     _require_unquantized(engine, info)
+    if model_path is not None:
+        _require_same_model(engine, info, Path(model_path))
     require_same_nccl(engine, info, os.environ if environment is None else environment)
 
 
@@ -159,10 +176,31 @@ def _require_unquantized(engine: Engine, info: dict[str, Any]) -> None:
             "are sent without scales; start it without --quantization"
         )
     path = Path(str(info.get("model_path")))
-    if (path / "config.json").is_file() and _is_quantized(path / "config.json"):
+    if _is_quantized(path / "config.json"):
         raise EngineUnhealthy(
             f"engine.urls: {engine.url} serves the quantized checkpoint {path}, and weights are "
             "sent without scales; start it with the unquantized one"
+        )
+
+
+def _require_same_model(engine: Engine, info: dict[str, Any], model_path: Path) -> None:
+    """Compare the configurations of both models, if this machine can read that of the engine.
+
+    Weights are sent and audited, but not the rest: an engine with another base of the rotary
+    embedding, for example, takes all weights and computes other probabilities.
+    """
+    engine_path = Path(str(info.get("model_path")))
+    configuration = _read_configuration(model_path / "config.json")
+    engine_configuration = _read_configuration(engine_path / "config.json")
+    differences = [
+        f"{key}={engine_configuration[key]!r} instead of {configuration[key]!r}"
+        for key in sorted(configuration.keys() & engine_configuration.keys() - _NO_MATTER)
+        if engine_configuration[key] != configuration[key]
+    ]
+    if differences:
+        raise EngineUnhealthy(
+            f"engine.urls: {engine.url} serves another model, {engine_path}: its config.json has "
+            f"{', '.join(differences)}; start it with {model_path}"
         )
 
 
@@ -171,8 +209,13 @@ def _is_quantized(config: Path) -> bool:
 
     SGLang does not report what it reads there.
     """
+    return bool(_read_configuration(config).get("quantization_config"))
+
+
+def _read_configuration(file: Path) -> dict[str, Any]:
+    """Return the contents of a config.json, empty if this machine cannot read it."""
     try:
-        content = msgspec.json.decode(config.read_bytes())
+        content = msgspec.json.decode(file.read_bytes())
     except (OSError, msgspec.DecodeError):
-        return False
-    return isinstance(content, dict) and bool(content.get("quantization_config"))
+        return {}
+    return content if isinstance(content, dict) else {}

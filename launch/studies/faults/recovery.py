@@ -188,7 +188,7 @@ class Laboratory:
         engine_seconds = 0.0
         births = [birth for birth in follower.server_births.values() if moment < birth < going_on]
         if births and recovery_time <= going_on:
-            engine_seconds = max(0.0, recovery_time - births[-1])
+            engine_seconds = max(0.0, recovery_time - min(births))
         ending_line = follower.find(fault.recovery, moment) if fault.recovery else None
         return Row(
             fault.name, going_on - moment, engine_seconds, ending_line[1] if ending_line else ""

@@ -16,7 +16,6 @@ from launch.studies.faults.follower import HELD, HOLD
 from launch.studies.faults.injection import Scene
 from launch.studies.faults.recovery import RecoverableFault, Session, Stage
 from launch.studies.faults.servers import (
-    OTHER_MODEL,
     ChangeReply,
     ServerKind,
     answer_garbage,
@@ -209,7 +208,7 @@ _STOP_COLLECTOR = RecoverableFault(
 _EVALUATIONS = ("eval.every=3",)
 _BFLOAT16 = ("model.dtype=bfloat16", "engine.dtype=bfloat16")
 _OTHER_DTYPE_SERVER = ServerKind(dtype="bfloat16")
-_OTHER_MODEL_SERVER = ServerKind(model=OTHER_MODEL)
+_OTHER_MODEL_SERVER = ServerKind(rope_theta=20_000.0)
 SESSIONS = [
     Session(
         "one engine",
@@ -299,7 +298,7 @@ SESSIONS = [
             RecoverableFault(
                 "engine with another model joins",
                 join_of(_OTHER_MODEL_SERVER),
-                "is out|cannot serve",
+                "cannot serve.*rope_theta",
             ),
         ),
         _EVALUATIONS,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import re
+import shutil
 import threading
 import urllib.parse
 from collections.abc import Callable, Iterator
@@ -22,7 +23,6 @@ from sglang_bridge.server.managed_engine import ManagedEngine
 from sglang_bridge.settings import ServerPlace, ServerSettings
 
 MODEL = ROOT / "megatron_rl/models/assets/qwen3_moe_tiny_two_digit_addition"
-OTHER_MODEL = ROOT / "megatron_rl/models/assets/qwen3_moe_tiny_column_addition"
 _START_SECONDS = 300.0
 _FORWARD_SECONDS = 120.0
 
@@ -32,16 +32,20 @@ Observe = Callable[[str, bytes], None]
 
 @dataclass(frozen=True)
 class ServerKind:
-    """What a server serves. number: tells apart servers of one kind."""
+    """What a server serves. number: tells apart servers of one kind.
+
+    rope_theta: the base of the rotary embedding, None for that of the shipped model.
+    """
 
     number: int = 0
     dtype: str = "float32"
-    model: Path = MODEL
+    rope_theta: float | None = None
 
     @property
     def name(self) -> str:
         """A name for files."""
-        return f"{self.model.name}-{self.dtype}-{self.number}"
+        other_model = "" if self.rope_theta is None else f"-theta-{self.rope_theta:g}"
+        return f"server-{self.dtype}-{self.number}{other_model}"
 
 
 class ServerPark:
@@ -70,7 +74,7 @@ class ServerPark:
         """Return a healthy server. It may be in its first start, or in a later one."""
         if kind not in self._servers:
             place = ServerPlace(
-                model_path=str(kind.model),
+                model_path=str(self._model(kind)),
                 device="cpu",
                 node=0,
                 host="127.0.0.1",
@@ -103,6 +107,17 @@ class ServerPark:
     def drop(self, kind: ServerKind) -> None:
         """End a server that no further row needs."""
         self._servers.pop(kind).stop()
+
+    def _model(self, kind: ServerKind) -> Path:
+        """Return the model of a kind, which is written first if it is not the shipped one."""
+        if kind.rope_theta is None:
+            return MODEL
+        model = self._directory / f"model-of-{kind.name}"
+        shutil.copytree(MODEL, model, dirs_exist_ok=True)
+        configuration = msgspec.json.decode((MODEL / "config.json").read_bytes())
+        configuration["rope_theta"] = kind.rope_theta
+        (model / "config.json").write_bytes(msgspec.json.encode(configuration))
+        return model
 
     def close(self) -> None:
         """End all servers."""

@@ -44,14 +44,57 @@ def server() -> Iterator[http.server.ThreadingHTTPServer]:
         running.shutdown()
 
 
-def check(port: int, *, return_routes: bool = True, tp: int = 1, **settings: Any) -> None:
+def check(
+    port: int,
+    *,
+    return_routes: bool = True,
+    tp: int = 1,
+    model_path: str | None = None,
+    **settings: Any,
+) -> None:
     engines = [Engine(url=f"http://127.0.0.1:{port}", tp=tp)]
     server_settings = ServerSettings(tp=tp, **{"start_timeout_s": 0.6, **settings})
-    require_external_engines(engines, create_keys(), server_settings, return_routes=return_routes)
+    require_external_engines(
+        engines,
+        create_keys(),
+        server_settings,
+        return_routes=return_routes,
+        model_path=model_path,
+    )
 
 
 def test_matching_server_passes(server: Any) -> None:
     check(server.server_port)
+
+
+def write_model(directory: Path, **settings: Any) -> Path:
+    directory.mkdir()
+    configuration = {"rope_theta": 10000.0, "torch_dtype": "float32", **settings}
+    (directory / "config.json").write_text(json.dumps(configuration))
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("settings", "difference"),
+    [
+        ({"rope_theta": 20000.0}, r"rope_theta=20000.0 instead of 10000.0"),
+        ({"torch_dtype": "bfloat16", "new_key": 1}, ""),
+    ],
+)
+def test_a_server_of_another_model_is_refused(
+    server: Any, tmp_path: Path, settings: dict[str, Any], difference: str
+) -> None:
+    model = write_model(tmp_path / "model")
+    other_model = write_model(tmp_path / "other", **settings)
+    server.answer = (200, INFO | {"model_path": str(other_model)})
+    if not difference:
+        check(server.server_port, model_path=str(model))
+        return
+    with pytest.raises(EngineUnhealthy, match=difference):
+        check(server.server_port, model_path=str(model))
+    # Another machine may have another model there
+    server.answer = (200, INFO | {"model_path": str(tmp_path / "absent")})
+    check(server.server_port, model_path=str(model))
 
 
 def test_server_without_routes_passes_without_replay(server: Any) -> None:
