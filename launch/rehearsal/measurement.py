@@ -26,7 +26,7 @@ _POLL_SECONDS = 0.2
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a rank needs.
+    """Memory and work of a rank.
 
     memory: bytes by phase. work: operations of matrix products for each row of an update.
     """
