@@ -174,7 +174,7 @@ def open_peer(out: Path) -> Iterator[str]:
     command = [sys.executable, "-m", "launch.pretended_device", *options, PEER, str(file)]
     process = subprocess.Popen(command, env=os.environ | {"CUDA_VISIBLE_DEVICES": ""})
     try:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 180
         while not file.exists():
             assert process.poll() is None and time.monotonic() < deadline, "the peer did not start"
             time.sleep(0.1)

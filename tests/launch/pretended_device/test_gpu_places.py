@@ -64,7 +64,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         stderr=subprocess.STDOUT,
         text=True,
         check=False,
-        timeout=250,
+        timeout=550,
     )
     assert result.returncode == 0, result.stdout[-6000:]
     record: dict[str, Any] = json.loads((directory / "places.json").read_text())
@@ -92,7 +92,7 @@ def test_the_places_that_everybody_knows_are_found(places: list[Place]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_every_place_is_executed_or_in_the_list(
     places: list[Place], outcome: dict[str, Any]
 ) -> None:
@@ -103,7 +103,7 @@ def test_every_place_is_executed_or_in_the_list(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_no_place_in_the_list_is_executed(places: list[Place], outcome: dict[str, Any]) -> None:
     entries = {entry_of(place) for place in places if str(place) not in outcome["executed"]}
     stale = [entry for group in NOT_EXECUTED.values() for entry in group if entry not in entries]
@@ -111,7 +111,7 @@ def test_no_place_in_the_list_is_executed(places: list[Place], outcome: dict[str
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_checkpoint_reference_and_trace_work_on_the_device(outcome: dict[str, Any]) -> None:
     assert outcome["device"] == "cuda:0"
     assert outcome["pinned_reference"]
@@ -122,7 +122,7 @@ def test_checkpoint_reference_and_trace_work_on_the_device(outcome: dict[str, An
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_weights_arrive_on_another_device_and_are_audited(outcome: dict[str, Any]) -> None:
     """Both sides hash on their devices. A failed update aborts the group."""
     assert outcome["audit_obstacle"] == ""
@@ -133,7 +133,7 @@ def test_weights_arrive_on_another_device_and_are_audited(outcome: dict[str, Any
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 def test_engines_and_kernels_are_chosen_for_the_device(outcome: dict[str, Any]) -> None:
     assert outcome["engine_gpus"] == [[1, 2], [3, 4]]
     assert outcome["engine_arguments"] == ["--device=cuda"]
@@ -145,7 +145,7 @@ def test_engines_and_kernels_are_chosen_for_the_device(outcome: dict[str, Any]) 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("run", "setting"),
     [
