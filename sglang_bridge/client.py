@@ -19,6 +19,9 @@ from sglang_bridge.request import SamplingLike, encode_request
 _ABORT_SECONDS = 10.0
 # The engine itself takes up to 20 seconds to check its health.
 _HEALTH_SECONDS = 30.0
+# SGLang closes a connection that was idle for five seconds. A request that comes at this moment is
+# lost, and with it all those on connections that were used last at the same time.
+_KEEP_ALIVE_SECONDS = 2.0
 _REQUEST_AT_FAULT = frozenset({400, 413, 422})
 
 Abort = Callable[[str, str], Awaitable[None]]
@@ -228,7 +231,8 @@ class GenerateClient:
         if self._session is None:
             # The engine queues requests: no limit here, and only the engine's silence ends one.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0), timeout=aiohttp.ClientTimeout(total=None)
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS),
+                timeout=aiohttp.ClientTimeout(total=None),
             )
         return self._session
 

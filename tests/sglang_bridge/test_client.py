@@ -10,11 +10,14 @@ import numpy as np
 import pytest
 from aiohttp import web
 
+from sglang_bridge import client as client_module
 from sglang_bridge.client import GenerateClient, RequestExpired, may_succeed_elsewhere
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.generation import FinishReason, Generation, GenerationRejected
 
 SAMPLING = SimpleNamespace(max_new_tokens=4, temperature=0.7, top_p=0.9, stop_token_ids=(2,))
+# SGLang's default for SGLANG_TIMEOUT_KEEP_ALIVE
+SERVER_KEEP_ALIVE_SECONDS = 5
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -68,6 +71,34 @@ def test_request_samples_the_untruncated_distribution() -> None:
     assert sampling["stop_token_ids"] == [2]
     assert "n" not in sampling  # one sample per request
     assert body["return_logprob"] and body["return_routed_experts"]
+
+
+def test_a_connection_that_was_idle_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    # A server closes idle connections after some seconds, perhaps at the moment of a new request
+    monkeypatch.setattr(client_module, "_KEEP_ALIVE_SECONDS", 0.1)
+    last_uses: dict[asyncio.Transport, float] = {}
+
+    async def generate(request: web.Request) -> web.Response:
+        assert request.transport is not None
+        now = asyncio.get_running_loop().time()
+        if now - last_uses.get(request.transport, now) > 0.15:
+            request.transport.close()
+        last_uses[request.transport] = now
+        return good_reply()
+
+    async def scenario() -> None:
+        async with serving(generate) as url, GenerateClient(url, route_shape=(1, 1)) as client:
+            for _ in range(2):
+                await client.generate([1, 2, 3], SAMPLING, rid="a")
+            assert len(last_uses) == 1
+            await asyncio.sleep(0.2)
+            await client.generate([1, 2, 3], SAMPLING, rid="a")
+
+    asyncio.run(scenario())
+
+
+def test_idle_connections_are_closed_before_the_server_does() -> None:
+    assert client_module._KEEP_ALIVE_SECONDS < SERVER_KEEP_ALIVE_SECONDS / 2
 
 
 def test_request_carries_its_seed() -> None:

@@ -43,11 +43,13 @@ def signal_first(number: signal.Signals, choose: Choose) -> Callable[[Stage], No
     return strike
 
 
-def exhaust_memory(stage: Stage) -> None:
-    """Let every further allocation of the engine's scheduler fail."""
+def exhaust_memory(stage: Stage) -> float:
+    """Let every further allocation of the engine's scheduler fail, and wait until one does."""
     process = find_engine(stage.follower.scene())[0]
     _, hard_limit = process.rlimit(psutil.RLIMIT_AS)
+    moment = time.monotonic()
     process.rlimit(psutil.RLIMIT_AS, (process.memory_info().rss // 2, hard_limit))
+    return stage.follower.wait_for_line(_SERVES_NOT, moment, _WAIT_SECONDS)
 
 
 def slow_down(stage: Stage) -> None:
