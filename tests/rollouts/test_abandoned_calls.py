@@ -102,7 +102,12 @@ def user_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def collect(
-    num_samples: int, *, scorer: str = "", environment: str = "", max_abandoned: int = 100
+    num_samples: int,
+    *,
+    scorer: str = "",
+    environment: str = "",
+    max_abandoned: int = 100,
+    timeout_s: float = 0.1,
 ) -> list[FromCollector]:
     """The messages of a collector until it has answered one request."""
 
@@ -113,7 +118,9 @@ def collect(
                 configuration(url),
                 rollout=RolloutSettings(max_new_tokens=16, max_abandoned_calls=max_abandoned),
                 reward=RewardSettings(name=scorer or "exact_match", timeout_s=0.1),
-                environment=EnvironmentSettings(name=environment or "single_turn", timeout_s=0.1),
+                environment=EnvironmentSettings(
+                    name=environment or "single_turn", timeout_s=timeout_s
+                ),
             )
             collector = Collector(0, settings, outbox.put)
             request = GroupRequest(
@@ -181,7 +188,7 @@ def test_an_environment_that_cancels_itself_is_rejected() -> None:
 
 @pytest.mark.timeout(60)
 def test_an_environment_that_requests_responses_forever_is_rejected() -> None:
-    group = group_of(collect(2, environment="stubborn:RespondsForever"))
+    group = group_of(collect(2, environment="stubborn:RespondsForever", timeout_s=20.0))
     assert group.rejections == {"endless": 2}
     assert "requested 100 responses after its token budget was used up" in group.environment_error
     with pytest.raises(UserClassFailed, match=r"2 of 2 .*\(2 endless \(the environment "):

@@ -66,6 +66,8 @@ class UserProcess:
         self.current = CurrentCall.create()
         self._tree = SupervisedTree()
         self._lock = threading.Lock()
+        # For calls and for actions, once an event loop uses them
+        self._connections: list[FrameConnection] = []
         self._calls, calls = socket.socketpair()
         self._actions, actions = socket.socketpair()
         descriptors = (calls.fileno(), actions.fileno(), self.current.descriptor)
@@ -141,16 +143,17 @@ class UserProcess:
         def answer(body: bytes) -> None:
             state = perform(quick_action.decode(body))
             if state is not None:
-                self._action_connection.send(state)
+                self._connections[1].send(state)
 
-        self._connection = await FrameConnection.open(
+        calls = await FrameConnection.open(
             self._calls, lambda body: receive(from_process.decode(body)), lose
         )
-        self._action_connection = await FrameConnection.open(self._actions, answer, lose)
+        self._connections = [calls]
+        self._connections.append(await FrameConnection.open(self._actions, answer, lose))
 
     def send(self, message: ToProcess) -> None:
         """Send a message. Does nothing once the connection has ended."""
-        self._connection.send(message)
+        self._connections[0].send(message)
 
     def excess_memory(self) -> str | None:
         """Describe the memory of its processes if it is above the limit."""
@@ -176,9 +179,9 @@ class UserProcess:
         self._tree.request_end()
 
     def disconnect(self) -> None:
-        """Close the connections of the event loop."""
-        self._connection.close()
-        self._action_connection.close()
+        """Close the connections. The process ends by itself if its code lets it."""
+        for connection in self._connections or (self._calls, self._actions):
+            connection.close()
 
     def finish(self) -> None:
         """Let a process that is disconnected end by itself for a second, then end it.

@@ -149,8 +149,7 @@ class RemoteClass:
         if self._watch is not None:
             self._watch.stop()
         process = self._process or self._first_process
-        if self._process is not None:
-            process.disconnect()
+        process.disconnect()
         self._process = None
         await asyncio.to_thread(process.finish)
         if self._opening is not None:
