@@ -21,6 +21,7 @@ def start_job(
     run_root: Path,
     *overrides: str,
     ranks: int = 1,
+    restarts: int = 0,
     errors: Path | None = None,
     python: tuple[str, ...] = (),
     experiment: str = "smoke",
@@ -28,12 +29,14 @@ def start_job(
 ) -> subprocess.Popen[str]:
     """Start an experiment, whose run is `run_root/job`. More than one rank starts with torchrun.
 
+    restarts: how often torchrun may start the ranks again.
     errors: file for standard error, which otherwise comes with the output.
     python: command that runs Python. script: what it runs, from the root of the repository.
     """
     launcher = []
     if ranks > 1:
         launcher = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        launcher.append(f"--max-restarts={restarts}")
     settings = [f"experiment={experiment}", *SHORT_RUN, f"run.root={run_root}", "run.name=job"]
     command = [*python, sys.executable, *launcher, str(ROOT / script), *settings, *overrides]
     with contextlib.ExitStack() as stack:

@@ -15,8 +15,15 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_rl.config.schema import ParallelSettings
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.open_files import raise_open_file_limit
 from megatron_rl.mcore.gloo_device import share_gloo_device
+
+
+class RestartsNeedNewStores(Failure):
+    """torchrun would start ranks again on several nodes with the keys of the earlier ranks."""
+
+    exit_code = ExitCode.REFUSED
 
 
 @dataclass(frozen=True)
@@ -46,7 +53,10 @@ class Job:
 
 
 def join(parallel: ParallelSettings) -> Job:
-    """Join the job that torchrun started, or start one of a single process. Collective."""
+    """Join the job that torchrun started, or start one of a single process. Collective.
+
+    Raises `RestartsNeedNewStores`.
+    """
     raise_open_file_limit()
     timeout = datetime.timedelta(seconds=parallel.timeout_s)
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
@@ -57,6 +67,7 @@ def join(parallel: ParallelSettings) -> Job:
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             init_method=None if "RANK" in os.environ else f"tcp://127.0.0.1:{_free_port()}",
+            store=_store_of_this_start(timeout),
             rank=int(os.environ.get("RANK", "0")),
             world_size=int(os.environ.get("WORLD_SIZE", "1")),
             timeout=timeout,
@@ -79,6 +90,32 @@ def leave() -> None:
     """Leave the job. Does nothing if this process never joined one."""
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def _store_of_this_start(timeout: datetime.timedelta) -> dist.Store | None:
+    """Return the part of torchrun's key-value store that only the ranks of this start use.
+
+    torchrun keeps its store when it starts the ranks again. In it are the addresses of the earlier
+    ranks, which the new ones would wait for. None: torch makes a store for each start, or there is
+    no torchrun. Raises `RestartsNeedNewStores`.
+    """
+    environment = os.environ
+    if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    is_single_node = environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"]
+    if not is_single_node and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
+        # The nodes count their restarts apart: no count names the same part on all of them
+        raise RestartsNeedNewStores(
+            "torchrun --max-restarts on several nodes would keep the keys of the earlier ranks. "
+            "Before torchrun, on all nodes: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        )
+    store = dist.TCPStore(
+        environment["MASTER_ADDR"],
+        int(environment["MASTER_PORT"]),
+        is_master=False,
+        timeout=timeout,
+    )
+    return dist.PrefixStore(f"start-{environment.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def _local_device(local_rank: int) -> torch.device:

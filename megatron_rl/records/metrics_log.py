@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 
 from megatron_rl.config.schema import LoggerSettings
+from megatron_rl.records.effective_time import EFFECTIVE_TIME, EffectiveTime
 from megatron_rl.records.heat_maps import HeatMaps, is_expert_share, is_heat_map_metric
 from megatron_rl.records.past_run import RunUnreadable, iterate_metrics
 from megatron_rl.records.run_directory import RunDirectory
@@ -24,8 +25,8 @@ class MetricsLog:
     """Appends one JSON object for each step. Non-finite numbers become null.
 
     first_step: the first step of a resumed run. TensorBoard then hides the older records of this
-    and later steps. trackers: receive the metrics, too. Raises `WriteFailed` when a file cannot be
-    written.
+    and later steps. trackers: receive the metrics, too. effective_time: adds `run/effective_time`
+    to each record. Raises `WriteFailed` when a file cannot be written.
     """
 
     def __init__(
@@ -34,12 +35,14 @@ class MetricsLog:
         settings: LoggerSettings,
         first_step: int | None = None,
         trackers: Trackers | None = None,
+        effective_time: EffectiveTime | None = None,
     ) -> None:
         self._path = directory.metrics_file
         with self._explained_write_errors():
             self._file = self._path.open("ab", buffering=0)
         self._maps: HeatMaps | None = None
         self._trackers = trackers
+        self._effective_time = effective_time
         self._writer = None
         if settings.tensorboard:
             # This import is slow, and TensorBoard is optional
@@ -49,6 +52,8 @@ class MetricsLog:
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append the metrics of one step and flush them. Raises `WriteFailed`."""
+        if self._effective_time is not None:
+            values = {**values, EFFECTIVE_TIME: self._effective_time.after(values)}
         record: dict[str, float | None] = {"step": step}
         for name, value in sorted(values.items()):
             record[name] = value if math.isfinite(value) else None

@@ -7,12 +7,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron_rl.records.effective_time import last_effective_time, seconds_of_step
 from megatron_rl.records.past_run import Record, RunUnreadable, iterate_metrics
-
-# "time/step" is the time of a whole step without these and those of evaluation sets. The others are
-# parts of it.
-_OUTSIDE_OF_STEPS = ("time/eval", "time/checkpoint")
-_SETS = "time/eval/"
 
 
 @dataclass(frozen=True)
@@ -37,6 +33,8 @@ class RunSummary:
     num_steps: steps that were trained or recorded. evaluations: in the order of their steps.
     tokens: tokens that engines sampled, also for evaluations. demonstrated_tokens: tokens of
     demonstrations. seconds: in steps and evaluations, over all starts of a resumed run.
+    effective_time: the share of the time since the first start that became kept steps, None if it
+    was not measured.
     """
 
     num_steps: int
@@ -44,6 +42,7 @@ class RunSummary:
     tokens: int
     demonstrated_tokens: int
     seconds: float
+    effective_time: float | None = None
 
     @property
     def best(self) -> EvaluatedStep | None:
@@ -52,7 +51,7 @@ class RunSummary:
 
     def lines(self) -> list[str]:
         """Return the lines for the end of a run. A line without anything to say is left out."""
-        lines = [self._accuracy_line(), self._token_line()]
+        lines = [self._accuracy_line(), self._token_line(), self._time_line()]
         return [line for line in lines if line]
 
     def _accuracy_line(self) -> str:
@@ -82,6 +81,13 @@ class RunSummary:
         steps = f"{self.num_steps} step{'' if self.num_steps == 1 else 's'}"
         return f"{' and '.join(parts)} in {steps} and {describe_seconds(self.seconds)}"
 
+    def _time_line(self) -> str:
+        if self.effective_time is None:
+            return ""
+        return (
+            f"effective training time {self.effective_time:.0%} of the time since the first start"
+        )
+
 
 def summarize(records: Iterable[Record]) -> RunSummary:
     """Summarise the records of metrics.jsonl. Of several records of a step, the last counts."""
@@ -93,6 +99,7 @@ def summarize(records: Iterable[Record]) -> RunSummary:
         tokens=round(_total(ordered_records, "account/generated")),
         demonstrated_tokens=round(_total(ordered_records, "account/demonstrated")),
         seconds=sum(map(_seconds, ordered_records)),
+        effective_time=last_effective_time(ordered_records),
     )
 
 
@@ -142,9 +149,7 @@ def _total(records: Iterable[Record], name: str) -> float:
 
 def _seconds(record: Record) -> float:
     """The seconds of a record: of its step and of what came after it."""
-    names = ["time/step", *_OUTSIDE_OF_STEPS]
-    names += (name for name in record if name.startswith(_SETS))
-    return sum(record.get(name) or 0.0 for name in names)
+    return seconds_of_step(record) + (record.get("time/checkpoint") or 0.0)
 
 
 def _step_of(weights: Path) -> int:

@@ -14,6 +14,7 @@ from megatron_rl.run.supervision.exit_reporter import ExitReporter
 from megatron_rl.run.supervision.frozen_ranks import FrozenRanks
 from megatron_rl.run.supervision.local_ranks import LocalRanks
 from megatron_rl.run.supervision.open_parts import OpenParts
+from megatron_rl.run.supervision.restarts import require_reason_to_restart
 from megatron_rl.run.supervision.shutdown import (
     close_after_success,
     exit_process,
@@ -88,6 +89,7 @@ def _run_to_the_end(configuration: Configuration, supervision: Supervision) -> N
     The import of torch takes seconds. It comes here, after signals are handled, progress is
     reported and the data has been read.
     """
+    require_reason_to_restart(configuration.run, os.environ)
     progress = supervision.progress
     # before torch can start NCCL
     os.environ.update(nccl_environment(os.environ, configuration.engine))

@@ -13,6 +13,7 @@ from megatron_rl.contracts.commands import Poll
 from megatron_rl.engines.connections import EngineConnections
 from megatron_rl.engines.engines import Engines, name_external_engines
 from megatron_rl.engines.weight_sync import FollowerSync
+from megatron_rl.records.effective_time import open_effective_time
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.run_records import RunRecords
@@ -175,5 +176,8 @@ def _open_records(setup: RunSetup, supervision: Supervision) -> RunRecords:
             first_step = state.step
     settings = setup.configuration.logger
     trackers = open_trackers(settings, setup.directory.path, setup.progress.log)
-    metrics = MetricsLog(setup.directory, settings, first_step, trackers)
+    effective_time = None
+    if not setup.configuration.is_measurement:
+        effective_time = open_effective_time(setup.directory.path)
+    metrics = MetricsLog(setup.directory, settings, first_step, trackers, effective_time)
     return RunRecords(setup.directory, supervision.parts.enter(metrics), setup.progress)

@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import os
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import msgspec
 
 from megatron_rl.config.curriculum import sized_for_engines
 from megatron_rl.config.schema import Configuration, RunSettings
@@ -22,13 +25,26 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.prompts.selection.transferred_beliefs import TransferredBeliefs
 from megatron_rl.records.run_directory import RunDirectory, run_directory_path
 from megatron_rl.records.run_lock import mark_run_alive
+from megatron_rl.records.starts import (
+    End,
+    Start,
+    new_start,
+    read_starts,
+    with_last_end,
+    write_starts,
+)
 from megatron_rl.run.checkpoints.belief_transfer import read_transferred_beliefs
 from megatron_rl.run.checkpoints.disk_space import require_disk_space
 from megatron_rl.run.checkpoints.reference import identify_reference
 from megatron_rl.run.checkpoints.resume import ResumePoint, find_resume_point, open_run_directory
-from megatron_rl.run.checkpoints.resumed_directory import claim_directory, is_complete
+from megatron_rl.run.checkpoints.resumed_directory import (
+    archive_exit_record,
+    claim_directory,
+    is_complete,
+)
 from megatron_rl.run.data import RunData
 from megatron_rl.run.setup import RunSetup
+from megatron_rl.run.supervision.restarts import refusal_of_repeated_failure
 from megatron_rl.run.supervision.supervision import Supervision
 from megatron_rl.run.user_classes import require_user_classes, user_class_names
 from megatron_rl.training.collectives import broadcast_bytes
@@ -65,8 +81,8 @@ def open_run(
 
     Returns the directory of the run and the loop of this rank, which runs to the end of the run.
     Raises the error of reading the data, `PluginError`, `RunDirectoryTaken`, `NotEnoughDiskSpace`,
-    `BeliefsUnavailable`, `PromptDataError`, `BadRecording` and `CheckpointOfOtherRun` on rank 0,
-    and `NoCompleteCheckpoint` and `ReferenceChanged` on all ranks.
+    `BeliefsUnavailable`, `PromptDataError`, `BadRecording`, `CheckpointOfOtherRun` and
+    `RepeatedFailure` on rank 0, and `NoCompleteCheckpoint` and `ReferenceChanged` on all ranks.
     """
     progress = supervision.progress
     shape = read_shape(c.model.path)
@@ -76,7 +92,7 @@ def open_run(
     directory = _agree_on_directory(c.run, job)
     resume_point = _find_resume_point(c.run.resume, directory, job, supervision)
     reference_digest = _identify_reference(c, resume_point, job, supervision)
-    opening = _open_directory(c, data, shape, job, resume_point, directory)
+    opening = _open_directory(c, data, shape, job, resume_point, directory, supervision)
     _accompany(directory, supervision)
     for line in opening.log_lines:
         progress.log(line)
@@ -181,6 +197,7 @@ def _open_directory(
     job: Job,
     resume_point: ResumePoint,
     directory: RunDirectory,
+    supervision: Supervision,
 ) -> _Opening:
     """Make or reopen the directory of the run on rank 0 (a collective)."""
     opening = _Opening()
@@ -196,6 +213,7 @@ def _open_directory(
                 "train.total_steps or eval.stop_at"
             )
             return _COMPLETE
+        starts = _starts_with_this_one(c.run, resume_point, directory.path, supervision)
         require_disk_space(c, shape, resume_point.checkpoint)
         assert data is not None, "rank 0 has read the data"
         beliefs = _restore_data(c, data, resume_point)
@@ -206,10 +224,34 @@ def _open_directory(
         opening.log_lines += _warnings(c.run, directory, resume_point, beliefs)
         opening.log_lines += resume_lines(resume_point, changes, c.mode)
         open_run_directory(directory, c, resume_point, ranks=job.world_size)
+        write_starts(directory.path, starts)
         return _OPEN
 
     opening.is_complete = _run_on_rank_zero(job, open_on_rank_zero) == _COMPLETE
     return opening
+
+
+def _starts_with_this_one(
+    run: RunSettings, resume_point: ResumePoint, path: Path, supervision: Supervision
+) -> tuple[Start, ...]:
+    """Return the starts of the run up to this one. Rank 0 only.
+
+    Raises `RepeatedFailure` if the last ones failed alike. The refusal is then the end of the run,
+    and the last one of its starts.
+    """
+    starts: tuple[Start, ...] = ()
+    if run.resume == "auto" and path.exists():
+        starts = with_last_end(read_starts(path), path)
+    state = resume_point.state
+    start = new_start(1 if state is None else state.step + 1, os.environ)
+    refusal = refusal_of_repeated_failure(starts, start.first_step)
+    if refusal is None:
+        return (*starts, start)
+    end = End(start.first_step, refusal.exit_code, str(refusal))
+    archive_exit_record(path)
+    write_starts(path, (*starts, msgspec.structs.replace(start, end=end)))
+    supervision.reporter.directory = path
+    raise refusal
 
 
 def _restore_data(

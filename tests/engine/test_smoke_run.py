@@ -85,6 +85,7 @@ NAMES = {
     "rollout/zero_variance_rate",
     "phase/index",
     "phase/tokens",
+    "run/effective_time",
     "samples/failed",
     "samples/kept",
     "samples/left_out",

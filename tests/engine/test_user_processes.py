@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from launch.testbed.jobs import start_job
+from megatron_rl.records.effective_time import is_time
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(600)]
 # The same classes, built in and by their dotted names, which puts them in processes
@@ -30,7 +31,7 @@ def run_job(
     assert job.returncode == 0, output[-4000:]
     lines = (folder / "job/metrics.jsonl").read_text().splitlines()
     records = [
-        {name: value for name, value in json.loads(line).items() if not name.startswith("time/")}
+        {name: value for name, value in json.loads(line).items() if not is_time(name)}
         for line in lines
     ]
     return records, (folder / "job/checkpoints/step-2/model.safetensors").read_bytes()

@@ -131,17 +131,61 @@ def test_outside_of_slurm_it_prints_how_to_submit_it(tmp_path: Path) -> None:
     )
 
 
-@pytest.mark.parametrize("code", [4, 7])
-@pytest.mark.parametrize("has_new_checkpoint", [True, False])
-def test_a_job_whose_engine_or_rank_died_is_requeued_after_a_checkpoint(
-    tmp_path: Path, code: int, has_new_checkpoint: bool
-) -> None:
-    run = tmp_path / "runs/long"
+RESUMED = ("run.name=long", "run.resume=auto", "run.checkpoint_every=5")
+
+
+def submit_job_that_ends(
+    directory: Path, *, exit_json: str, saves: bool
+) -> subprocess.CompletedProcess[str]:
+    """Submit a job whose run has a checkpoint of step 5, may save another one, and fails.
+
+    exit_json: shell commands that write exit.json, or leave it.
+    """
+    run = directory / "runs/long"
     (run / "checkpoints/iter_0000005").mkdir(parents=True)
     os.utime(run / "checkpoints/iter_0000005", (1, 1))
-    save = f"mkdir {run}/checkpoints/iter_0000010;" if has_new_checkpoint else ""
-    record = f'{{"code":{code},"reason":"r"}}'
-    srun = f"sleep 0.05; {save} echo '{record}' > {run}/exit.json; exit 1"
-    overrides = (f"run.root={tmp_path}/runs", "run.name=long", "run.resume=auto")
-    result = submit(tmp_path, *overrides, srun=srun)
-    assert ("requeue 123456" in result.stderr) == has_new_checkpoint
+    (run / "exit.json").write_text('{"code":75,"reason":"an earlier start"}')
+    os.utime(run / "exit.json", (1, 1))
+    save = f"mkdir {run}/checkpoints/iter_0000010" if saves else ""
+    srun = f"cd {run}; sleep 0.05; {save or ':'}; {exit_json}; exit 1"
+    result = submit(directory, f"run.root={directory}/runs", *RESUMED, srun=srun)
+    assert [path.name for path in run.parent.iterdir()] == ["long"], "the marker is removed"
+    return result
+
+
+def record_of(code: int) -> str:
+    return f"""echo '{{"code":{code},"reason":"r"}}' > exit.json"""
+
+
+@pytest.mark.parametrize("saves", [True, False])
+@pytest.mark.parametrize(
+    "exit_json",
+    [*(pytest.param(record_of(code), id=f"{code}") for code in (1, 4, 5, 7, 143)), "rm exit.json"],
+)
+def test_a_job_that_failed_or_was_killed_is_requeued_after_a_checkpoint(
+    tmp_path: Path, exit_json: str, saves: bool
+) -> None:
+    """Without a checkpoint since its start, the run would fail at the same step for ever."""
+    result = submit_job_that_ends(tmp_path, exit_json=exit_json, saves=saves)
+    assert ("requeue 123456" in result.stderr) == saves
+    assert ("Not requeued: the run failed" in result.stderr) == (not saves)
+    assert result.returncode == (0 if saves else 1)
+
+
+@pytest.mark.parametrize("code", [0, 2, 3, 6, 8, 129, 130])
+def test_a_job_that_is_refused_complete_or_interrupted_is_not_requeued(
+    tmp_path: Path, code: int
+) -> None:
+    result = submit_job_that_ends(tmp_path, exit_json=record_of(code), saves=True)
+    assert "requeue 123456" not in result.stderr and result.returncode == 1
+
+
+def test_the_exit_record_of_an_earlier_start_requeues_nothing(tmp_path: Path) -> None:
+    """A start that is refused leaves that record, such as that of a request to stop."""
+    result = submit_job_that_ends(tmp_path, exit_json=":", saves=False)
+    assert "requeue 123456" not in result.stderr and result.returncode == 1
+
+
+def test_a_new_run_that_was_killed_before_its_directory_is_not_requeued(tmp_path: Path) -> None:
+    result = submit(tmp_path, f"run.root={tmp_path}/new", *RESUMED, srun="exit 137")
+    assert result.returncode == 137 and "requeue 123456" not in result.stderr

@@ -7,11 +7,13 @@ from typing import Any
 import torch
 from safetensors.torch import load_file
 
+from megatron_rl.records.effective_time import is_time
+
 
 def metrics_of(run: Path) -> list[dict[str, Any]]:
     """Return the records of a run, without times."""
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [{k: v for k, v in record.items() if not k.startswith("time/")} for record in records]
+    return [{k: v for k, v in record.items() if not is_time(k)} for record in records]
 
 
 def weights_of(run: Path, step: int) -> dict[str, torch.Tensor]:

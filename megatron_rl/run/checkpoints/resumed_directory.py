@@ -32,7 +32,8 @@ from megatron_rl.records.samples.files import move_samples
 from megatron_rl.run.stopping import ending_key
 
 _PATIENCE_SECONDS = 30.0
-_FILES_TO_ARCHIVE = ("exit.json", "left_out.txt", STOP_FILE)
+_EXIT_RECORD = "exit.json"
+_FILES_TO_ARCHIVE = (_EXIT_RECORD, "left_out.txt", STOP_FILE)
 
 
 class _Step(msgspec.Struct):
@@ -109,6 +110,13 @@ def reopen_directory(directory: RunDirectory, settings: str, position: LoopState
     if not any(archive.iterdir()):
         archive.rmdir()
     directory.make_folders()
+    reserve_exit_record(path)
+
+
+def archive_exit_record(path: Path) -> None:
+    """Move exit.json to `resumed/N/`, so that this start can record its end. Rank 0 only."""
+    if (path / _EXIT_RECORD).exists():
+        _move(path / _EXIT_RECORD, _next_folder(path / ARCHIVE))
     reserve_exit_record(path)
 
 
