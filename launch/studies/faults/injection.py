@@ -137,7 +137,7 @@ def _strike(fault: Fault, scene: Scene) -> float:
     if not fault.recovers:
         wait_for_step(scene.directory / "job", 1, scene.job)
     scene.processes = process_tree(scene.job)
-    scene.shared_memory = _mapped_files(scene.processes)
+    scene.shared_memory = mapped_files(scene.processes)
     start = time.monotonic()
     fault.strike(scene)
     return start
@@ -152,12 +152,12 @@ def _watch_to_the_end(scene: Scene) -> list[psutil.Process]:
     while scene.job.poll() is None:
         with contextlib.suppress(psutil.Error):
             processes |= {process.pid: process for process in process_tree(scene.job)}
-        scene.shared_memory |= _mapped_files(processes.values())
+        scene.shared_memory |= mapped_files(processes.values())
         time.sleep(0.1)
     return list(processes.values())
 
 
-def _mapped_files(processes: Iterable[psutil.Process]) -> set[Path]:
+def mapped_files(processes: Iterable[psutil.Process]) -> set[Path]:
     """Files in /dev/shm that processes have mapped."""
     files = set()
     for process in processes:

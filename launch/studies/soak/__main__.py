@@ -20,6 +20,8 @@ import tempfile
 import time
 from pathlib import Path
 
+import msgspec
+
 from launch.studies.faults.follower import RunFollower
 from launch.studies.faults.table import find_collector, find_engine
 from launch.studies.soak.effective_time import (
@@ -36,6 +38,7 @@ _SETTINGS = (
     "train.total_steps=100000",
     "recovery.restarts_per_hour=60",
     "logger.progress=true",
+    "samples.every=0",
     "run.checkpoint_every=50",
     "run.keep_checkpoints=1",
 )
@@ -110,6 +113,7 @@ def main() -> None:
             soak.run()
         finally:
             (directory / "output.txt").write_text(soak.follower.output)
+            (directory / "samples.json").write_bytes(msgspec.json.encode(soak.log.samples))
             if soak.follower.job.poll() is None:
                 soak.follower.kill()
         settle = min(0.75 * options.every, 90.0)

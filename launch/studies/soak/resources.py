@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 import psutil
 
+from launch.studies.faults.injection import mapped_files
 from launch.testbed.jobs import command_line
 
-_SHARED_MEMORY = Path("/dev/shm")
 # By a part of the command line. The first one that fits counts.
 _KINDS = {
     "sglang_bridge.server.supervise": "supervisor",
@@ -32,8 +32,8 @@ class Sample:
     """What a run holds at a moment.
 
     seconds: since the start. counts: processes by kind. memory: resident bytes by kind.
-    descriptors: open files by kind. files: in the directory of the run. shared_memory: bytes in
-    /dev/shm.
+    descriptors: open files by kind. files: in the directory of the run. shared_memory: bytes of the
+    files in /dev/shm that the run has ever mapped.
     """
 
     seconds: float
@@ -65,9 +65,11 @@ class ResourceLog:
 
     directory: Path
     samples: list[Sample] = field(default_factory=list)
+    _shared_files: set[Path] = field(default_factory=set)
 
-    def take(self, seconds: float, processes: Iterable[psutil.Process]) -> None:
+    def take(self, seconds: float, processes: Sequence[psutil.Process]) -> None:
         """Take a sample of processes, and of files."""
+        self._shared_files |= mapped_files(processes)
         counts = Counter[str]()
         memory = Counter[str]()
         descriptors = Counter[str]()
@@ -86,7 +88,7 @@ class ResourceLog:
                 memory=memory,
                 descriptors=descriptors,
                 files=sum(1 for _ in self.directory.rglob("*")),
-                shared_memory=_shared_bytes(),
+                shared_memory=sum(map(_size, self._shared_files)),
             )
         )
 
@@ -130,9 +132,9 @@ def _growth_of_kind(kind: str, early: Sequence[Sample], late: Sequence[Sample]) 
     ]
 
 
-def _shared_bytes() -> int:
-    total = 0
-    for file in _SHARED_MEMORY.glob("*"):
-        with contextlib.suppress(OSError):
-            total += file.stat().st_size
-    return total
+def _size(file: Path) -> int:
+    """The size of a file, 0 if it does not exist any more."""
+    try:
+        return file.stat().st_size
+    except OSError:
+        return 0
