@@ -96,6 +96,28 @@ def assert_equal_to(run: Path, reference: Path) -> None:
     assert_same_weights(run, reference, STEPS)
 
 
+def run_with_killed_ranks(root: Path, dtype: str) -> str:
+    """Train to the end while rank 0 and later rank 1 are killed. Returns the output."""
+    job = start_job(
+        root,
+        *RESUMED,
+        f"model.dtype={dtype}",
+        ranks=2,
+        restarts=2,
+        errors=root / "errors",
+    )
+    try:
+        for rank, step in ((0, 2), (1, 4)):
+            wait_for_recorded_step(root / "job", step, job)
+            rank_process(job, rank).kill()
+        output, _ = job.communicate(timeout=900)
+    finally:
+        if job.poll() is None:
+            kill_at_once([psutil.Process(job.pid), *processes_below(job)])
+    assert job.returncode == 0, output[-3000:] + (root / "errors").read_text()[-3000:]
+    return output
+
+
 @exact
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_torchrun_restarts_ranks_that_are_killed_and_the_run_ends_exactly(
@@ -103,26 +125,21 @@ def test_torchrun_restarts_ranks_that_are_killed_and_the_run_ends_exactly(
 ) -> None:
     reference = undisturbed(dtype)
     run = tmp_path / "job"
-    output = tmp_path / "errors"
-    job = start_job(tmp_path, *RESUMED, f"model.dtype={dtype}", ranks=2, restarts=2, errors=output)
-    try:
-        for rank, step in ((0, 2), (1, 4)):
-            wait_for_recorded_step(run, step, job)
-            rank_process(job, rank).kill()
-        lines, _ = job.communicate(timeout=900)
-    finally:
-        kill_at_once([psutil.Process(job.pid), *processes_below(job)] if job.poll() is None else [])
-    assert job.returncode == 0, lines[-3000:] + output.read_text()[-3000:]
+    output = run_with_killed_ranks(tmp_path, dtype)
     assert_equal_to(run, reference)
-    starts = read_starts(run)
-    ends = [start.end for start in starts]
-    assert [end and end.code for end in ends] == [7, 7, None]
-    assert "rank 0 of the training ended without a report" in str(ends[0])
-    assert "rank 1 of the training ended without a report" in str(ends[1])
-    last = read_metrics(run)[-1]
-    undisturbed_last = read_metrics(reference)[-1]
-    assert 0 < last["run/effective_time"] < undisturbed_last["run/effective_time"] <= 1  # type: ignore[operator]
-    assert "effective training time" in lines
+    *ends, last = [start.end for start in read_starts(run)]
+    assert last is None
+    for rank, end in enumerate(ends):
+        assert end is not None and end.code == 7
+        assert end.reason.startswith(f"rank {rank} of the training ended without a report")
+    assert len(ends) == 2 and "effective training time" in output
+    assert 0 < effective_time_of(run) < effective_time_of(reference) <= 1
+
+
+def effective_time_of(run: Path) -> float:
+    value = read_metrics(run)[-1]["run/effective_time"]
+    assert value is not None
+    return value
 
 
 def test_torchrun_does_not_restart_a_run_that_was_asked_to_stop(tmp_path: Path) -> None:

@@ -87,6 +87,6 @@ def refusal_of_repeated_failure(starts: Sequence[Start], first_step: int) -> Rep
     cause = "killed" if last.code is None else f"code {last.code}"
     return RepeatedFailure(
         f"the run failed {_MAX_EQUAL_FAILURES} times at step {last.step} with {cause}, and saved "
-        f"no checkpoint in between: {last.reason}. Mend the cause (see logs/), then start it again: "
-        "a start after this refusal is let through"
+        f"no checkpoint in between: {last.reason}. Mend the cause (see logs/), then start it "
+        "again: a start after this refusal is let through"
     )
