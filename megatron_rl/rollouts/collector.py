@@ -28,6 +28,7 @@ from megatron_rl.rollouts.messages import (
     SetVersion,
     Stop,
     ToCollector,
+    Withdraw,
 )
 from megatron_rl.rollouts.repetition import repetition, sampled_token_ids
 from megatron_rl.rollouts.store import RolloutStore, make_rollout_ref
@@ -52,12 +53,16 @@ class Collector:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="replies")
         self._runner = EpisodeRunner(configuration, send, self._threads)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._requests: dict[str, asyncio.Task[None]] = {}  # by group id, those that run
 
     async def handle(self, message: ToCollector) -> bool:
         """Process one message and return False if the collector has to end."""
         match message:
             case GroupRequest():
-                self._start(self._answer(message))
+                task = self._start(self._answer(message))
+                self._requests[message.group_id] = task
+            case Withdraw():
+                self._withdraw(message.group_ids)
             case Release():
                 self._store.release(message.group_ids)
             case AddEngine() | RemoveEngine() | SetVersion():
@@ -80,11 +85,19 @@ class Collector:
         await self._runner.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _start(self, coroutine: Coroutine[None, None, None]) -> None:
+    def _withdraw(self, group_ids: Sequence[str]) -> None:
+        for group_id in group_ids:
+            task = self._requests.pop(group_id, None)
+            if task is not None:
+                task.cancel()
+        self._store.release(group_ids)
+
+    def _start(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Run a coroutine until it ends or the collector closes."""
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _hold(self, keep_partials: bool) -> None:
         num_partials, num_tokens = await self._runner.engines.hold(keep_partials=keep_partials)
@@ -94,6 +107,7 @@ class Collector:
         engines = self._runner.engines
         match message:
             case AddEngine(engine):
+                await engines.remove(engine.url)
                 engines.add(engine)
             case RemoveEngine(url):
                 await engines.remove(url)
@@ -109,6 +123,8 @@ class Collector:
             await self._send(await self._run(request))
         except Exception as error:
             await self._send(_failure_report(error))
+        finally:
+            self._requests.pop(request.group_id, None)
 
     async def _run(self, request: GroupRequest) -> GroupDone:
         indices = range(request.first_sample, request.first_sample + request.num_samples)
@@ -128,7 +144,11 @@ class Collector:
         )
         num_rejected = sum(sum(outcome.rejected_tokens.values()) for outcome in outcomes)
         num_used = sum(result.num_generated for result in results)
-        return GroupDone(group=group, generated_tokens=num_used + num_rejected)
+        return GroupDone(
+            group=group,
+            generated_tokens=num_used + num_rejected,
+            attempt=request.attempt,
+        )
 
     async def _refs(
         self, request: GroupRequest, results: Sequence[ScoredRollout]

@@ -372,11 +372,15 @@ class EnginePool:
     async def _count_failure(self, member: _Member, failure: Exception) -> None:
         """Count a failure and leave the engine out after too many of them.
 
-        An engine that fell silent is left out at once: the next request would wait as long.
+        An engine that fell silent is left out at once: the next request would wait as long. The
+        last engine is not left out for responses that cannot be used: with NaN in the weights,
+        those of every engine are, and the batch has to say so.
         """
         member.failures += 1
         is_silent = isinstance(failure, RequestExpired)
         if member.left_out or (member.failures < _MAX_CONSECUTIVE_FAILURES and not is_silent):
+            return
+        if _is_unusable_response(failure) and not self._has_others({member}):
             return
         member.left_out = True
         _log.warning(
@@ -404,6 +408,11 @@ def _too_many_losses(rid: str) -> RequestFailed:
         f"{rid}: {_MAX_LOST_ENGINES} engines ended or fell silent while they worked on this "
         "request, so it is not sent to another one"
     )
+
+
+def _is_unusable_response(failure: Exception) -> bool:
+    """True if the engine answered, with the current weights, what cannot be used."""
+    return isinstance(failure, GenerationRejected) and failure.reason not in (STALE, NEVER_SENT)
 
 
 def _is_loss(failure: RequestFailed | GenerationRejected) -> bool:

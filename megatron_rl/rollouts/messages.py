@@ -57,6 +57,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
 
     first_sample: number of the group's rollouts that earlier requests have sampled.
     evaluation: return verdicts only. No rollout is kept and no routes are requested.
+    attempt: how often the request was sent before. The answer repeats it.
     """
 
     group_id: str
@@ -65,6 +66,13 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     sampling: Sampling
     first_sample: Count = 0
     evaluation: bool = False
+    attempt: Count = 0
+
+
+class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
+    """Drop requests for groups, and free what is stored for them. Others sample them."""
+
+    group_ids: tuple[str, ...]
 
 
 class Release(msgspec.Struct, frozen=True, tag="release"):
@@ -116,11 +124,12 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
 class GroupDone(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
     """A group is complete: every rollout has a verdict or was rejected.
 
-    generated_tokens: tokens that engines sampled for it.
+    generated_tokens: tokens that engines sampled for it. attempt: that of the request.
     """
 
     group: Group
     generated_tokens: Count
+    attempt: Count = 0
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
@@ -166,6 +175,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
 ToCollector = (
     Configure
     | GroupRequest
+    | Withdraw
     | Release
     | AddEngine
     | RemoveEngine

@@ -38,10 +38,10 @@ from megatron_rl.rollouts.messages import (
     SetVersion,
     Stop,
     ToCollector,
+    Withdraw,
 )
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineError
-
 
 _HOLD_POLL_SECONDS = 0.5
 
@@ -88,12 +88,14 @@ class HeldRequests:
 class _Outstanding:
     """A request that was not answered yet. since: on the monotonic clock.
 
-    node: of the collector that has it, None while no collector is connected.
+    node: of the collector that has it, None while no collector is connected. attempt: how often it
+    was sent before.
     """
 
     request: GroupRequest
     since: float
     node: int | None = None
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -109,7 +111,7 @@ class RolloutQueue:
     """Distributes group requests over the collectors of all nodes.
 
     Each request goes to the node with the fewest outstanding rollouts. It waits while no collector
-    is connected.
+    is connected. If the last engine of a node leaves, its requests go to nodes that have one.
 
     generated_tokens: tokens that engines have sampled for delivered groups since the start.
     num_repeated: requests that were sent again, because their collector was gone.
@@ -143,7 +145,10 @@ class RolloutQueue:
         self._ready: deque[Group] = deque()  # groups that `as_completed` has not yielded yet
         self._loads = Counter[int]()  # outstanding rollouts by node
         self._holders: dict[str, _Holder] = {}  # by id of a group that is not released yet
+        self._hold: Hold | None = None  # until `proceed`
         self._held: dict[int, Held] = {}  # by node, since the last `hold`
+        # By node, the ids of groups that were withdrawn. Their answer may be on its way.
+        self._withdrawn_ids: dict[int, set[str]] = {}
         self.generated_tokens = 0
         self.num_repeated = 0
 
@@ -157,6 +162,7 @@ class RolloutQueue:
         self._engines[engine.url] = engine
         self.engines_left_out.discard(engine.url)
         self._send(engine.node, AddEngine(engine))
+        self._move_requests()
 
     def remove_engine(self, url: str) -> None:
         """Let no collector use an engine. Does nothing for an engine that was not added."""
@@ -164,6 +170,7 @@ class RolloutQueue:
         self.engines_left_out.discard(url)
         if engine is not None:
             self._send(engine.node, RemoveEngine(url))
+            self._move_requests()
 
     def set_version(self, version: int) -> None:
         """Set the version of the trainer's weights, which the engines hold now."""
@@ -232,18 +239,18 @@ class RolloutQueue:
         """Let collectors send no request until `proceed`, and wait until no engine works on one.
 
         abort: aborts all requests of all engines; they are continued later. It is called about
-        every half second, because a request may be on its way. None: the requests end by themselves.
+        every half second, because a request may be on its way. None: they run to their end.
 
         Raises `HoldTimedOut`, and `CollectorFailed`.
         """
         self._handle_events()
-        waiting_nodes = set(self.connected_nodes)
-        for node in waiting_nodes:
-            self._send(node, Hold(keep_partials=abort is not None))
         self._held = {}
+        self._hold = Hold(keep_partials=abort is not None)
+        for node in self.connected_nodes:
+            self._send(node, self._hold)
         reminder = Reminder()
         deadline = time.monotonic() + timeout_seconds
-        while waiting_nodes := waiting_nodes & set(self.connected_nodes) - self._held.keys():
+        while waiting_nodes := set(self.connected_nodes) - self._held.keys():
             if time.monotonic() > deadline:
                 raise HoldTimedOut(
                     f"the engines of node(s) {sorted(waiting_nodes)} still worked on requests "
@@ -262,6 +269,7 @@ class RolloutQueue:
 
     def proceed(self) -> None:
         """Let collectors send requests again, and continue those that were interrupted."""
+        self._hold = None
         for node in self.connected_nodes:
             self._send(node, Proceed())
 
@@ -302,14 +310,46 @@ class RolloutQueue:
             self._hub.send(node, message)
 
     def _assign(self, outstanding: _Outstanding) -> None:
-        """Send a request to the node with the fewest outstanding rollouts, if there is one."""
-        nodes = self.connected_nodes
+        """Send a request to the node with the fewest outstanding rollouts, if there is one.
+
+        Nodes without an engine count only where no node has one: some environments need none.
+        """
+        nodes = self._nodes_with_engines() or self.connected_nodes
         if not nodes:
             return
         node = min(nodes, key=lambda n: (self._loads[n], n))
         outstanding.node = node
         self._loads[node] += outstanding.request.num_samples
-        self._send(node, outstanding.request)
+        request = msgspec.structs.replace(outstanding.request, attempt=outstanding.attempt)
+        self._send(node, request)
+
+    def _nodes_with_engines(self) -> list[int]:
+        nodes = {engine.node for engine in self._engines.values()}
+        return [node for node in self.connected_nodes if node in nodes]
+
+    def _move_requests(self) -> None:
+        """Withdraw the requests of nodes without engines if other nodes have some."""
+        nodes_with_engines = self._nodes_with_engines()
+        if not nodes_with_engines:
+            return
+        ids_by_node: dict[int, list[str]] = {}
+        for group_id, outstanding in self._outstanding.items():
+            if outstanding.node is not None and outstanding.node not in nodes_with_engines:
+                ids_by_node.setdefault(outstanding.node, []).append(group_id)
+        for node, group_ids in ids_by_node.items():
+            self._send(node, Withdraw(tuple(group_ids)))
+            self._withdrawn_ids.setdefault(node, set()).update(group_ids)
+            self._detach(node)
+        self._assign_waiting()
+
+    def _detach(self, node: int) -> None:
+        """Take its requests away from a node. They wait for another one."""
+        self._loads[node] = 0
+        for outstanding in self._outstanding.values():
+            if outstanding.node == node:
+                outstanding.node = None
+                outstanding.attempt += 1
+                self.num_repeated += 1
 
     def _is_lost(self, group_id: str) -> bool:
         holder = self._holders.get(group_id)
@@ -343,13 +383,25 @@ class RolloutQueue:
                 self._handle_news(message)
             case Held():
                 self._held[node] = message
-            case GroupDone() if message.group.group_id in self._outstanding:
+            case GroupDone() if self._is_expected(node, message):
                 return self._take(node, message)
+            case GroupDone() if message.group.group_id in self._withdrawn_ids.get(node, ()):
+                self._withdrawn_ids[node].remove(message.group.group_id)
             case _:
                 raise CollectorFailed(
                     f"the collector of node {node} sent an unexpected {type(message).__name__}"
                 )
         return None
+
+    def _is_expected(self, node: int, message: GroupDone) -> bool:
+        """Return False for the answer to a request that was withdrawn."""
+        group_id = message.group.group_id
+        outstanding = self._outstanding.get(group_id)
+        if outstanding is None or outstanding.node != node:
+            return False
+        # After a withdrawal, the node may have the request for the second time
+        is_unique = group_id not in self._withdrawn_ids.get(node, ())
+        return is_unique or outstanding.attempt == message.attempt
 
     def _welcome(self, node: int, epoch: int) -> None:
         """Configure a collector that has connected, and send it the requests that wait."""
@@ -362,17 +414,17 @@ class RolloutQueue:
         for engine in self._engines.values():
             if engine.node == node:
                 self._send(node, AddEngine(engine))
+        if self._hold is not None:
+            self._send(node, self._hold)
         self._assign_waiting()
 
     def _handle_gone(self, node: int, epoch: int, reason: str) -> None:
         """Send the requests of a collector that is gone to others. They may have to wait."""
         if self._epochs.get(node) == epoch:
             del self._epochs[node]
-        self._loads[node] = 0
-        for outstanding in self._outstanding.values():
-            if outstanding.node == node:
-                outstanding.node = None
-                self.num_repeated += 1
+        self._held.pop(node, None)
+        self._withdrawn_ids.pop(node, None)
+        self._detach(node)
         self._assign_waiting()
         self._write_log(f"{reason}. Its requests go to others, or wait for the next one")
         if self.observer is not None:

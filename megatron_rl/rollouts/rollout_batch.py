@@ -17,7 +17,7 @@ from megatron_rl.credit.source_metrics import source_metrics
 from megatron_rl.prompts.selection.selector import RolloutRequest, Selector, StepSelection
 from megatron_rl.rewards.runner import ABANDONED
 from megatron_rl.rollouts.messages import GroupRequest
-from megatron_rl.rollouts.queue import RolloutQueue
+from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from megatron_rl.rollouts.rejections import require_usable
 
 
@@ -193,6 +193,10 @@ class RolloutSampler:
             for part_id, part in batch.parts.items()
             if any(rollout.rollout_id in ids for rollout in part.rollouts)
         ]
+        if not lost_parts and not self.queue.lost_groups(batch.delivered_ids):
+            raise CollectorFailed(
+                f"rollouts are gone that no request of the batch has sampled: {sorted(ids)[:4]}"
+            )
         return self._without_lost_groups(self._repeat(batch, lost_parts))
 
     def _without_lost_groups(self, batch: RolloutBatch) -> RolloutBatch:

@@ -36,6 +36,7 @@ from megatron_rl.rollouts.messages import (
     SetVersion,
     Stop,
     ToCollector,
+    Withdraw,
 )
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from sglang_bridge.engine import Engine
@@ -450,6 +451,28 @@ def test_an_observer_learns_of_engines_and_collectors_that_failed(
     assert observer.lost_collectors == [(0, 0)]
 
 
+def test_requests_of_a_node_without_engines_move_to_one_that_has_some(
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
+) -> None:
+    other = Peer(hub, 1)
+    hub.wait_for(2, 5)
+    queue.add_engine(Engine(url="http://a:1", node=0))
+    queue.add_engine(Engine(url="http://b:1", node=1))
+    queue.submit([request("a"), request("b")])
+    assert requested_ids(peer, 2) == ["a"]
+    queue.remove_engine("http://a:1")
+    assert peer.receive(2) == [RemoveEngine("http://a:1"), Withdraw(("a",))]
+    peer.send(group_done("a"))  # it was on its way when the request was withdrawn
+    other.send(group_done("b"))
+    other.send(msgspec.structs.replace(group_done("a"), attempt=1))
+    groups = list(queue.as_completed(idle))
+    assert sorted(group.group_id for group in groups) == ["a", "b"]
+    queue.release(["a"])
+    assert [m for m in other.receive(4) if isinstance(m, Release)] == [Release(("a",))]
+    assert queue.num_repeated == 1
+    other.close()
+
+
 def test_requests_of_a_lost_collector_go_to_another_node_under_the_same_ids(
     hub: CollectorHub, queue: RolloutQueue, peer: Peer
 ) -> None:
@@ -462,7 +485,8 @@ def test_requests_of_a_lost_collector_go_to_another_node_under_the_same_ids(
     for name in "abc":
         other.send(group_done(name))
     assert sorted(group.group_id for group in queue.as_completed(idle)) == ["a", "b", "c"]
-    assert [m for m in other.receive(1) if isinstance(m, GroupRequest)] == lost_requests
+    repeated = [m for m in other.receive(1) if isinstance(m, GroupRequest)]
+    assert repeated == [msgspec.structs.replace(m, attempt=1) for m in lost_requests]
     assert queue.num_repeated == 1
     other.close()
 

@@ -45,6 +45,7 @@ from megatron_rl.rollouts.messages import (
     SetVersion,
     Stop,
     ToCollector,
+    Withdraw,
     collector_name,
 )
 from megatron_rl.rollouts.queue import RolloutQueue
@@ -152,6 +153,10 @@ class SimulatedCollector:
             case GroupRequest(group_id=group_id):
                 assert group_id not in self.requests and group_id not in self.held_groups
                 self.requests[group_id] = message
+            case Withdraw(group_ids):
+                for group_id in group_ids:
+                    self.requests.pop(group_id, None)
+                self.held_groups -= set(group_ids)
             case Release(group_ids):
                 self.held_groups -= set(group_ids)
             case AddEngine(engine):
@@ -184,7 +189,8 @@ class SimulatedCollector:
             rollouts=(),
             environment_error=f"{engine.version} {is_trusted}",
         )
-        self.send(GroupDone(group=group, generated_tokens=1))
+        attempt = waiting_request.attempt
+        self.send(GroupDone(group=group, generated_tokens=1, attempt=attempt))
 
 
 class FakeRouter:
@@ -451,13 +457,13 @@ class SimulatedRun:
         self.check()
 
     def can_progress(self) -> bool:
-        """Return True if every node has an engine that may serve, and a collector."""
+        """Return True if a node has an engine that may serve, and a collector."""
         nodes = {
             member.engine.node for member in self.members if member.state is not MemberState.GONE
         }
         if not self.list.urls:
             nodes &= {n.node for n in self.nodes if any(map(self._may_run, n.engines))}
-        return all(node.node in nodes and self._may_run(node.collector) for node in self.nodes)
+        return any(node.node in nodes and self._may_run(node.collector) for node in self.nodes)
 
     def pass_time(self, seconds: float) -> None:
         """Let time pass while rank 0 listens. Raises `OutOfTime`."""
