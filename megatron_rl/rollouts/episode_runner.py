@@ -27,7 +27,7 @@ from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.rewards import RewardRunner
 from megatron_rl.rewards.runner import MAX_REASON_LENGTH, describe_failure, make_encodable
 from megatron_rl.rewards.user_calls import Ending, Outcome, TimeLimit
-from megatron_rl.rollouts.engine_pool import EnginePool, RequestForm
+from megatron_rl.rollouts.generation.engine_pool import EnginePool, RequestForm
 from megatron_rl.rollouts.messages import (
     ENGINE_FAILURE,
     ENVIRONMENT_ABANDONED,

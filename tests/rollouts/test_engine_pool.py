@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.prompt import Sampling
-from megatron_rl.rollouts.engine_pool import EnginePool, RequestForm
+from megatron_rl.rollouts.generation.engine_pool import EnginePool, RequestForm
 from megatron_rl.rollouts.messages import AbortRequest, EngineLeftOut, FromCollector
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed

@@ -9,7 +9,7 @@ import numpy as np
 
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.prompt import Sampling
-from megatron_rl.rollouts.engine_pool import EnginePool, RequestForm
+from megatron_rl.rollouts.generation.engine_pool import EnginePool, RequestForm
 from megatron_rl.rollouts.messages import FromCollector
 from sglang_bridge.engine import Engine
 from sglang_bridge.generation import FinishReason, Generation

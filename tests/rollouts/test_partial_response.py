@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.contracts.prompt import Sampling
-from megatron_rl.rollouts.partial_response import PartialResponse
+from megatron_rl.rollouts.generation.partial_response import PartialResponse
 from sglang_bridge.generation import FinishReason, Generation, VersionSpan
 
 EOS = 9

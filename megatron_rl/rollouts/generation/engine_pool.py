@@ -18,9 +18,9 @@ from dataclasses import dataclass, field
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.group import NEVER_SENT, STALE
 from megatron_rl.contracts.prompt import Sampling
+from megatron_rl.rollouts.generation.partial_response import PartialResponse
+from megatron_rl.rollouts.generation.slots import Slots
 from megatron_rl.rollouts.messages import AbortRequest, EngineLeftOut, FromCollector
-from megatron_rl.rollouts.partial_response import PartialResponse
-from megatron_rl.rollouts.slots import Slots
 from sglang_bridge.client import GenerateClient, RequestExpired, may_succeed_elsewhere
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
