@@ -430,7 +430,7 @@ class EvalSettings(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class RecoverySettings(Section):
-    """What the run does when an engine or a collector ends, hangs or answers rubbish."""
+    """Limits of the recovery from engines and collectors that end, hang or answer rubbish."""
 
     # How often one engine, or the collector of one node, may be started again within an hour. After
     # that it is given up. 0: it is given up when it ends.

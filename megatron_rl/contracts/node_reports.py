@@ -57,7 +57,7 @@ class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeOrders(msgspec.Struct, frozen=True, kw_only=True):
-    """What a node has to do. It executes each order once.
+    """Orders to a node, which executes each of them once.
 
     restart_engines: by the index of an engine, the epoch to end. An engine of a later epoch is left
     alone. restart_collector: the epoch of the collector to end, None: leave it alone. reasons: by

@@ -22,9 +22,9 @@ _HOLD_SECONDS = 600.0
 class EngineConnections:
     """Rank 0's connections: `queue` takes requests for rollouts, `weights` sends weights.
 
-    fleet: decides which engines serve. open_admin: opens the control client of an engine. sends_weights: False where engines serve the weights that
-    they have loaded themselves. token_counter: compares the engines' counts of tokens with the
-    run's, None if they do not count.
+    fleet: decides which engines serve. open_admin: opens the control client of an engine.
+    sends_weights: False where engines serve the weights that they have loaded themselves.
+    token_counter: compares the engines' counts of tokens with the run's, None if they do not count.
     """
 
     queue: RolloutQueue

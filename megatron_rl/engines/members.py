@@ -14,7 +14,7 @@ from sglang_bridge.engine import Engine
 
 
 class MemberState(StrEnum):
-    """What an engine does for the run.
+    """The state of an engine in a run.
 
     OUT: it gets no requests: it starts, does not answer, or failed.
     WAITING: it answers and waits for the weights.

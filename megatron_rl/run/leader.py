@@ -150,17 +150,7 @@ class Leader:
         watch = Stopwatch()
         with watch.section("rollout"), self._abortable():
             batch = self.parts.rollouts.sample(step)
-        outcome: TrainOutcome | None = None
-        while outcome is None:
-            with watch.section("credit"):
-                credit = self.parts.credit.assign(step, batch.groups, batch.stopped_groups)
-                plan = self._plan(step, credit)
-            result = self._train(plan)
-            if isinstance(result, TrainOutcome):
-                outcome = result
-                continue
-            with watch.section("rollout"), self._abortable():
-                batch = self.parts.rollouts.sample_again(batch, result.rollout_ids)
+        batch, credit, plan, outcome = self._train_batch(step, batch, watch)
         values |= batch.metrics() | credit.metrics()
         with watch.section("account"):
             values |= self._training_metrics(batch, credit, plan, outcome)
@@ -175,6 +165,23 @@ class Leader:
         values |= watch.values()
         self.records.progress.log_step(step, values, is_sampled=self.weights is not None)
         self._report_alarms(values)
+
+    def _train_batch(
+        self, step: int, batch: RolloutBatch, watch: Stopwatch
+    ) -> tuple[RolloutBatch, BatchCredit, StepPlan, TrainOutcome]:
+        """Credit, plan and train a batch. Rollouts that are gone are sampled again first.
+
+        Returns the batch that was trained, with its credit, plan and outcome.
+        """
+        while True:
+            with watch.section("credit"):
+                credit = self.parts.credit.assign(step, batch.groups, batch.stopped_groups)
+                plan = self._plan(step, credit)
+            result = self._train(plan)
+            if isinstance(result, TrainOutcome):
+                return batch, credit, plan, result
+            with watch.section("rollout"), self._abortable():
+                batch = self.parts.rollouts.sample_again(batch, result.rollout_ids)
 
     def _expire_sync(self) -> None:
         """Note that the engines do not hold the trainer's weights any more."""

@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from pathlib import Path
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -41,13 +42,12 @@ async def generate(pool: EnginePool) -> list[Generation]:
     return await asyncio.gather(*requests)
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
-def test_an_interrupted_response_equals_an_uninterrupted_one_bit_for_bit(
-    dtype: str, tmp_path: Path
-) -> None:
-    model = write_tiny_model(tmp_path / "model", seed=0)
-    partial_counts: list[tuple[int, int]] = []
-    with running_engine(model, tmp_path, max_running_requests=8, dtype=dtype) as engine:  # type: ignore[arg-type]
+def interrupted_pairs(
+    model: Path, directory: Path, dtype: Literal["float32", "bfloat16"]
+) -> tuple[list[tuple[Generation, Generation]], int]:
+    """Return whole responses with their interrupted twins, and the number of interruptions."""
+    num_partials = 0
+    with running_engine(model, directory, max_running_requests=8, dtype=dtype) as engine:
         form = RequestForm(
             api_key=engine.keys.api_key,
             longest_response=300,
@@ -55,30 +55,40 @@ def test_an_interrupted_response_equals_an_uninterrupted_one_bit_for_bit(
             vocab_size=None,
         )
 
-        async def run() -> tuple[list[Generation], list[Generation]]:
+        async def interrupt(pool: EnginePool) -> int:
+            hold = asyncio.create_task(pool.hold(keep_partials=True))
+            while not hold.done():
+                await asyncio.to_thread(engine.admin().abort_all)
+                await asyncio.sleep(0.05)
+            pool.proceed()
+            return hold.result()[0]
+
+        async def run() -> list[tuple[Generation, Generation]]:
+            nonlocal num_partials
             pool = EnginePool([engine.engine], EngineSettings(), form, ignore)
-            expected = await generate(pool)
+            whole = await generate(pool)
             task = asyncio.create_task(generate(pool))
             for _ in range(MAX_PIECES):
                 await asyncio.sleep(0.1)
-                hold = asyncio.create_task(pool.hold(keep_partials=True))
-                while not hold.done():
-                    await asyncio.to_thread(engine.admin().abort_all)
-                    await asyncio.sleep(0.05)
-                partial_counts.append(hold.result())
-                pool.proceed()
-            generations = await task
+                num_partials += await interrupt(pool)
+            interrupted = await task
             await pool.close()
-            return expected, generations
+            return list(zip(whole, interrupted, strict=True))
 
-        expected, generations = asyncio.run(run())
-    assert any(count for count, _ in partial_counts), "no response was interrupted"
-    for whole, joined in zip(expected, generations, strict=True):
-        assert joined.output_ids.tolist() == whole.output_ids.tolist()
-        assert np.array_equal(joined.logprobs, whole.logprobs)
-        assert whole.routes is not None and joined.routes is not None
-        assert np.array_equal(joined.routes, whole.routes)
-        assert (joined.finish_reason, joined.version_spans) == (
-            whole.finish_reason,
-            whole.version_spans,
-        )
+        return asyncio.run(run()), num_partials
+
+
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
+def test_an_interrupted_response_equals_an_uninterrupted_one_bit_for_bit(
+    dtype: Literal["float32", "bfloat16"], tmp_path: Path
+) -> None:
+    model = write_tiny_model(tmp_path / "model", seed=0)
+    pairs, num_partials = interrupted_pairs(model, tmp_path, dtype)
+    assert num_partials, "no response was interrupted"
+    for whole, twin in pairs:
+        assert twin.output_ids.tolist() == whole.output_ids.tolist()
+        assert np.array_equal(twin.logprobs, whole.logprobs)
+        assert whole.routes is not None and twin.routes is not None
+        assert np.array_equal(twin.routes, whole.routes)
+        assert twin.finish_reason is whole.finish_reason
+        assert twin.version_spans == whole.version_spans

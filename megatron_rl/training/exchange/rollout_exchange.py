@@ -45,7 +45,7 @@ class RolloutsLost(ExchangeFailed):
 
 
 class _Problem(msgspec.Struct, frozen=True):
-    """Why a rank cannot train on a rollout. is_lost: it is gone with its collector."""
+    """The reason why a rank cannot train on a rollout. is_lost: it is gone with its collector."""
 
     rollout_id: str
     text: str
