@@ -124,6 +124,7 @@ class Fleet:
     def announce(self) -> None:
         """Tell collectors which engines serve."""
         serving = {member.name: member for member in self.members.serving}
+        have_sampled = self._has_started
         has_changed = False  # the engines whose tokens are counted
         for name, (url, epoch) in list(self._announced.items()):
             member = serving.get(name)
@@ -143,13 +144,13 @@ class Fleet:
                 self._log(f"engine {member.name} ({member.url}) serves")
         self._has_started |= bool(new_members)
         if has_changed or new_members:
-            self._count_tokens_of(serving)
+            self._count_tokens_of(serving, have_sampled=have_sampled)
 
-    def _count_tokens_of(self, serving: dict[str, Member]) -> None:
+    def _count_tokens_of(self, serving: dict[str, Member], *, have_sampled: bool) -> None:
         """Count the tokens of the engines that serve, by name."""
         if self._token_counter is not None and self._open_counter is not None:
             counters = [self._open_counter(member.engine) for member in serving.values()]
-            self._token_counter.set_engines(counters)
+            self._token_counter.set_engines(counters, have_sampled=have_sampled)
 
     def handle_engine_failure(self, url: str, reason: str) -> None:
         """A collector does not use an engine any more, because it failed."""

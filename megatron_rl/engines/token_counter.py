@@ -54,10 +54,14 @@ class TokenCounter:
         self._counted_tokens = 0
         self._counts = self._read()
 
-    def set_engines(self, engines: Sequence[CountingEngine]) -> None:
-        """Read the counters of these engines from now on. Comparisons begin anew."""
+    def set_engines(self, engines: Sequence[CountingEngine], *, have_sampled: bool = True) -> None:
+        """Read the counters of these engines from now on. Comparisons begin anew.
+
+        have_sampled: requests of the run may be open, so that a reading now would be none of all
+        tokens before or after it.
+        """
         self._engines = engines
-        self.restart()
+        self._counts = None if have_sampled else self._read()
 
     def restart(self) -> None:
         """Begin comparisons anew: tokens that were sampled are known to nobody."""

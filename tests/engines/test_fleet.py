@@ -449,8 +449,8 @@ class Counter:
     def __init__(self) -> None:
         self.calls: list[object] = []
 
-    def set_engines(self, engines: list[object]) -> None:
-        self.calls.append(len(engines))
+    def set_engines(self, engines: list[object], *, have_sampled: bool) -> None:
+        self.calls.append(f"{len(engines)} after sampling" if have_sampled else len(engines))
 
     def restart(self) -> None:
         self.calls.append("restart")
@@ -466,7 +466,7 @@ def test_tokens_are_counted_on_the_engines_that_serve() -> None:
     fleet.update()
     fleet.join()
     fleet.fleet.handle_lost_collector(0, 0, "killed")
-    assert counter.calls == [2, 2, "restart"]
+    assert counter.calls == [2, "2 after sampling", "restart"]
 
 
 def test_tokens_are_counted_on_the_others_after_an_engine_has_left_for_good() -> None:
@@ -476,4 +476,4 @@ def test_tokens_are_counted_on_the_others_after_an_engine_has_left_for_good() ->
     fleet.sync(0)
     fleet.report_engine(0, 0, state=ProcessState.GIVEN_UP)
     fleet.update()
-    assert counter.calls == [2, 1]
+    assert counter.calls == [2, "1 after sampling"]

@@ -110,6 +110,18 @@ def test_engines_that_join_are_counted_from_then_on() -> None:
     assert lines == []
 
 
+def test_the_first_step_is_compared_too() -> None:
+    """Engines serve from a moment on at which nothing of the run has been sampled."""
+    engine = CountingEngine("http://a", 10)
+    counter, _ = counter_of(engine)
+    engine.reading = 12
+    counter.set_engines([engine], have_sampled=False)
+    engine.reading = 20
+    comparison = counter.compare(7)
+    assert comparison is not None
+    assert (comparison.engine_tokens, comparison.uncounted_tokens) == (8, 1)
+
+
 def test_comparisons_begin_anew_after_tokens_that_nobody_counted() -> None:
     """A collector that ended has counted tokens, and told nobody."""
     engine = CountingEngine("http://a", 0)
