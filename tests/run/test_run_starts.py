@@ -47,7 +47,8 @@ class Run:
         write_exit_record(self.path, code, "rank 1 ended")
 
     def ends(self) -> list[int | None]:
-        return [start.end and start.end.code for start in read_starts(self.path)]
+        ends = [start.end for start in read_starts(self.path)]
+        return [None if end is None else end.code for end in ends]
 
 
 @pytest.fixture
