@@ -34,8 +34,8 @@ class EffectiveTime:
     def after(self, record: Mapping[str, float | None]) -> float:
         """Return the share after a step with this record. NaN when clocks contradict each other."""
         self._seconds += seconds_of_step(record)
-        elapsed = self._clock() - self._first_start
-        return min(1.0, self._seconds / elapsed) if elapsed > 0 else math.nan
+        age = self._clock() - self._first_start
+        return min(1.0, self._seconds / age) if age > 0 else math.nan
 
 
 def open_effective_time(directory: Path) -> EffectiveTime | None:

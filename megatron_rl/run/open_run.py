@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -223,12 +223,23 @@ def _open_directory(
         opening.log_lines += (f"warning: {warning}" for warning in data.warnings)
         opening.log_lines += _warnings(c.run, directory, resume_point, beliefs)
         opening.log_lines += resume_lines(resume_point, changes, c.mode)
-        open_run_directory(directory, c, resume_point, ranks=job.world_size)
-        write_starts(directory.path, starts)
+        _open_files(directory, c, resume_point, job, starts)
         return _OPEN
 
     opening.is_complete = _run_on_rank_zero(job, open_on_rank_zero) == _COMPLETE
     return opening
+
+
+def _open_files(
+    directory: RunDirectory,
+    c: Configuration,
+    resume_point: ResumePoint,
+    job: Job,
+    starts: Sequence[Start],
+) -> None:
+    """Make or reopen the directory, and record this start, the last one of `starts`."""
+    open_run_directory(directory, c, resume_point, ranks=job.world_size)
+    write_starts(directory.path, starts)
 
 
 def _starts_with_this_one(

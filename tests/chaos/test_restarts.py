@@ -45,7 +45,7 @@ _STEP_SECONDS = 400.0
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def reference_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     """Give the directory of a run in which nothing is killed, for each type."""
 
     @functools.cache
@@ -121,9 +121,9 @@ def run_with_killed_ranks(root: Path, dtype: str) -> str:
 @exact
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_torchrun_restarts_ranks_that_are_killed_and_the_run_ends_exactly(
-    tmp_path: Path, undisturbed: Callable[[str], Path], dtype: str
+    tmp_path: Path, reference_of: Callable[[str], Path], dtype: str
 ) -> None:
-    reference = undisturbed(dtype)
+    reference = reference_of(dtype)
     run = tmp_path / "job"
     output = run_with_killed_ranks(tmp_path, dtype)
     assert_equal_to(run, reference)
@@ -248,9 +248,9 @@ def kill_node(job: subprocess.Popen[str]) -> None:
 @exact
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_slurm_requeues_a_run_whatever_is_killed_and_it_ends_exactly(
-    tmp_path: Path, undisturbed: Callable[[str], Path], dtype: str
+    tmp_path: Path, reference_of: Callable[[str], Path], dtype: str
 ) -> None:
-    reference = undisturbed(dtype)
+    reference = reference_of(dtype)
     run = tmp_path / "job"
     overrides = [
         "experiment=smoke",

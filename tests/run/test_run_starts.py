@@ -1,4 +1,4 @@
-"""What a start does with the record of the earlier starts of its run."""
+"""A start reads how the earlier starts of its run ended, and adds itself to them."""
 
 import socket
 from pathlib import Path

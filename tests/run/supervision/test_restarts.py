@@ -35,10 +35,10 @@ def ended_run(root: Path, code: int, *, launch: str | None = None) -> None:
 @pytest.mark.parametrize("code", [2, 3, 6, 8, 75, 130])
 def test_ranks_that_start_again_after_a_final_end_repeat_it(tmp_path: Path, code: int) -> None:
     ended_run(tmp_path, code)
-    with pytest.raises(EndIsFinal) as caught:
+    with pytest.raises(EndIsFinal) as error_info:
         require_reason_to_restart(settings(tmp_path), RESTARTED)
     reason = "the run has ended already, and starts no more: the reason"
-    assert describe_failure(caught.value) == (code, reason)
+    assert describe_failure(error_info.value) == (code, reason)
 
 
 @pytest.mark.parametrize("code", [0, 1, 4, 5, 7])
@@ -66,13 +66,13 @@ def test_ranks_that_start_again_need_a_run_that_resumes(tmp_path: Path) -> None:
         require_reason_to_restart(run, RESTARTED)
 
 
-def failed(first_step: int, step: int, code: int | None = 7) -> Start:
+def failure(first_step: int, step: int, code: int | None = 7) -> Start:
     return Start(1.0, first_step, end=End(step, code, "rank 1 ended"))
 
 
 @pytest.mark.parametrize("code", [None, 1, 4, 5, 7])
 def test_a_failure_that_repeats_at_one_step_is_refused_by_name(code: int | None) -> None:
-    starts = [failed(1, 4, 4), failed(1, 17, code), failed(11, 17, code)]
+    starts = [failure(1, 4, 4), failure(1, 17, code), failure(11, 17, code)]
     refusal = refusal_of_repeated_failure(starts, 11)
     cause = "killed" if code is None else f"code {code}"
     assert f"the run failed 2 times at step 17 with {cause}, and saved" in str(refusal)
@@ -83,14 +83,14 @@ def test_a_failure_that_repeats_at_one_step_is_refused_by_name(code: int | None)
     ("starts", "first_step"),
     [
         ([], 1),
-        ([failed(1, 17)], 11),
-        ([failed(1, 17), failed(11, 17)], 15),
-        ([failed(1, 17), failed(11, 16)], 11),
-        ([failed(1, 17, 4), failed(11, 17, 7)], 11),
-        ([failed(1, 17, 75), failed(11, 17, 75)], 11),
-        ([failed(1, 17, 143), failed(11, 17, 143)], 11),
-        ([failed(1, 17), failed(11, 17), failed(11, 11, 2)], 11),
-        ([failed(1, 17), Start(1.0, 11)], 11),
+        ([failure(1, 17)], 11),
+        ([failure(1, 17), failure(11, 17)], 15),
+        ([failure(1, 17), failure(11, 16)], 11),
+        ([failure(1, 17, 4), failure(11, 17, 7)], 11),
+        ([failure(1, 17, 75), failure(11, 17, 75)], 11),
+        ([failure(1, 17, 143), failure(11, 17, 143)], 11),
+        ([failure(1, 17), failure(11, 17), failure(11, 11, 2)], 11),
+        ([failure(1, 17), Start(1.0, 11)], 11),
     ],
     ids=[
         "no start",
