@@ -154,7 +154,6 @@ def rank_memory(c: Configuration, shape: ModelShape, *, world_size: int, stage: 
     Raises ValueError if the layers cannot be split over the stages.
     """
     p = c.parallel
-    size = BYTES[c.model.dtype]
     parameters = rank_parameters(shape, p, stage)
     rows = math.ceil(_micro_batch_tokens(c) / p.cp)
     logits_rows = rows if stage == p.pp - 1 else 0
@@ -165,22 +164,26 @@ def rank_memory(c: Configuration, shape: ModelShape, *, world_size: int, stage: 
     routes, host_routes = _route_bytes(c, shape, world_size=world_size, stage=stage)
     activations, logits = _activations(c, shape, rows, stage, logits_rows)
     device_save = _gather_bytes(c, parameters, dense_copies, expert_copies)
-    passed = activations + logits
-    device_export = max(passed, _export_bytes(c, shape, stage))
+    forward = activations + logits
+    device_export = max(forward, _export_bytes(c, shape, stage))
     return RankMemory(
         stage=stage,
-        parameters=size * parameters.total,
+        parameters=_weight_bytes(c, parameters),
         gradients=_GRADIENT_BYTES * parameters.total,
         optimizer=_optimizer_bytes(c.model.dtype) * optimizer_share,
         activations=activations,
         logits=logits,
         routes=routes,
-        export=device_export - passed,
+        export=device_export - forward,
         save=max(0, device_save - device_export),
         host_routes=host_routes,
         host_save=_save_bytes(c, parameters, optimizer_share),
-        host_reference=size * parameters.total if c.algo.kl.coef else 0,
+        host_reference=_weight_bytes(c, parameters) if c.algo.kl.coef else 0,
     )
+
+
+def _weight_bytes(c: Configuration, parameters: RankParameters) -> int:
+    return BYTES[c.model.dtype] * parameters.total
 
 
 def _share(parameters: RankParameters, dense_copies: int, expert_copies: int) -> int:

@@ -326,7 +326,7 @@ def test_experts_of_other_ranks_need_copies_of_the_rows_that_are_sent() -> None:
 
 
 def test_an_export_joins_the_shards_of_the_vocabulary_table() -> None:
-    """It holds all shards and the whole table, after activations and logits were freed."""
+    """All shards and the whole table are held, after activations and logits were freed."""
     shape = replace(SMALL, num_layers=6, moe_layers=tuple(range(6)), vocab_size=100_000)
     c = make_settings(tp=2, pp=3, sequence_parallel=True)
     first, middle, last = (rank_memory(c, shape, world_size=6, stage=stage) for stage in range(3))

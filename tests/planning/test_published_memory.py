@@ -49,13 +49,13 @@ def test_deepseek_v3_needs_what_table_3_of_the_megatron_core_report_says() -> No
 class Run:
     """A release run of Megatron-LM's functional tests.
 
-    allocated: bytes on the GPU of the last rank between steps, on an A100.
+    gpu_bytes: memory of the last rank between steps, on an A100.
     """
 
     shape: ModelShape
     parallel: ParallelSettings
     ranks: int
-    allocated: int
+    gpu_bytes: int
 
 
 RUNS = {
@@ -86,6 +86,6 @@ def test_mixtral_holds_what_megatron_measured_between_steps(name: str) -> None:
     run = RUNS[name]
     c = make_settings(run.parallel)
     memory = rank_memory(c, run.shape, world_size=run.ranks, stage=run.parallel.pp - 1)
-    held = memory.parameters + memory.gradients + memory.optimizer
-    assert held < run.allocated
-    assert held == pytest.approx(run.allocated, rel=0.03)
+    static_bytes = memory.parameters + memory.gradients + memory.optimizer
+    assert static_bytes < run.gpu_bytes
+    assert static_bytes == pytest.approx(run.gpu_bytes, rel=0.03)

@@ -60,8 +60,8 @@ def test_denominators_without_weights_are_counts() -> None:
 
 
 def test_kept_groups_count_with_their_weight() -> None:
-    kept = group(1.0, 1.0, name="c", num_generated=[7, 8], weight=0.5)
-    denominators = denominators_of(group(1.0, 0.0, name="a"), kept, all_correct="keep")
+    kept_group = group(1.0, 1.0, name="c", num_generated=[7, 8], weight=0.5)
+    denominators = denominators_of(group(1.0, 0.0, name="a"), kept_group, all_correct="keep")
     assert denominators == Denominators(sequences=2 + 2 * 0.5, tokens=8 + 15 * 0.5)
 
 
@@ -144,9 +144,11 @@ def test_a_group_of_weight_two_counts_like_two_groups(
     lengths = [3, 5, 2]
     other = group(1.0, 0.0, name="b", num_generated=[4, 1])
     twice = [group(*scores, name=f"a{i}", num_generated=lengths) for i in range(2)]
-    weighted = group(*scores, name="a", num_generated=lengths, weight=2.0)
+    weighted_group = group(*scores, name="a", num_generated=lengths, weight=2.0)
     loss, gradients = loss_and_gradients(algo, plan_of([*twice, other]), dtype)
-    weighted_loss, weighted_gradients = loss_and_gradients(algo, plan_of([weighted, other]), dtype)
+    weighted_loss, weighted_gradients = loss_and_gradients(
+        algo, plan_of([weighted_group, other]), dtype
+    )
     tolerance = 1e-5 if dtype is torch.float32 else 1e-2
     assert weighted_loss == pytest.approx(loss, abs=tolerance)
     assert weighted_gradients == pytest.approx(gradients, rel=tolerance)
