@@ -121,8 +121,8 @@ def test_fp8_training_is_refused_without_transformer_engine(checkpoint: Path) ->
 
 def test_a_broken_transformer_engine_is_refused(checkpoint: Path) -> None:
     error = "ImportError: undefined symbol: _ZN3c10"
-    broken = LaunchFacts(num_gpus=2, transformer_engine_error=error)
-    (refusal,) = refusals(checkpoint, BF16, facts=broken)
+    broken_engine = LaunchFacts(num_gpus=2, transformer_engine_error=error)
+    (refusal,) = refusals(checkpoint, BF16, facts=broken_engine)
     assert refusal.key == "model.spec"
     assert error in refusal.rule and "model.spec=local" in refusal.remedy
-    accept(checkpoint, BF16, "model.spec=local", facts=broken)
+    accept(checkpoint, BF16, "model.spec=local", facts=broken_engine)

@@ -106,21 +106,23 @@ def test_advantages_without_penalties_are_bit_identical_to_group_relative() -> N
 def test_the_scale_of_rewards_is_no_penalty(rewards: tuple[float, float, float]) -> None:
     """DAPO's rewards of 1 and -1 train like 1 and 0."""
     scores = (1.0, 0.0, 0.0)
-    scaled = group(*[verdict(c, reward=reward) for c, reward in zip(scores, rewards, strict=True)])
-    credit = assign(scaled)
+    scaled_group = group(
+        *[verdict(c, reward=reward) for c, reward in zip(scores, rewards, strict=True)]
+    )
+    credit = assign(scaled_group)
     assert credit.advantages == assign(group(*scores)).advantages
     assert credit.metrics()["reward/shaping_share"] == 0.0
 
 
 def test_penalties_of_the_scorer_shape_advantages() -> None:
     plain = assign(group(1.0, 1.0, 0.0, 0.0))
-    penalised = group(verdict(1.0, penalty=0.4), 1.0, verdict(0.0, penalty=1.0), 0.0)
+    penalised_group = group(verdict(1.0, penalty=0.4), 1.0, verdict(0.0, penalty=1.0), 0.0)
     factors = [1 - 0.5 * 0.4, 1.0, 1 + 0.5 * 1.0, 1.0]
     expected_advantages = [a * factor for a, factor in zip(plain.advantages, factors, strict=True)]
-    assert assign(penalised).advantages == pytest.approx(expected_advantages)
-    assert assign(penalised, shaping=0.0).advantages == plain.advantages
+    assert assign(penalised_group).advantages == pytest.approx(expected_advantages)
+    assert assign(penalised_group, shaping=0.0).advantages == plain.advantages
     # In units of one advantage: changes of 0.2 and 0.5, and sizes of 1, 1, 1.5 and 1
-    share = assign(penalised).metrics()["reward/shaping_share"]
+    share = assign(penalised_group).metrics()["reward/shaping_share"]
     assert share == pytest.approx(0.7 / 4.5)
     assert plain.metrics()["reward/shaping_share"] == 0.0
 

@@ -70,10 +70,10 @@ def test_stopped_probes_are_no_groups_of_the_batch() -> None:
 
 
 def test_probes_that_are_tied_or_mixed_are_not_credited() -> None:
-    tied = group(1.0, 1.0, name="t", num_generated=[1, 10])
+    tied_group = group(1.0, 1.0, name="t", num_generated=[1, 10])
     settings = {"all_correct": "zvp", "length": "buffer", "tied_correct": "shape"}
-    assert assign(tied, group(1.0, 0.0, name="x"), **settings).rollouts == MIXED.rollouts
-    assert assign(tied, **settings).extra_rollouts == ()
+    assert assign(tied_group, group(1.0, 0.0, name="x"), **settings).rollouts == MIXED.rollouts
+    assert assign(tied_group, **settings).extra_rollouts == ()
 
 
 def test_permuted_rewards_leave_stopped_probes_out() -> None:

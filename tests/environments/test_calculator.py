@@ -112,13 +112,13 @@ def test_demonstrations_of_the_task_are_what_the_calculator_plays() -> None:
         plain_question = next(plain_questions)
         assert (question.text, question.answer) == (plain_question.text, plain_question.answer)
         assert question.identity == plain_question.identity
-        demonstrated: Any = ScriptedEpisode()
-        demonstrate_calls(demonstrated, question.demonstration)
-        responses = [text for kind, text in demonstrated.record if kind == "demonstrate"]
+        demonstration: Any = ScriptedEpisode()
+        demonstrate_calls(demonstration, question.demonstration)
+        responses = [text for kind, text in demonstration.record if kind == "demonstrate"]
         assert responses[-1] == f">{question.answer}"
-        sampled = play(ScriptedEpisode(*responses))
-        assert [text for kind, text in sampled if kind == "observe"] == [
-            text for kind, text in demonstrated.record if kind == "observe"
+        play_record = play(ScriptedEpisode(*responses))
+        assert [text for kind, text in play_record if kind == "observe"] == [
+            text for kind, text in demonstration.record if kind == "observe"
         ]
 
 

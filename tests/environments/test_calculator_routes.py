@@ -142,7 +142,7 @@ def test_a_micro_batch_replays_the_rows_at_the_positions_of_their_tokens(
 def test_the_sampled_tokens_of_every_turn_train_and_no_others() -> None:
     batch = pack((0, 1, 2, 3))
     tokens = whole_text()
-    trained = [place - 1 for place in (*range(6, 11), *range(13, 18), *range(20, 23))]
+    trained_rows = [place - 1 for place in (*range(6, 11), *range(13, 18), *range(20, 23))]
     starts = [copy * (len(tokens) - 1) for copy in range(3)]
-    assert batch.rows.tolist() == [start + row for start in starts for row in trained]
-    assert batch.targets.tolist() == [tokens[row + 1] for row in trained] * 3
+    assert batch.rows.tolist() == [start + row for start in starts for row in trained_rows]
+    assert batch.targets.tolist() == [tokens[row + 1] for row in trained_rows] * 3

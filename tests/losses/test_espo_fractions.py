@@ -42,7 +42,7 @@ def test_configuration_and_kernel_accept_the_same_fractions(fractions: list[floa
     try:
         compose(["experiment=smoke", "algo=espo", f"algo.fractions={fractions}"])
         is_accepted = True
-    except ConfigurationRefused as refused:
-        assert "algo.fractions" in str(refused)
+    except ConfigurationRefused as refusal:
+        assert "algo.fractions" in str(refusal)
         is_accepted = False
     assert is_accepted == kernel_accepts(fractions)

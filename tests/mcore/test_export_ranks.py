@@ -49,7 +49,7 @@ def test_frozen_weights_keep_their_dtype(is_frozen: bool, dtype: torch.dtype) ->
 
 
 @pytest.fixture
-def gathered(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def gather_groups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The groups over which weights are gathered, in order. Each rank of them has the same."""
     groups: list[str] = []
 
@@ -69,17 +69,17 @@ def export_names(monkeypatch: pytest.MonkeyPatch, *parameters: PlacedParameter) 
 
 
 def test_experts_are_gathered_over_their_own_groups(
-    monkeypatch: pytest.MonkeyPatch, gathered: list[str]
+    monkeypatch: pytest.MonkeyPatch, gather_groups: list[str]
 ) -> None:
     export_names(monkeypatch, EMBEDDING)
-    assert gathered == ["tensor_model_parallel"]
-    gathered.clear()
+    assert gather_groups == ["tensor_model_parallel"]
+    gather_groups.clear()
     export_names(monkeypatch, EXPERT)
-    assert gathered == ["expert_tensor_parallel", "expert_model_parallel"]
+    assert gather_groups == ["expert_tensor_parallel", "expert_model_parallel"]
 
 
 def test_tied_embeddings_are_exported_once(
-    monkeypatch: pytest.MonkeyPatch, gathered: list[str]
+    monkeypatch: pytest.MonkeyPatch, gather_groups: list[str]
 ) -> None:
     copy = dataclasses.replace(EMBEDDING, name="output_layer.weight", is_tied_copy=True)
     assert export_names(monkeypatch, EMBEDDING, copy) == ["model.embed_tokens.weight"]

@@ -44,6 +44,6 @@ def test_norm_keeps_what_is_not_finite(megatron: Any) -> None:
 def test_megatron_clips_by_this_norm(megatron: Any) -> None:
     assert clip_grads.l2_norm_impl is norm_of_all
     tensors = gradients(0, torch.float32)
-    expected = torch.cat([tensor.double().flatten() for tensor in tensors]).norm()
+    reference = torch.cat([tensor.double().flatten() for tensor in tensors]).norm()
     norm = clip_grads.get_grad_norm_fp32(tensors)
-    assert norm == pytest.approx(float(expected), rel=1e-6)
+    assert norm == pytest.approx(float(reference), rel=1e-6)

@@ -28,4 +28,5 @@ def test_no_layer_keeps_its_input_after_a_step(
             )
     train_pass(models, replay)
     assert inputs
-    assert [tensor().shape for tensor in inputs if tensor() is not None] == []  # type: ignore[union-attr]
+    tensors = [reference() for reference in inputs]
+    assert [tensor.shape for tensor in tensors if tensor is not None] == []

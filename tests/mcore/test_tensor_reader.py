@@ -23,10 +23,12 @@ from torch.distributed.checkpoint.metadata import (
 from megatron_rl.mcore.checkpoint.tensor_reader import TensorReader
 
 
-def items(saved_rows: int, rows: int, *, chunk_rows: int = 0, padded: bool = False) -> list[Any]:
+def items(
+    saved_rows: int, rows: int, *, chunk_rows: int = 0, has_padding: bool = False
+) -> list[Any]:
     """Plan to read the first `rows` of a matrix with two columns.
 
-    chunk_rows: the rows that are on the disk, 0 for all. padded: the rows pad a vocabulary.
+    chunk_rows: the rows that are on the disk, 0 for all. has_padding: the rows pad a vocabulary.
     """
     chunk = ChunkStorageMetadata(torch.Size([0, 0]), torch.Size([chunk_rows or saved_rows, 2]))
     entry = TensorStorageMetadata(TensorProperties(), torch.Size([saved_rows, 2]), [chunk])
@@ -39,7 +41,7 @@ def items(saved_rows: int, rows: int, *, chunk_rows: int = 0, padded: bool = Fal
         local_shape=(rows, 2),
         global_offset=(0, 0),
         prepend_axis_num=0,
-        allow_shape_mismatch=padded,
+        allow_shape_mismatch=has_padding,
     )
     return reader._items(piece)
 
@@ -50,7 +52,7 @@ def test_a_tensor_is_read_as_a_whole() -> None:
 
 
 def test_a_vocabulary_may_have_other_padding() -> None:
-    (item,) = items(8, 6, padded=True)
+    (item,) = items(8, 6, has_padding=True)
     assert tuple(item.lengths) == (6, 2)
     with pytest.raises(ValueError, match=r"of another model: weight has the shape \(8, 2\)"):
         items(8, 6)

@@ -215,10 +215,10 @@ def test_an_epoch_ends_with_the_range_that_it_began_with() -> None:
     assert {prompt.id for _ in range(3) for prompt in source.take(3)} == {f"p{i}" for i in range(6)}
 
 
-@pytest.mark.parametrize("taken", [1, 2, 3, 4])
-def test_a_run_resumes_within_an_epoch_of_another_range(taken: int) -> None:
+@pytest.mark.parametrize("num_steps", [1, 2, 3, 4])
+def test_a_run_resumes_within_an_epoch_of_another_range(num_steps: int) -> None:
     source = source_with_two_of(40, [0.0, 0.6])
-    for _ in range(taken):
+    for _ in range(num_steps):
         source.take(9)
     source.set_pass_rate_range([0.0, 0.3])
     source.take(2)

@@ -36,9 +36,9 @@ def routes_of(rows: int) -> torch.Tensor:
 
 def run(source: str, steps: list[list[Batch]]) -> tuple[list[list[Any]], dict[str, float]]:
     """Return the routes of each micro-batch by step, and the metrics."""
-    recorded = [routes_of(10 + index) for index in range(9)]
+    recorded_routes = [routes_of(10 + index) for index in range(9)]
     replay: Any = SimpleNamespace(
-        source=source, take_recorded_routes=lambda num_batches: recorded[:num_batches]
+        source=source, take_recorded_routes=lambda num_batches: recorded_routes[:num_batches]
     )
     batcher: Any = SimpleNamespace(take_route_seconds=lambda: 2.0)
     stopwatch = Stopwatch()
@@ -71,8 +71,8 @@ def test_the_time_of_routes_adds_up() -> None:
 def test_measurements_are_summed_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
     group: Any = object()
 
-    def sum_with_a_rank_that_counts_the_same(counts: torch.Tensor, of: Any) -> torch.Tensor:
-        assert of is group
+    def sum_with_a_rank_that_counts_the_same(counts: torch.Tensor, ranks: Any) -> torch.Tensor:
+        assert ranks is group
         return 2 * counts
 
     monkeypatch.setattr(replay_effect, "sum_counts", sum_with_a_rank_that_counts_the_same)

@@ -27,8 +27,10 @@ def test_default_accepts_a_pass_rate_of_one_tenth_at_least_every_other_time() ->
     acceptances = []
     for index in range(251):
         belief = (mean, index / 1000, 8)
-        mixed = 1 - all_correct_probability(*belief) - all_incorrect_probability(*belief)
-        acceptances.append(acceptance_probability(mixed, 0, SelectionExpertSettings()))
+        mixed_probability = (
+            1 - all_correct_probability(*belief) - all_incorrect_probability(*belief)
+        )
+        acceptances.append(acceptance_probability(mixed_probability, 0, SelectionExpertSettings()))
     # V = 0: exp(-8 x 0.103521) = 0.436837, so u = 0.563160. The minimum is near V = 0.04.
     assert acceptances[0] == pytest.approx((0.56316 / 0.6) ** 5, abs=1e-4)
     assert 0.5 < min(acceptances) < 0.56
