@@ -125,14 +125,25 @@ class Fleet:
         """Tell collectors which engines serve."""
         serving = {member.name: member for member in self.members.serving}
         have_sampled = self._has_started
-        has_changed = False  # the engines whose tokens are counted
+        has_changed = self._announce_leaves(serving)
+        has_changed |= self._announce_joins(serving)
+        if has_changed:
+            self._count_tokens_of(serving, have_sampled=have_sampled)
+
+    def _announce_leaves(self, serving: dict[str, Member]) -> bool:
+        """Tell collectors which engines serve no longer. Returns True if one has left for good."""
+        has_left = False
         for name, (url, epoch) in list(self._announced.items()):
             member = serving.get(name)
             if member is None or (member.url, member.epoch) != (url, epoch):
                 del self._announced[name]
                 self._queue.remove_engine(url)
                 self._log(f"engine {name} ({url}) serves no longer: {self._reason(name)}")
-                has_changed |= self.members[name].state is MemberState.GONE
+                has_left |= self.members[name].state is MemberState.GONE
+        return has_left
+
+    def _announce_joins(self, serving: dict[str, Member]) -> bool:
+        """Tell collectors which engines serve from now on. Returns True if there are any."""
         new_members = [member for name, member in serving.items() if name not in self._announced]
         for member in new_members:
             self._announced[member.name] = (member.url, member.epoch)
@@ -143,8 +154,7 @@ class Fleet:
             if self._has_started:
                 self._log(f"engine {member.name} ({member.url}) serves")
         self._has_started |= bool(new_members)
-        if has_changed or new_members:
-            self._count_tokens_of(serving, have_sampled=have_sampled)
+        return bool(new_members)
 
     def _count_tokens_of(self, serving: dict[str, Member], *, have_sampled: bool) -> None:
         """Count the tokens of the engines that serve, by name."""

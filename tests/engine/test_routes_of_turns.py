@@ -125,7 +125,7 @@ def tokens_of(rollout: Rollout) -> list[int]:
 
 
 @pytest.fixture(scope="module", params=list(LIMITS))
-def sampled(
+def sample(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Sampled]:
     directory = tmp_path_factory.mktemp("engine")
@@ -146,28 +146,28 @@ def differs(left: npt.NDArray[Any], right: npt.NDArray[Any]) -> npt.NDArray[np.b
 
 
 def test_the_routes_of_all_turns_are_those_of_one_request_for_the_whole_text(
-    sampled: Sampled,
+    sample: Sampled,
 ) -> None:
     """Counted for each kind of segment, so that few tool rows cannot hide among many others."""
     counts = {role: [0, 0] for role in Role}
-    for rollout, routes in zip(sampled.rollouts, sampled.routes_of_texts, strict=True):
+    for rollout, routes in zip(sample.rollouts, sample.routes_of_texts, strict=True):
         assert rollout.routes is not None and len(rollout.routes) == len(routes)
         for segment in rollout.segments:
             rows = slice(*segment.route_rows)
-            found = differs(rollout.routes[rows], routes[rows])
-            counts[segment.role][0] += int(found.sum())
-            counts[segment.role][1] += found.size
+            differences = differs(rollout.routes[rows], routes[rows])
+            counts[segment.role][0] += int(differences.sum())
+            counts[segment.role][1] += differences.size
     for role, (differing, total) in counts.items():
-        print(f"{sampled.dtype}: {differing} of {total} {role.value} rows differ from one request")
+        print(f"{sample.dtype}: {differing} of {total} {role.value} rows differ from one request")
         assert total > 300
-        assert differing <= LIMITS[sampled.dtype] * total
+        assert differing <= LIMITS[sample.dtype] * total
 
 
-def measure(sampled: Sampled, rollouts: Sequence[Rollout]) -> tuple[int, int]:
+def measure(sample: Sampled, rollouts: Sequence[Rollout]) -> tuple[int, int]:
     """Return the rows whose routes are not the trainer's own choice, and all rows."""
     from megatron_rl.mcore.schedule import run_schedule
 
-    models, replay = build(CHECKPOINT, dtype=sampled.dtype)
+    models, replay = build(CHECKPOINT, dtype=sample.dtype)
     layers = tuple(range(SHAPE.num_layers))
     batcher = Batcher(RankView(layers=(layers,)), route_shape(SHAPE), torch.device("cpu"))
     batch = batcher.pack(rollouts, [1.0] * len(rollouts)).inputs
@@ -181,18 +181,16 @@ def measure(sampled: Sampled, rollouts: Sequence[Rollout]) -> tuple[int, int]:
 
 
 def test_the_routes_of_all_turns_are_those_of_the_trainers_own_forward_pass(
-    megatron: Any, sampled: Sampled
+    megatron: Any, sample: Sampled
 ) -> None:
-    differing, rows = measure(sampled, sampled.rollouts)
-    print(f"{sampled.dtype}: {differing} of {rows} rows differ from the trainer's choice")
-    num_inputs = sum(len(tokens_of(rollout)) - 1 for rollout in sampled.rollouts)
+    differing, rows = measure(sample, sample.rollouts)
+    print(f"{sample.dtype}: {differing} of {rows} rows differ from the trainer's choice")
+    num_inputs = sum(len(tokens_of(rollout)) - 1 for rollout in sample.rollouts)
     assert rows == num_inputs * SHAPE.num_layers
-    assert differing <= LIMITS[sampled.dtype] * rows
+    assert differing <= LIMITS[sample.dtype] * rows
 
 
-def test_rows_of_a_result_that_are_one_place_away_are_found(
-    megatron: Any, sampled: Sampled
-) -> None:
+def test_rows_of_a_result_that_are_one_place_away_are_found(megatron: Any, sample: Sampled) -> None:
     def shift(rollout: Rollout) -> Rollout:
         assert rollout.routes is not None
         (tool,) = (s for s in rollout.segments if s.role is Role.TOOL)
@@ -201,10 +199,10 @@ def test_rows_of_a_result_that_are_one_place_away_are_found(
         routes[rows] = np.roll(routes[rows], 1, axis=0)
         return replace(rollout, routes=routes)
 
-    differing, _ = measure(sampled, [shift(rollout) for rollout in sampled.rollouts])
+    differing, _ = measure(sample, [shift(rollout) for rollout in sample.rollouts])
     tool_rows = sum(
         len(segment.tokens)
-        for rollout in sampled.rollouts
+        for rollout in sample.rollouts
         for segment in rollout.segments
         if segment.role is Role.TOOL
     )

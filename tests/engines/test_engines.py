@@ -35,5 +35,5 @@ def test_engines_get_the_gpus_behind_the_ranks_and_seeds_of_their_own() -> None:
 def test_a_wait_names_the_engines_or_the_file_that_lists_them() -> None:
     urls = ["http://10.0.0.1:1", "http://10.0.0.2:1"]
     assert name_external_engines(EngineSettings(mode="external", urls=urls)) == ", ".join(urls)
-    listed = EngineSettings(mode="external", urls_file="engines.txt")
-    assert name_external_engines(listed) == "the engines in engines.txt"
+    settings = EngineSettings(mode="external", urls_file="engines.txt")
+    assert name_external_engines(settings) == "the engines in engines.txt"

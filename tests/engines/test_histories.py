@@ -36,17 +36,17 @@ class Histories(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.simulated: SimulatedRun | None = None
+        self.simulated_run: SimulatedRun | None = None
         self.has_ended = False
 
     @property
     def world(self) -> SimulatedRun:
-        assert self.simulated is not None
-        return self.simulated
+        assert self.simulated_run is not None
+        return self.simulated_run
 
     @property
     def runs(self) -> bool:
-        return self.simulated is not None and not self.has_ended
+        return self.simulated_run is not None and not self.has_ended
 
     @initialize(
         layout=st.sampled_from([(1, 1), (2, 1), (2,), (0, 0)]),
@@ -54,7 +54,7 @@ class Histories(RuleBasedStateMachine):
         reuses_ports=st.booleans(),
     )
     def begin(self, layout: tuple[int, ...], audit_every: int, reuses_ports: bool) -> None:
-        self.simulated = SimulatedRun(
+        self.simulated_run = SimulatedRun(
             layout,
             num_listed=0 if any(layout) else 3,
             audit_every=audit_every,
@@ -177,8 +177,8 @@ class Histories(RuleBasedStateMachine):
             if self.runs:
                 self._try(self.world.finish)
         finally:
-            if self.simulated is not None:
-                self.simulated.close()
+            if self.simulated_run is not None:
+                self.simulated_run.close()
 
     def _try(self, action: Callable[[], object]) -> None:
         """Do something that may end the run, if it may."""
@@ -186,8 +186,8 @@ class Histories(RuleBasedStateMachine):
         try:
             action()
         except NoEngineLeft:
-            connected = self.world.queue.connected_nodes
-            assert not members.serving or not connected
+            connected_nodes = self.world.queue.connected_nodes
+            assert not members.serving or not connected_nodes
             self.has_ended = True
         except WeightMismatch:
             assert not members.serving

@@ -327,17 +327,17 @@ async def generate_with_seeds(pool: EnginePool, count: int) -> list[object]:
 
 def test_requests_of_a_removed_engine_go_to_another_with_the_same_seed_and_body() -> None:
     async def run() -> None:
-        removed = RecordingEngine(silent)
+        removed_engine = RecordingEngine(silent)
         other = RecordingEngine(good)
-        async with pool_of(removed, other) as (pool, messages, urls):
+        async with pool_of(removed_engine, other) as (pool, messages, urls):
             requests = asyncio.ensure_future(generate_with_seeds(pool, 6))
-            while len(removed.bodies) < 3:
+            while len(removed_engine.bodies) < 3:
                 await asyncio.sleep(0.01)
             await pool.remove(urls[0])
             generations = await asyncio.wait_for(requests, 5)
         assert not any(isinstance(generation, BaseException) for generation in generations)
-        assert len(removed.bodies) == 3 and len(other.bodies) == 6
-        for name, body in removed.bodies.items():
+        assert len(removed_engine.bodies) == 3 and len(other.bodies) == 6
+        for name, body in removed_engine.bodies.items():
             assert other.bodies[name] == body
             assert body["sampling_params"]["sampling_seed"] == 1000 + int(name[1:])
         assert messages == []

@@ -71,8 +71,8 @@ def interrupt(engine: InterruptedEngine) -> Generation:
             pool = EnginePool([Engine(url=url)], EngineSettings(), FORM, ignore)
             task = generate(pool)
             await asyncio.sleep(0.05)
-            held = await asyncio.wait_for(pool.hold(keep_partials=True), 5)
-            assert held == ((1, engine.num_first) if engine.num_first else (0, 0))
+            counts = await asyncio.wait_for(pool.hold(keep_partials=True), 5)
+            assert counts == ((1, engine.num_first) if engine.num_first else (0, 0))
             await asyncio.sleep(0.1)
             assert not task.done() and len(engine.bodies) == 1
             pool.proceed()

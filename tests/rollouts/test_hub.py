@@ -42,9 +42,9 @@ def next_loss(hub: CollectorHub) -> tuple[int, int, str]:
     """Return the node, the epoch and the reason of the next collector that is gone."""
     event = next_event(hub)
     assert event is not None
-    node, gone = event
-    assert isinstance(gone, CollectorGone)
-    return node, gone.epoch, gone.reason
+    node, loss = event
+    assert isinstance(loss, CollectorGone)
+    return node, loss.epoch, loss.reason
 
 
 def test_messages_go_both_ways(hub: CollectorHub, peer: Peer) -> None:

@@ -167,8 +167,8 @@ def test_a_stalled_collector_is_lost(hub: CollectorHub, start: Start) -> None:
     event = None
     while event is None:
         event = hub.poll(0.5)
-    _, gone = event
-    assert isinstance(gone, CollectorGone) and "node 0 was not heard" in gone.reason
+    _, loss = event
+    assert isinstance(loss, CollectorGone) and "node 0 was not heard" in loss.reason
 
 
 @pytest.mark.slow

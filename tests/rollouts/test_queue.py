@@ -485,8 +485,8 @@ def test_requests_of_a_lost_collector_go_to_another_node_under_the_same_ids(
     for name in "abc":
         other.send(group_done(name))
     assert sorted(group.group_id for group in queue.as_completed(idle)) == ["a", "b", "c"]
-    repeated = [m for m in other.receive(1) if isinstance(m, GroupRequest)]
-    assert repeated == [msgspec.structs.replace(m, attempt=1) for m in lost_requests]
+    repeated_requests = [m for m in other.receive(1) if isinstance(m, GroupRequest)]
+    assert repeated_requests == [msgspec.structs.replace(m, attempt=1) for m in lost_requests]
     assert queue.num_repeated == 1
     other.close()
 
@@ -702,8 +702,8 @@ def test_a_collector_that_replaces_another_during_a_hold_is_held_too(
             replacements[0].send(Held(0, 0))
 
     try:
-        held = queue.hold(abort=abort, timeout_seconds=3)
-        assert (held.num_partials, held.num_tokens) == (0, 0)
+        held_requests = queue.hold(abort=abort, timeout_seconds=3)
+        assert (held_requests.num_partials, held_requests.num_tokens) == (0, 0)
     finally:
         for replacement in replacements:
             replacement.close()

@@ -30,8 +30,8 @@ def test_a_hold_counts_the_partial_responses_of_all_nodes(
     aborts: list[float] = []
     answer_later(peer, Held(2, 30))
     answer_later(other, Held(1, 4))
-    held = queue.hold(abort=lambda: aborts.append(time.monotonic()), timeout_seconds=10)
-    assert held == HeldRequests(num_partials=3, num_tokens=34)
+    held_requests = queue.hold(abort=lambda: aborts.append(time.monotonic()), timeout_seconds=10)
+    assert held_requests == HeldRequests(num_partials=3, num_tokens=34)
     assert aborts
     queue.proceed()
     for collector in (peer, other):

@@ -366,9 +366,9 @@ def test_parts_that_are_sampled_again_replace_the_lost_ones() -> None:
         "step-4-2": part("step-4-2", 4.0),
         "step-4-10": part("step-4-10", 5.0),
     }
-    extended = merge_groups(parts["step-4-0"], parts["step-4-0+2"])
+    extended_group = merge_groups(parts["step-4-0"], parts["step-4-0+2"])
     batch = RolloutBatch(
-        groups=(msgspec.structs.replace(extended, weight=0.25), parts["step-4-10"]),
+        groups=(msgspec.structs.replace(extended_group, weight=0.25), parts["step-4-10"]),
         stopped_groups=(parts["step-4-1"],),
         surplus_groups=(parts["step-4-2"],),
         generated_tokens=40,

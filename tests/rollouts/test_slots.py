@@ -156,10 +156,10 @@ def test_there_are_as_many_holders_as_slots_after_any_changes(
                 holders.start(count)
                 num_started += count
             else:
-                ended = min(count, holders.num_holders)
-                await holders.end(ended)
-                num_started -= ended
-                num_holders -= ended
+                num_ended = min(count, holders.num_holders)
+                await holders.end(num_ended)
+                num_started -= num_ended
+                num_holders -= num_ended
             await settle()
             # Holders of slots that are gone keep them
             num_holders = max(num_holders, min(num_started, capacity))

@@ -252,11 +252,11 @@ class SimulatedNode:
 
     def step(self) -> None:
         """Execute the orders, start what has ended, and report."""
-        for index, managed in enumerate(self.engines):
-            if self.orders.restart_engines.get(index) == managed.epoch:
-                managed.process.is_alive = False
-            if self._has_to_start(managed, is_alive=managed.process.is_alive):
-                managed.process = self._run.start_engine(self.node, managed.process.url)
+        for index, entry in enumerate(self.engines):
+            if self.orders.restart_engines.get(index) == entry.epoch:
+                entry.process.is_alive = False
+            if self._has_to_start(entry, is_alive=entry.process.is_alive):
+                entry.process = self._run.start_engine(self.node, entry.process.url)
         collector = self.collector
         if self.orders.restart_collector == collector.epoch and collector.process.is_alive:
             collector.process.end()
@@ -264,29 +264,29 @@ class SimulatedNode:
             collector.process = SimulatedCollector(self._run, self.node, collector.epoch)
         self.report = self._report()
 
-    def _has_to_start(self, managed: ManagedProcess, *, is_alive: bool) -> bool:
+    def _has_to_start(self, entry: ManagedProcess, *, is_alive: bool) -> bool:
         if is_alive:
-            managed.state = ProcessState.RUNNING
+            entry.state = ProcessState.RUNNING
             return False
-        if managed.num_restarts >= _RESTARTS:
-            managed.state = ProcessState.GIVEN_UP
-        if managed.state is ProcessState.GIVEN_UP:
+        if entry.num_restarts >= _RESTARTS:
+            entry.state = ProcessState.GIVEN_UP
+        if entry.state is ProcessState.GIVEN_UP:
             return False
-        managed.num_restarts += 1
-        managed.epoch += 1
-        managed.state = ProcessState.STARTING
+        entry.num_restarts += 1
+        entry.epoch += 1
+        entry.state = ProcessState.STARTING
         return True
 
     def _report(self) -> NodeReport:
         engines = tuple(
             EngineReport(
                 index=index,
-                epoch=managed.epoch,
-                engine=Engine(url=managed.process.url, node=self.node),
-                state=managed.state,
-                reason="it was killed" if managed.epoch else "",
+                epoch=entry.epoch,
+                engine=Engine(url=entry.process.url, node=self.node),
+                state=entry.state,
+                reason="it was killed" if entry.epoch else "",
             )
-            for index, managed in enumerate(self.engines)
+            for index, entry in enumerate(self.engines)
         )
         collector = CollectorReport(
             epoch=self.collector.epoch, state=self.collector.state, reason="it was killed"
@@ -300,13 +300,13 @@ class SimulatedList:
 
     urls: list[str]
     path: Path = Path("/lists/engines")
-    _known: list[str] = field(default_factory=list)
+    _last_urls: list[str] = field(default_factory=list)
 
     def read(self) -> list[str] | None:
-        if self.urls == self._known:
+        if self.urls == self._last_urls:
             return None
-        self._known = list(self.urls)
-        return self._known
+        self._last_urls = list(self.urls)
+        return self._last_urls
 
     def engine(self, url: str, node: int) -> Engine:
         return Engine(url=url, node=node)
@@ -410,9 +410,9 @@ class SimulatedRun:
         lost_ids = set(self.queue.lost_groups(group_ids))
         lost_ids |= {group_id for group_id in group_ids if not self._can_read(group_id)}
         for group_id in group_ids:
-            done = self.delivered_groups.pop(group_id)
+            request = self.delivered_groups.pop(group_id)
             if group_id in lost_ids:
-                self.pending_groups[group_id] = done
+                self.pending_groups[group_id] = request
             else:
                 assert group_id not in self.trained_groups
                 self.trained_groups.add(group_id)
@@ -486,9 +486,9 @@ class SimulatedRun:
             assert start in self._audited_starts, f"{member} serves and was not audited"
             assert member.version == version
         serving_urls = {member.url for member in self.members.serving}
-        connected = set(self.queue.connected_nodes)
+        connected_nodes = set(self.queue.connected_nodes)
         for collector in self.router.collectors.values():
-            if collector.runs and collector.node in connected and not collector.inbox:
+            if collector.runs and collector.node in connected_nodes and not collector.inbox:
                 pool = {url for url, is_left_out in collector.pool.items() if not is_left_out}
                 assert pool <= serving_urls, f"{collector.name!r} uses {pool - serving_urls}"
         loads = dict.fromkeys(range(len(self.nodes)), 0)
@@ -505,18 +505,18 @@ class SimulatedRun:
         ]
         return f"{sorted(self.pending_groups)} wait: {list(self.members)}, {collectors}"
 
-    def _may_run(self, managed: ManagedProcess) -> bool:
-        return managed.process.is_alive or managed.num_restarts < _RESTARTS
+    def _may_run(self, entry: ManagedProcess) -> bool:
+        return entry.process.is_alive or entry.num_restarts < _RESTARTS
 
     def _take(self, group: Group) -> None:
         """Note a group that is delivered."""
         assert group.group_id in self.pending_groups, f"{group.group_id} is delivered twice"
-        done = self.pending_groups.pop(group.group_id)
+        request = self.pending_groups.pop(group.group_id)
         version, is_trusted = group.environment_error.split()
         assert int(version) == self.members.version, f"{group} has another version"
         assert is_trusted == "True", f"{group} comes from an engine that was not audited"
-        if not done.evaluation:
-            self.delivered_groups[group.group_id] = done
+        if not request.evaluation:
+            self.delivered_groups[group.group_id] = request
 
     def _can_read(self, group_id: str) -> bool:
         return any(group_id in c.held_groups for c in self.router.collectors.values())
@@ -558,11 +558,11 @@ class SimulatedRun:
     def _open_members(self) -> Members:
         members = Members()
         for node in self.nodes:
-            for index, managed in enumerate(node.engines):
-                engine = Engine(url=managed.process.url, node=node.node)
+            for index, entry in enumerate(node.engines):
+                engine = Engine(url=entry.process.url, node=node.node)
                 members.add(managed_name(node.node, index), engine)
-        listed = self.list.read() or []
-        for n, url in enumerate(listed):
+        urls = self.list.read() or []
+        for n, url in enumerate(urls):
             members.add(url, Engine(url=url, node=n % len(self.nodes)))
         for member in members:
             members.answer(member.name, 0)
@@ -577,7 +577,7 @@ class SimulatedRun:
             open_admin=self._open_admin,
             log=self.lines.append,
         )
-        listed: Any = self.list
+        urls_list: Any = self.list
         fleet = Fleet(
             self.members,
             self.queue,
@@ -586,7 +586,7 @@ class SimulatedRun:
             board=_part(read_reports=self._read_reports, order=self._order),
             nodes=list(range(len(self.nodes))),
             log=self.lines.append,
-            urls=listed if has_list else None,
+            urls=urls_list if has_list else None,
             clock=self.clock,
         )
         self.queue.observer = fleet

@@ -1,4 +1,4 @@
-"""What a run leaves that proves how often it trained each group, and to which weights."""
+"""Evidence in the directory of a run: how often it trained each rollout, and to which weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EVIDENCE_SETTINGS = ("run.save_weights=true", "logger.save_rollouts_every=1")
 
 @dataclass(frozen=True)
 class Evidence:
-    """What a run left.
+    """The evidence that a run left.
 
     steps: how often each step has a record. rollouts: how often each rollout was trained, by the
     step and its id. num_rejected: rollouts without a usable response. num_repeated: requests that

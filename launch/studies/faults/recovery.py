@@ -78,7 +78,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Row:
-    """What a fault did to a run.
+    """The effect of a fault on a run.
 
     seconds: from the fault to the record of the next step. engine_seconds: the part of them in
     which an engine started, if the run waited for it. line: what the run said at the end.
@@ -97,7 +97,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a session left. reference: what the undisturbed run left."""
+    """The result of a session. reference: the evidence of the undisturbed run."""
 
     rows: list[Row]
     evidence: Evidence
@@ -149,28 +149,33 @@ class Laboratory:
         root = self.directory / f"{number}-{re.sub('[^a-z0-9]+', '-', session.name)}"
         root.mkdir(parents=True)
         with contextlib.ExitStack() as stack:
-            for kind in session.other_servers:
-                self.park.server(kind)
-                stack.callback(self.park.drop, kind)
-            num_servers = session.num_servers
-            proxies = [
-                stack.enter_context(open_proxy(self.park.server(_kind(session, number)).url))
-                for number in range(num_servers)
-            ]
-            settings = [*_settings(session), *session.own_settings]
-            if proxies:
-                settings += self._list_settings(root, [proxy.url for proxy in proxies])
-            follower = RunFollower(root, settings, ranks=session.ranks, script=_SCRIPT)
-            stack.callback(_kill_if_running, follower)
-            stage = Stage(follower, self.park, root / "urls.txt", proxies, stack)
-            rows = [self._strike(stage, fault) for fault in session.faults if not session.code]
+            stage = self._set(session, root, stack)
+            follower = stage.follower
             if session.code:
-                rows = [self._end(stage, session, settings)]
+                rows = [self._end(stage, session)]
+            else:
+                rows = [self._strike(stage, fault) for fault in session.faults]
             code = follower.wait(_RUN_SECONDS)
             (root / "output.txt").write_text(follower.output)
             assert session.code or code == 0, f"ended with {code}:\n{follower.output[-6000:]}"
             evidence = read_evidence(follower.run)
             return Outcome(rows, evidence, reference, follower.output, code)
+
+    def _set(self, session: Session, root: Path, stack: contextlib.ExitStack) -> Stage:
+        """Start the servers of a session, and its run."""
+        for kind in session.other_servers:
+            self.park.server(kind)
+            stack.callback(self.park.drop, kind)
+        proxies = [
+            stack.enter_context(open_proxy(self.park.server(_kind(session, number)).url))
+            for number in range(session.num_servers)
+        ]
+        settings = [*_settings(session), *session.own_settings]
+        if proxies:
+            settings += self._list_settings(root, [proxy.url for proxy in proxies])
+        follower = RunFollower(root, settings, ranks=session.ranks, script=_SCRIPT)
+        stack.callback(_kill_if_running, follower)
+        return Stage(follower, self.park, root / "urls.txt", proxies, stack)
 
     def _strike(self, stage: Stage, fault: RecoverableFault) -> Row:
         """Inject a fault after the next step, and wait for the recovery."""
@@ -194,8 +199,8 @@ class Laboratory:
             fault.name, going_on - moment, engine_seconds, ending_line[1] if ending_line else ""
         )
 
-    def _end(self, stage: Stage, session: Session, settings: Sequence[str]) -> Row:
-        """Inject a fault that ends the run, and resume the run without its own settings."""
+    def _end(self, stage: Stage, session: Session) -> Row:
+        """Inject a fault that ends the run, and resume the run with the default recovery."""
         follower = stage.follower
         fault = session.faults[0]
         follower.wait_for_step(2, _STEP_SECONDS)
@@ -208,6 +213,12 @@ class Laboratory:
         checkpoints = sorted(path.name for path in (follower.run / "checkpoints").glob("iter_*"))
         assert checkpoints, f"ended with {code} and saved nothing:\n{follower.output[-6000:]}"
         (stage.urls_file.parent / "first-output.txt").write_text(follower.output)
+        self._resume(stage, session)
+        line = f"code {ending['code']}, saved {checkpoints[-1]}, resumed"
+        return Row(fault.name, seconds, 0.0, line)
+
+    def _resume(self, stage: Stage, session: Session) -> None:
+        """Run the rest of a run that has ended."""
         next_settings = [*_settings(session), *session.own_settings, "run.resume=auto"]
         if session.num_servers:
             next_settings += self._list_settings(stage.urls_file.parent, stage.urls)
@@ -218,8 +229,6 @@ class Laboratory:
         )
         stage.stack.callback(_kill_if_running, next_follower)
         assert next_follower.wait(_RUN_SECONDS) == 0, next_follower.output[-6000:]
-        line = f"code {ending['code']}, saved {checkpoints[-1]}, resumed"
-        return Row(fault.name, seconds, 0.0, line)
 
     def _external_settings(self, session: Session, root: Path, count: int) -> list[str]:
         kinds = [_kind(session, number) for number in range(count)]

@@ -32,7 +32,7 @@ Observe = Callable[[str, bytes], None]
 
 @dataclass(frozen=True)
 class ServerKind:
-    """What a server serves. number: tells apart servers of one kind.
+    """The kind of a server. number: tells apart servers of one kind.
 
     rope_theta: the base of the rotary embedding, None for that of the shipped model.
     """
@@ -137,44 +137,8 @@ class LyingProxy:
         self.change: ChangeReply | None = None
         self.observe: Observe | None = None
         self.key: str | None = None
-        proxy = self
-        target = urllib.parse.urlsplit(url).netloc
-
-        class Handler(BaseHTTPRequestHandler):
-            protocol_version = "HTTP/1.1"
-
-            def do_GET(self) -> None:
-                self._forward()
-
-            def do_POST(self) -> None:
-                self._forward()
-
-            def log_message(self, *arguments: object) -> None:
-                """Write nothing."""
-
-            def _forward(self) -> None:
-                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-                if proxy.observe is not None:
-                    proxy.observe(self.path, body)
-                headers = {"Content-Type": "application/json"}
-                headers["Authorization"] = self.headers.get("Authorization", "")
-                if proxy.key is not None:
-                    headers["Authorization"] = f"Bearer {proxy.key}"
-                try:
-                    status, reply = _exchange(target, self.command, self.path, body, headers)
-                except (OSError, http.client.HTTPException):
-                    self.close_connection = True
-                    return
-                if proxy.change is not None and self.path == "/generate":
-                    reply = proxy.change(reply)
-                with contextlib.suppress(OSError):
-                    self.send_response(status)
-                    self.send_header("Content-Length", str(len(reply)))
-                    self.end_headers()
-                    self.wfile.write(reply)
-
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self.target = urllib.parse.urlsplit(url).netloc
+        self._server = _ProxyServer(self)
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
     @property
@@ -186,6 +150,50 @@ class LyingProxy:
         """Stop listening."""
         self._server.shutdown()
         self._server.server_close()
+
+
+class _ProxyServer(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def __init__(self, proxy: LyingProxy) -> None:
+        super().__init__(("127.0.0.1", 0), _ProxyHandler)
+        self.proxy = proxy
+
+
+class _ProxyHandler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    server: _ProxyServer
+
+    def do_GET(self) -> None:
+        self._forward()
+
+    def do_POST(self) -> None:
+        self._forward()
+
+    def log_message(self, *arguments: object) -> None:
+        """Write nothing."""
+
+    def _forward(self) -> None:
+        proxy = self.server.proxy
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        if proxy.observe is not None:
+            proxy.observe(self.path, body)
+        key = self.headers.get("Authorization", "")
+        if proxy.key is not None:
+            key = f"Bearer {proxy.key}"
+        headers = {"Content-Type": "application/json", "Authorization": key}
+        try:
+            status, reply = _exchange(proxy.target, self.command, self.path, body, headers)
+        except (OSError, http.client.HTTPException):
+            self.close_connection = True
+            return
+        if proxy.change is not None and self.path == "/generate":
+            reply = proxy.change(reply)
+        with contextlib.suppress(OSError):
+            self.send_response(status)
+            self.send_header("Content-Length", str(len(reply)))
+            self.end_headers()
+            self.wfile.write(reply)
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""How much of its time a run trains, and what that means for machines that fail at a known rate."""
+"""The share of its time that a run trains, and a model of it for machines that fail."""
 
 from __future__ import annotations
 
@@ -65,17 +65,34 @@ def measure(
         if not any(end - seconds - settle <= moment <= end for moment, _ in faults)
     ]
     step_seconds = median(calm or [seconds for _, seconds in durations])
-    lost_seconds = dict.fromkeys((moment for moment, _ in faults), 0.0)
-    for end, seconds in durations:
-        causes = [moment for moment in lost_seconds if end - seconds - settle < moment < end]
-        if causes:
-            lost_seconds[causes[-1]] += seconds - step_seconds
-    recoveries = []
-    for moment, name in faults:
-        later = [end for end in moments if end > moment]
-        if later:
-            recoveries.append(Recovery(name, later[0] - moment, max(0.0, lost_seconds[moment])))
+    excess = [(end, seconds, seconds - step_seconds) for end, seconds in durations]
+    recoveries = [
+        Recovery(name, next(end for end in moments if end > moment) - moment, max(0.0, loss))
+        for (moment, name), loss in zip(faults, _losses(excess, faults, settle), strict=True)
+        if moment < moments[-1]
+    ]
     return EffectiveTime(moments[-1] - moments[0], step_seconds, len(durations), recoveries)
+
+
+def _losses(
+    excess: Sequence[tuple[float, float, float]],
+    faults: Sequence[tuple[float, str]],
+    settle: float,
+) -> list[float]:
+    """Add the excess of each step to the last fault before its end.
+
+    excess: the end of each step, its seconds, and how much more these are than usual.
+    """
+    losses = [0.0] * len(faults)
+    for end, seconds, more in excess:
+        causes = [
+            index
+            for index, (moment, _) in enumerate(faults)
+            if end - seconds - settle < moment < end
+        ]
+        if causes:
+            losses[causes[-1]] += more
+    return losses
 
 
 def model_share(lost_seconds: float, num_gpus: int) -> float:

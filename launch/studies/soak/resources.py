@@ -29,7 +29,7 @@ _MIB = 2**20
 
 @dataclass(frozen=True)
 class Sample:
-    """What a run holds at a moment.
+    """The resources of a run at a moment.
 
     seconds: since the start. counts: processes by kind. memory: resident bytes by kind.
     descriptors: open files by kind. files: in the directory of the run. shared_memory: bytes of the
@@ -46,7 +46,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class Growth:
-    """How much a quantity grew between two times. unit: its unit."""
+    """The growth of a quantity between two times. unit: its unit."""
 
     name: str
     before: float

@@ -32,24 +32,24 @@ NUM_EXPERTS = 8
 
 
 class Peer:
-    """The state of the engine. arrived: the tensors of the last update."""
+    """The state of the engine. last_update: the tensors of the last update."""
 
     def __init__(self) -> None:
         self.groups: dict[str, dist.ProcessGroup] = {}
-        self.arrived = self._empty()
+        self.last_update = self._empty()
         self.must_fail = False
 
     def answer(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
         if path == "/init_weights_update_group":
             self.join(request)
         elif path == "/begin_weight_update":
-            self.arrived = self._empty()
+            self.last_update = self._empty()
         elif path == "/update_weights_from_distributed":
             if self.must_fail:
                 return {"success": False, "message": "no room"}
             self.receive(request)
         elif path == "/weights_checker":
-            return {"ranks": [{"checksums": self.arrived.checksums()}]}
+            return {"ranks": [{"checksums": self.last_update.checksums()}]}
         elif path == "/fail":
             self.must_fail = True
         return {"success": True}
@@ -83,7 +83,7 @@ class Peer:
         bucket.flat = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
         dist.broadcast(bucket.flat, src=0, group=self.groups[request["group_name"]])
         for name, tensor in bucket.tensors():
-            self.arrived.add(name, tensor)
+            self.last_update.add(name, tensor)
 
     def _empty(self) -> WeightExpectation:
         return WeightExpectation(dtype=torch.bfloat16, num_experts=NUM_EXPERTS, device="cuda")

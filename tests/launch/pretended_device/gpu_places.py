@@ -48,9 +48,10 @@ from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.run.step_profiler import StepProfiler
 from megatron_rl.training.worker import Worker
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import AuditUnsupported
+from sglang_bridge.errors import EngineError
 from sglang_bridge.keys import create_keys
 from sglang_bridge.server.command import build_argv, build_environment
+from sglang_bridge.server.nccl import require_same_nccl
 from sglang_bridge.weights.audit import require_auditable
 
 PEER = "tests.launch.pretended_device.engine_peer"
@@ -219,7 +220,14 @@ def place_engines(c: Configuration) -> dict[str, Any]:
         "engine_arguments": [word for word in argv if word.startswith("--device")],
         "engine_nccl": {name: environment.get(name) for name in ("NCCL_CUMEM_ENABLE",)},
         "audit_refusal": message_of(lambda: require_auditable(one, info, "cuda")),
+        "nccl_refusal": message_of(refuse_other_nccl),
     }
+
+
+def refuse_other_nccl() -> None:
+    """Compare a deterministic engine on two GPUs with a trainer without NCCL's variables."""
+    info = {"device": "cuda", "enable_deterministic_inference": True}
+    require_same_nccl(Engine(url="http://127.0.0.1:1", tp=2), info, {})
 
 
 def refuse_settings() -> dict[str, Any]:
@@ -243,7 +251,7 @@ def message_of(function: Callable[[], Any]) -> str:
     """The message of the error that a function raises; empty if there is none."""
     try:
         function()
-    except (Failure, AuditUnsupported, ValueError) as error:
+    except (Failure, EngineError, ValueError) as error:
         return str(error)
     return ""
 

@@ -80,15 +80,15 @@ def test_every_entry_of_the_list_names_a_place(places: list[Place]) -> None:
 
 
 def test_the_places_that_everybody_knows_are_found(places: list[Place]) -> None:
-    found = {f"{place.file} {place.function}" for place in places}
-    known = {
+    place_names = {f"{place.file} {place.function}" for place in places}
+    examples = {
         "megatron_rl/mcore/job.py join",
         "megatron_rl/training/micro_batches.py Batcher._tensor",
         "megatron_rl/engines/weight_sync.py open_weight_sync",
         "sglang_bridge/weights/digests.py GpuDigest.update",
         "sglang_bridge/weights/process_group.py abort",
     }
-    assert known - found == set()
+    assert examples - place_names == set()
 
 
 @pytest.mark.slow
@@ -96,9 +96,9 @@ def test_the_places_that_everybody_knows_are_found(places: list[Place]) -> None:
 def test_every_place_is_executed_or_in_the_list(
     places: list[Place], outcome: dict[str, Any]
 ) -> None:
-    executed = outcome["executed"]
-    assert executed <= set(map(str, places)), "the script ran another version of the code"
-    missing = [str(p) for p in places if str(p) not in executed and entry_of(p) is None]
+    executed_places = outcome["executed"]
+    assert executed_places <= set(map(str, places)), "the script ran another version of the code"
+    missing = [str(p) for p in places if str(p) not in executed_places and entry_of(p) is None]
     assert missing == [], "extend gpu_places.py, or give a reason in NOT_EXECUTED"
 
 
@@ -139,6 +139,7 @@ def test_engines_and_kernels_are_chosen_for_the_device(outcome: dict[str, Any]) 
     assert outcome["engine_arguments"] == ["--device=cuda"]
     assert outcome["engine_nccl"] == {"NCCL_CUMEM_ENABLE": "0"}
     assert "flashinfer_cutlass" in outcome["audit_refusal"]
+    assert "--enable-deterministic-inference" in outcome["nccl_refusal"]
     assert "cuda:0" in outcome["cpu_kernel"]
     assert outcome["reference_groups_are_equal"]
     assert (outcome["triton_kernel"], outcome["kernel_waits"]) == ("triton", 0)

@@ -13,7 +13,7 @@ import dataclasses
 import gc
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -117,17 +117,20 @@ def measure(settings: Sequence[str]) -> dict[str, dict[str, int]]:
     mode.meter.idle = status_bytes("VmRSS")
     memory = dict(step.run(Workload(MICRO_BATCHES)).memory)
     gc.collect()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
-    ) as profile:
-        step.run(Workload(MICRO_BATCHES))
-    for phase, peak in allocator_peaks(profile).items():
+    for phase, peak in allocator_peaks(lambda: step.run(Workload(MICRO_BATCHES))).items():
         memory[phase]["allocator"] = peak
     return {"model": {"process": model}, **memory}
 
 
-def allocator_peaks(profile: Any) -> dict[str, int]:
-    """The most bytes that torch's allocator gave out at once, by phase, from a profile."""
+def allocator_peaks(run: Callable[[], object]) -> dict[str, int]:
+    """The most bytes that torch's allocator gives out at once during a run, by phase."""
+    import torch
+
+    profile: Any
+    with torch.profiler.profile(
+        activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True
+    ) as profile:
+        run()
     events = [
         (event.start_ns(), event.name(), event.nbytes())
         for event in profile.profiler.kineto_results.events()

@@ -49,16 +49,22 @@ def run(mode: str, folder: Path, settings: list[str]) -> dict[str, dict[str, int
     return memory
 
 
+def write_model(folder: Path) -> None:
+    """Write the configuration of a model of `SIZES`, and its tokenizer."""
+    source = Path(TWO_DIGIT_ADDITION)
+    for file in source.iterdir():
+        if file.name.startswith("tokenizer"):
+            (folder / file.name).write_bytes(file.read_bytes())
+    config = json.loads((source / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | SIZES))
+
+
 @pytest.mark.parametrize("recompute", ["none", "full"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_rehearsal_predicts_the_memory_of_a_real_process(
     tmp_path: Path, dtype: str, recompute: str
 ) -> None:
-    for file in Path(TWO_DIGIT_ADDITION).iterdir():
-        if file.name.startswith("tokenizer"):
-            (tmp_path / file.name).write_bytes(file.read_bytes())
-    config = json.loads((Path(TWO_DIGIT_ADDITION) / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config | SIZES))
+    write_model(tmp_path)
     settings = [
         "experiment=smoke",
         "model=hf",
@@ -72,12 +78,12 @@ def test_a_rehearsal_predicts_the_memory_of_a_real_process(
         "train.tokens_per_micro_batch=4096",
         "rollout.max_new_tokens=500",
     ]
-    rehearsed = run("rehearsal", tmp_path, settings)
-    measured = run("process", tmp_path, settings)
-    static = sum(rehearsed["setup"][kind] for kind in ("weights", "gradients", "optimizer"))
+    estimate = run("rehearsal", tmp_path, settings)
+    reality = run("process", tmp_path, settings)
+    static = sum(estimate["setup"][kind] for kind in ("weights", "gradients", "optimizer"))
     for phase in ("old policy", "update"):
-        growth = sum(rehearsed[phase].values()) - static
-        assert growth == pytest.approx(measured[phase]["allocator"], rel=TOLERANCE)
-        assert growth == pytest.approx(measured[phase]["process"], rel=TOLERANCE)
-    peak = measured["model"]["process"] + measured["update"]["process"]
-    assert sum(rehearsed["update"].values()) == pytest.approx(peak, rel=TOLERANCE)
+        growth = sum(estimate[phase].values()) - static
+        assert growth == pytest.approx(reality[phase]["allocator"], rel=TOLERANCE)
+        assert growth == pytest.approx(reality[phase]["process"], rel=TOLERANCE)
+    peak = reality["model"]["process"] + reality["update"]["process"]
+    assert sum(estimate["update"].values()) == pytest.approx(peak, rel=TOLERANCE)

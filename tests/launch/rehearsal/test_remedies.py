@@ -93,29 +93,29 @@ def test_changes_of_settings_come_before_other_grids_and_those_before_more_ranks
     arguments: tuple[str, ...],
 ) -> None:
     c = configuration((*arguments, "train.tokens_per_micro_batch=64", "model.dtype=float32"))
-    found = [remedy.arguments for remedy in remedies(c, SHAPE, ranks=8)]
+    changes = [remedy.arguments for remedy in remedies(c, SHAPE, ranks=8)]
     settings = [
         ("train.tokens_per_micro_batch=32",),
         ("model.recompute=full",),
         ("model.dtype=bfloat16",),
     ]
     together = tuple(argument for change in settings for argument in change)
-    assert found[:6] == [
+    assert changes[:6] == [
         *settings,
         together,
         ("parallel.ep=8",),
         ("parallel.ep=8", *together),
     ]
-    assert found[6][0] == "parallel.pp=2"
-    assert found[8] == ("ranks=16",)
-    assert all(change[0].startswith("ranks=") for change in found[8:])
+    assert changes[6][0] == "parallel.pp=2"
+    assert changes[8] == ("ranks=16",)
+    assert all(change[0].startswith("ranks=") for change in changes[8:])
 
 
 def test_a_change_replaces_arguments_and_keeps_the_rank_s_place_in_the_pipeline(
     arguments: tuple[str, ...],
 ) -> None:
-    changed = {str(candidate.remedy): candidate for candidate in candidates(arguments)}
-    twice = changed["ranks=8 parallel.ep=8"]
+    by_change = {str(candidate.remedy): candidate for candidate in candidates(arguments)}
+    twice = by_change["ranks=8 parallel.ep=8"]
     assert "rank=4" in twice.arguments
     assert not {"parallel.ep=4", "ranks=4", "rank=2", "out=numbers.json"} & set(twice.arguments)
     assert twice.configuration is not None
@@ -126,22 +126,22 @@ def test_a_change_that_the_estimate_finds_too_large_is_not_rehearsed(
     arguments: tuple[str, ...],
 ) -> None:
     rehearse = Rehearsals(size=90 * GIB)
-    found = lines(rehearse, arguments)
+    output = lines(rehearse, arguments)
     limit = read_options(arguments).gpu.memory
-    judged = [entry for entry in candidates(arguments) if not entry.refusal]
-    too_large = [entry for entry in judged if entry.estimate > 1.05 * limit]
-    assert 0 < len(too_large) < len(judged)
-    assert len([line for line in found if line.startswith("too large by")]) == len(too_large)
-    assert len(rehearse.commands) == len(judged) - len(too_large)
+    accepted_by_settings = [entry for entry in candidates(arguments) if not entry.refusal]
+    too_large = [entry for entry in accepted_by_settings if entry.estimate > 1.05 * limit]
+    assert 0 < len(too_large) < len(accepted_by_settings)
+    assert len([line for line in output if line.startswith("too large by")]) == len(too_large)
+    assert len(rehearse.commands) == len(accepted_by_settings) - len(too_large)
 
 
 def test_the_search_ends_with_three_changes_that_fit(arguments: tuple[str, ...]) -> None:
     rehearse = Rehearsals()
-    found = lines(rehearse, arguments)
+    output = lines(rehearse, arguments)
     assert len(rehearse.commands) == MAX_REMEDIES == 3
-    fits = [line for line in found if line.startswith("fits: ")]
+    fits = [line for line in output if line.startswith("fits: ")]
     assert len(fits) == 3
-    assert found[-1] == fits[-1]
+    assert output[-1] == fits[-1]
     assert "60.00 GiB, 80.00 GiB less on rank " in fits[0]
     assert "2.00 times the matrix products of a row" in fits[0]
     assert "Cost: " in fits[0]
@@ -149,15 +149,15 @@ def test_the_search_ends_with_three_changes_that_fit(arguments: tuple[str, ...])
 
 def test_changes_that_do_not_fit_are_all_tried(arguments: tuple[str, ...]) -> None:
     rehearse = Rehearsals(size=90 * GIB)
-    found = lines(rehearse, arguments)
-    assert not [line for line in found if line.startswith("fits")]
-    assert "Take a GPU with more memory" in found[-1]
+    output = lines(rehearse, arguments)
+    assert not [line for line in output if line.startswith("fits")]
+    assert "Take a GPU with more memory" in output[-1]
     assert len(rehearse.commands) > MAX_REMEDIES
 
 
 def test_a_change_that_cannot_be_rehearsed_is_named(arguments: tuple[str, ...]) -> None:
-    found = lines(Rehearsals(size=90 * GIB), arguments)
-    unavailable = [line for line in found if line.startswith("cannot be rehearsed: ")]
+    output = lines(Rehearsals(size=90 * GIB), arguments)
+    unavailable = [line for line in output if line.startswith("cannot be rehearsed: ")]
     assert unavailable
     assert all("parallel.pp=4" in line and "no shapes" in line for line in unavailable)
 
@@ -167,8 +167,8 @@ def test_a_change_that_the_settings_refuse_is_named(
 ) -> None:
     import launch.rehearsal.remedies as module
 
-    refused = module.Remedy(("parallel.tp=3",), "nothing")
-    monkeypatch.setattr(module, "remedies", lambda *_: iter([refused]))
+    impossible_change = module.Remedy(("parallel.tp=3",), "nothing")
+    monkeypatch.setattr(module, "remedies", lambda *_: iter([impossible_change]))
     assert lines(Rehearsals(), arguments)[0].startswith("refused: parallel.tp=3: ")
 
 
@@ -221,6 +221,6 @@ def test_a_deep_model_needs_what_its_shallow_ones_foretell(arguments: tuple[str,
     command = [*others, f"model.path={eight}", "rollout.max_new_tokens=1000"]
     c = configuration(command)
     whole = measure(command, c, replace(SHAPE, num_layers=3))  # too few layers to continue
-    continued = measure(command, c, read_shape(eight))
-    assert continued.memory == pytest.approx(whole.memory, rel=0.002)
-    assert continued.work == pytest.approx(whole.work, rel=0.002)
+    estimate = measure(command, c, read_shape(eight))
+    assert estimate.memory == pytest.approx(whole.memory, rel=0.002)
+    assert estimate.work == pytest.approx(whole.work, rel=0.002)

@@ -1,4 +1,4 @@
-"""What the study of faults concludes from what a run left."""
+"""The conclusions of the study of faults from the directory of a run."""
 
 from collections import Counter
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What a soak concludes from the times of steps and from samples of processes."""
+"""The conclusions of a soak from the times of steps and from samples of processes."""
 
 from collections import Counter
 from pathlib import Path

@@ -53,9 +53,9 @@ def received_shares(
                 totals[group.prompt.id] += group.weight
     shares = {}
     for tag, rate in enumerate(RATES):
-        mixed = 1 - rate**N - (1 - rate) ** N
+        mixed_shares = 1 - rate**N - (1 - rate) ** N
         values = np.array([totals[p.id] for p in POOL if p.difficulty == str(tag)])
-        values = values / (epochs * mixed)
+        values = values / (epochs * mixed_shares)
         shares[rate] = float(values.mean()), float(values.std(ddof=1) / len(values) ** 0.5)
     return shares
 
@@ -94,8 +94,8 @@ def test_weights_are_inverse_acceptances_up_to_the_limit() -> None:
         weights[group.prompt.difficulty].add(group.weight)
     assert weights["0"] == {1.0}
     assert weights["1"] and all(2 <= weight <= 10 for weight in weights["1"])
-    limited, _ = weights_after_steps(reweight=1.5)
-    assert {g.weight for g in limited.groups if g.prompt.difficulty == "1"} == {1.5}
+    result_at_limit, _ = weights_after_steps(reweight=1.5)
+    assert {g.weight for g in result_at_limit.groups if g.prompt.difficulty == "1"} == {1.5}
     all_weights = [group.weight for group in result.groups]
     assert metrics["select/weight_mean"] == pytest.approx(np.mean(all_weights))
     assert metrics["select/weight_max"] == max(all_weights)

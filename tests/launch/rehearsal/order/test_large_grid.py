@@ -105,8 +105,8 @@ class FaultyPhase:
         number = place + 1
         events = self._phase.events
         del events[self._position(place)]
-        kept = [event for event in events if event != -number]
-        self._phase.events = [event + 1 if event < -number else event for event in kept]
+        other_events = [event for event in events if event != -number]
+        self._phase.events = [event + 1 if event < -number else event for event in other_events]
 
     def check(self) -> OrderResult:
         """Check all ranks. The other traces stand for their classes."""
