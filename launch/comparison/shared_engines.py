@@ -96,7 +96,7 @@ def shared_engines(
     middle of that, and no other run may use it then.
     """
     # This import brings torch, which refusals need not wait for.
-    from megatron_rl.engines.node_processes import NodeProcesses
+    from megatron_rl.engines.node.node_processes import NodeProcesses
 
     keys = create_keys()
     directory.mkdir(parents=True, exist_ok=True)

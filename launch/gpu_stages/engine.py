@@ -23,6 +23,7 @@ from launch.testbed.rollout_refs import make_ref
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason, Rollout
+from megatron_rl.engines.members import Members
 from megatron_rl.engines.weight_sync import WeightSync, open_weight_sync
 from megatron_rl.environments.rollout_builder import RolloutBuilder
 from megatron_rl.mcore import parallel
@@ -70,8 +71,11 @@ def engine(setting: Setting, report: Report) -> None:
     server = _start(c, setting.scratch, lifeline)
     try:
         server.wait_healthy(min(c.engine.start_timeout_s, setting.longest_wait(then=_STEP_SECONDS)))
+        members = Members()
+        members.add(server.url, server.engine)
+        members.answer(server.url, 0)
         sync = open_weight_sync(
-            [server.engine],
+            members,
             server.keys,
             c.sync,
             c.engine,
@@ -79,6 +83,7 @@ def engine(setting: Setting, report: Report) -> None:
             directory=setting.scratch / "sync",
             model_path=setting.scratch / "start",
             device=worker.layout.device,
+            log=print,
         )
         for step in (0, 1):
             _send_weights(step, worker, sync, report)
@@ -107,6 +112,9 @@ def _start(c: Configuration, scratch: Path, lifeline: Lifeline) -> ManagedEngine
 
 def _send_weights(step: int, worker: Worker, sync: WeightSync, report: Report) -> None:
     metrics = sync.send(sync.next_command(), worker.export())
+    report.require_at_most(
+        f"step {step}: engines without the weights", 1 - metrics["sync/engines"], 0
+    )
     comparisons = metrics.get("sync/audit_compared", sync.audit_obstacle or 0)
     report.note(f"step {step} audited", comparisons)
 

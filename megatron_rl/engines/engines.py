@@ -14,9 +14,9 @@ from megatron_rl.engines.connections import EngineConnections
 from megatron_rl.engines.engine_prober import EngineProber
 from megatron_rl.engines.fleet import Fleet, managed_name
 from megatron_rl.engines.members import Members
-from megatron_rl.engines.node_board import NodeBoard
-from megatron_rl.engines.node_keeper import NodeKeeper
-from megatron_rl.engines.node_processes import NodeProcesses
+from megatron_rl.engines.node.node_board import NodeBoard
+from megatron_rl.engines.node.node_keeper import NodeKeeper
+from megatron_rl.engines.node.node_processes import NodeProcesses
 from megatron_rl.engines.server_places import server_places
 from megatron_rl.engines.token_counter import TokenCounter
 from megatron_rl.engines.url_list import UrlList

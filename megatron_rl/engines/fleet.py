@@ -9,15 +9,15 @@ from typing import Protocol
 from megatron_rl.config.schema import RecoverySettings
 from megatron_rl.contracts.commands import Sync
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.node_reports import (
+from megatron_rl.engines.engine_prober import EngineProber
+from megatron_rl.engines.members import Member, Members, MemberState
+from megatron_rl.engines.node.node_reports import (
     CollectorReport,
     EngineReport,
     NodeOrders,
     NodeReport,
     ProcessState,
 )
-from megatron_rl.engines.engine_prober import EngineProber
-from megatron_rl.engines.members import Member, Members, MemberState
 from megatron_rl.engines.token_counter import CountingEngine, TokenCounter
 from megatron_rl.engines.url_list import UrlList
 from megatron_rl.rollouts.queue import RolloutQueue

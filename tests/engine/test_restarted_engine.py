@@ -14,10 +14,10 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl.config.schema import EngineSettings
-from megatron_rl.contracts.node_reports import EngineReport, ProcessState
-from megatron_rl.engines.node_board import NodeBoard
-from megatron_rl.engines.node_keeper import NodeKeeper
-from megatron_rl.engines.node_processes import NodeProcesses
+from megatron_rl.engines.node.node_board import NodeBoard
+from megatron_rl.engines.node.node_keeper import NodeKeeper
+from megatron_rl.engines.node.node_processes import NodeProcesses
+from megatron_rl.engines.node.node_reports import EngineReport, ProcessState
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.engine import Engine

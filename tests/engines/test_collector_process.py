@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.engines import collector_process
-from megatron_rl.engines.collector_process import CollectorDied, CollectorProcess, build_argv
+from megatron_rl.engines.node import collector_process
+from megatron_rl.engines.node.collector_process import CollectorDied, CollectorProcess, build_argv
 from megatron_rl.rollouts.messages import RUN_KEY_VARIABLE
 from sglang_bridge.server.lifeline import Lifeline
 from sglang_bridge.server.process_table import is_alive, process_tree

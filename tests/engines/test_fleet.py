@@ -9,8 +9,8 @@ import pytest
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.commands import Sync
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.contracts.node_reports import NodeOrders, ProcessState
 from megatron_rl.engines.fleet import NoEngineLeft
+from megatron_rl.engines.node.node_reports import NodeOrders, ProcessState
 from megatron_rl.engines.token_counter import TokenCounter
 from megatron_rl.engines.url_list import UrlList
 from tests.support.fleets import ScriptedFleet, engine_of

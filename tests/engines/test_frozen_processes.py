@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import psutil
 import pytest
 
-from megatron_rl.engines.frozen_processes import FrozenProcesses, ProcessFrozen
+from megatron_rl.engines.node.frozen_processes import FrozenProcesses, ProcessFrozen
 from sglang_bridge.server.process_table import kill, process_tree
 
 _PARENT = """

@@ -11,15 +11,15 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.contracts.node_reports import (
+from megatron_rl.engines.node import node_board
+from megatron_rl.engines.node.node_board import NodeBoard, NodeBoardLost
+from megatron_rl.engines.node.node_reports import (
     CollectorReport,
     EngineReport,
     NodeOrders,
     NodeReport,
     ProcessState,
 )
-from megatron_rl.engines import node_board
-from megatron_rl.engines.node_board import NodeBoard, NodeBoardLost
 from sglang_bridge.engine import Engine
 
 REPORT = NodeReport(

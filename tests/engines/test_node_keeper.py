@@ -7,10 +7,15 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed as dist
 
-from megatron_rl.contracts.node_reports import CollectorReport, NodeOrders, NodeReport, ProcessState
-from megatron_rl.engines import node_keeper
-from megatron_rl.engines.node_board import NodeBoard, NodeBoardLost
-from megatron_rl.engines.node_keeper import NodeKeeper
+from megatron_rl.engines.node import node_keeper
+from megatron_rl.engines.node.node_board import NodeBoard, NodeBoardLost
+from megatron_rl.engines.node.node_keeper import NodeKeeper
+from megatron_rl.engines.node.node_reports import (
+    CollectorReport,
+    NodeOrders,
+    NodeReport,
+    ProcessState,
+)
 
 
 class ScriptedProcesses:

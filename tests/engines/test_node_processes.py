@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.schema import EngineSettings, RecoverySettings
-from megatron_rl.contracts.node_reports import NodeOrders, NodeReport, ProcessState
-from megatron_rl.engines import collector_process
-from megatron_rl.engines.node_processes import NodeProcesses
+from megatron_rl.engines.node import collector_process
+from megatron_rl.engines.node.node_processes import NodeProcesses
+from megatron_rl.engines.node.node_reports import NodeOrders, NodeReport, ProcessState
 from sglang_bridge.errors import EngineDied
 from sglang_bridge.keys import create_keys
 from sglang_bridge.server.process_table import is_alive, process_tree

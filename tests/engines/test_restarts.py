@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.engines.restarts import RestartBudget
+from megatron_rl.engines.node.restarts import RestartBudget
 from tests.support.clocks import FakeClock
 
 

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.contracts.node_reports import ProcessState
-from megatron_rl.engines.restarts import RestartBudget
-from megatron_rl.engines.upkeep import Upkeep
+from megatron_rl.engines.node.node_reports import ProcessState
+from megatron_rl.engines.node.restarts import RestartBudget
+from megatron_rl.engines.node.upkeep import Upkeep
 from sglang_bridge.errors import EngineDied, EngineUnhealthy
 from tests.support.clocks import FakeClock
 

@@ -6,16 +6,16 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from megatron_rl.config.schema import RecoverySettings
-from megatron_rl.contracts.node_reports import (
+from megatron_rl.engines.engine_prober import ProbeResult
+from megatron_rl.engines.fleet import Fleet, managed_name
+from megatron_rl.engines.members import Members
+from megatron_rl.engines.node.node_reports import (
     CollectorReport,
     EngineReport,
     NodeOrders,
     NodeReport,
     ProcessState,
 )
-from megatron_rl.engines.engine_prober import ProbeResult
-from megatron_rl.engines.fleet import Fleet, managed_name
-from megatron_rl.engines.members import Members
 from megatron_rl.engines.token_counter import TokenCounter
 from megatron_rl.engines.url_list import UrlList
 from sglang_bridge.engine import Engine

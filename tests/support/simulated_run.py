@@ -19,17 +19,17 @@ import zmq
 from megatron_rl.config.schema import RecoverySettings, RolloutSettings, SyncSettings
 from megatron_rl.contracts.commands import Command, Sync
 from megatron_rl.contracts.group import Group
-from megatron_rl.contracts.node_reports import (
+from megatron_rl.engines.connections import EngineConnections
+from megatron_rl.engines.engine_prober import ProbeResult
+from megatron_rl.engines.fleet import Fleet, managed_name
+from megatron_rl.engines.members import Members, MemberState
+from megatron_rl.engines.node.node_reports import (
     CollectorReport,
     EngineReport,
     NodeOrders,
     NodeReport,
     ProcessState,
 )
-from megatron_rl.engines.connections import EngineConnections
-from megatron_rl.engines.engine_prober import ProbeResult
-from megatron_rl.engines.fleet import Fleet, managed_name
-from megatron_rl.engines.members import Members, MemberState
 from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.rollouts.hub import CollectorHub
 from megatron_rl.rollouts.messages import (

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.engines.frozen_processes import FrozenProcesses, ProcessFrozen
+from megatron_rl.engines.node.frozen_processes import FrozenProcesses, ProcessFrozen
 from megatron_rl.run.supervision.local_ranks import LocalRanks
 from sglang_bridge.server.process_table import kill, process_tree
 

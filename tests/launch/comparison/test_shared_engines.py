@@ -42,7 +42,7 @@ class FakeProcesses:
 
 @pytest.fixture(autouse=True)
 def fake_processes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megatron_rl.engines.node_processes.NodeProcesses", FakeProcesses)
+    monkeypatch.setattr("megatron_rl.engines.node.node_processes.NodeProcesses", FakeProcesses)
 
 
 def test_runs_connect_to_one_engine_each_with_a_private_key_file(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import msgspec
 import torch.distributed as dist
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.node_reports import NodeOrders, NodeReport
+from megatron_rl.engines.node.node_reports import NodeOrders, NodeReport
 
 _T = TypeVar("_T")
 # When torchrun was killed, the kernel also sends a signal, which says more than this failure

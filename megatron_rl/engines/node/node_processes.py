@@ -13,15 +13,15 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from megatron_rl.config.schema import EngineSettings, RecoverySettings
-from megatron_rl.contracts.node_reports import (
+from megatron_rl.engines.node.collector_process import CollectorProcess
+from megatron_rl.engines.node.node_reports import (
     CollectorReport,
     EngineReport,
     NodeOrders,
     NodeReport,
 )
-from megatron_rl.engines.collector_process import CollectorProcess
-from megatron_rl.engines.restarts import RestartBudget
-from megatron_rl.engines.upkeep import Helper, Upkeep
+from megatron_rl.engines.node.restarts import RestartBudget
+from megatron_rl.engines.node.upkeep import Helper, Upkeep
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineError
 from sglang_bridge.keys import RunKeys

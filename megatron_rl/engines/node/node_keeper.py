@@ -6,9 +6,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from megatron_rl.contracts.node_reports import NodeReport
-from megatron_rl.engines.node_board import NodeBoard, NodeBoardLost
-from megatron_rl.engines.node_processes import NodeProcesses
+from megatron_rl.engines.node.node_board import NodeBoard, NodeBoardLost
+from megatron_rl.engines.node.node_processes import NodeProcesses
+from megatron_rl.engines.node.node_reports import NodeReport
 
 _POLL_SECONDS = 0.5
 _PUBLISH_SECONDS = 10.0

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from megatron_rl.contracts.exit_codes import Failure
-from megatron_rl.contracts.node_reports import ProcessState
-from megatron_rl.engines.frozen_processes import FrozenProcesses
-from megatron_rl.engines.restarts import RestartBudget
+from megatron_rl.engines.node.frozen_processes import FrozenProcesses
+from megatron_rl.engines.node.node_reports import ProcessState
+from megatron_rl.engines.node.restarts import RestartBudget
 from sglang_bridge.errors import EngineError
 
 _END_SECONDS = 8.0
