@@ -146,7 +146,7 @@ def test_no_directory_is_made_when_beliefs_cannot_be_read(
     )
     with pytest.raises(BeliefsUnavailable):
         open_run._open_directory(
-            c, RunData(), NOTHING, JOB, ResumePoint(), RunDirectory(tmp_path / "runs/a")
+            c, RunData(), NOTHING, JOB, ResumePoint(), RunDirectory(tmp_path / "runs/a"), NOTHING
         )
     assert not (tmp_path / "runs").exists()
 
