@@ -264,7 +264,7 @@ def test_slurm_requeues_a_run_whatever_is_killed_and_it_ends_exactly(
     for strike, step in ((kill_rank_0, 1), (kill_torchrun, 3), (kill_node, 5)):
         job = slurm.start(*overrides)
         # Slurm starts only those again that have saved a checkpoint
-        wait_until(lambda step=step: (run / f"checkpoints/iter_{step:07d}").exists(), job)  # type: ignore[misc]
+        wait_until((run / f"checkpoints/iter_{step:07d}").exists, job)
         strike(job)
         job.wait(timeout=120)
         assert slurm.take_requeue(), (tmp_path / "log").read_text()[-3000:]
