@@ -417,6 +417,8 @@ class RolloutQueue:
         if self._hold is not None:
             self._send(node, self._hold)
         self._assign_waiting()
+        # Requests may be at nodes without engines, because this one was not connected
+        self._move_requests()
 
     def _handle_gone(self, node: int, epoch: int, reason: str) -> None:
         """Send the requests of a collector that is gone to others. They may have to wait."""

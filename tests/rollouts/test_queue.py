@@ -473,6 +473,22 @@ def test_requests_of_a_node_without_engines_move_to_one_that_has_some(
     other.close()
 
 
+def test_requests_move_to_a_node_with_engines_once_its_collector_connects(
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
+) -> None:
+    queue.add_engine(Engine(url="http://b:1", node=1))
+    queue.submit([request("a")])
+    assert requested_ids(peer, 1) == ["a"]  # no other collector is connected
+    other = Peer(hub, 1)
+    hub.wait_for(2, 5)
+    queue.lost_groups([])  # handles the connection
+    assert peer.receive(1) == [Withdraw(("a",))]
+    assert "a" in requested_ids(other, 2)
+    other.send(msgspec.structs.replace(group_done("a"), attempt=1))
+    assert [group.group_id for group in queue.as_completed(idle)] == ["a"]
+    other.close()
+
+
 def test_requests_of_a_lost_collector_go_to_another_node_under_the_same_ids(
     hub: CollectorHub, queue: RolloutQueue, peer: Peer
 ) -> None:
