@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import ParallelSettings
@@ -75,5 +76,7 @@ def test_restarts_on_several_nodes_need_a_new_store_for_each(
     """The nodes count their restarts apart, so that no count names the common part of the store."""
     for name, text in rank_environment(0, restart=0, port=1, WORLD_SIZE="4").items():
         monkeypatch.setenv(name, text)
+    # Another test may have left a process group in this process
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
     with pytest.raises(RestartsNeedNewStores, match="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         join(ParallelSettings())
