@@ -1,13 +1,16 @@
 """Rollouts from real engines, generated as a run generates them."""
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from launch.testbed.selectors import FixedPrompts
 from megatron_rl.config.schema import Configuration
+from megatron_rl.contracts.commands import Command
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.engines.engines import open_engines
@@ -19,7 +22,16 @@ from megatron_rl.rollouts.store import read_rollout
 
 # One rank needs no groups.
 _NO_GROUP: Any = None
-ONLY_RANK = RankLayout(
+
+
+class _OnlyRank(RankLayout):
+    """A rank that has joined no job. Its store is its own."""
+
+    def store(self) -> dist.Store:
+        return dist.HashStore()
+
+
+ONLY_RANK = _OnlyRank(
     rank=0,
     world_size=1,
     local_rank=0,
@@ -50,13 +62,19 @@ def sample_rollouts(
     shape = read_shape(configuration.model.path)
     (directory / "logs").mkdir(parents=True)
     with open_engines(configuration, shape, ONLY_RANK, RunDirectory(directory)) as engines:
-        connections = engines.connect()
+        connections = engines.connect(sends_weights=False)
         assert connections is not None
+        connections.fleet.admit_without_weights()
         sampler = RolloutSampler(
             connections.queue,
             configuration.rollout,
             FixedPrompts(prompts, configuration.rollout.samples_per_prompt),
             shape.eos_token_ids,
-            engines.check,
+            partial(connections.recover, _refuse_command),
         )
         return [read_rollout(ref) for group in sampler.sample(1).groups for ref in group.rollouts]
+
+
+def _refuse_command(command: Command) -> None:
+    """Fail: engines that hold their weights already need no command."""
+    raise AssertionError(f"unexpected command {command}")
