@@ -272,5 +272,6 @@ def test_slurm_requeues_a_run_whatever_is_killed_and_it_ends_exactly(
     assert job.wait(timeout=900) == 0, (tmp_path / "log").read_text()[-3000:]
     assert not slurm.take_requeue()
     assert_equal_to(run, reference)
-    assert [start.end and start.end.code for start in read_starts(run)] == [7, 143, None, None]
+    # Ranks without a torchrun save a checkpoint and end
+    assert [start.end and start.end.code for start in read_starts(run)] == [7, 75, None, None]
     assert json.loads((run / "exit.json").read_text())["code"] == 0
