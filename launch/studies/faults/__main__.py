@@ -14,7 +14,7 @@ row has the seconds from the fault to the end of the launcher and of all ranks, 
 exit.json, the exit code of the rank that torchrun names as the root cause, the first line of
 standard error, and the numbers of processes and of files in /dev/shm that outlive the run.
 
-Without a kind, both tables are printed. --keep keeps the run directories.
+Output: the table of the kind, without one both tables. --keep keeps the run directories.
 """
 
 import argparse
