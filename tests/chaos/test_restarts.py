@@ -272,6 +272,8 @@ def test_slurm_requeues_a_run_whatever_is_killed_and_it_ends_exactly(
     assert job.wait(timeout=900) == 0, (tmp_path / "log").read_text()[-3000:]
     assert not slurm.take_requeue()
     assert_equal_to(run, reference)
-    # Ranks without a torchrun save a checkpoint and end
-    assert [start.end and start.end.code for start in read_starts(run)] == [7, 75, None, None]
+    ends = [start.end and start.end.code for start in read_starts(run)]
+    # Ranks without a torchrun save and end, unless they miss its store before that
+    assert ends[1] in (75, 7, 143)
+    assert [ends[0], *ends[2:]] == [7, None, None]
     assert json.loads((run / "exit.json").read_text())["code"] == 0
