@@ -27,10 +27,7 @@ pytestmark = [
 def shared_metrics(run: Path) -> list[dict[str, Any]]:
     """All metrics except those that count engines and their audits."""
     counts = ("sync/audit_compared", "sync/engines")
-    return [
-        {k: v for k, v in record.items() if k not in counts}
-        for record in metrics_of(run)
-    ]
+    return [{k: v for k, v in record.items() if k not in counts} for record in metrics_of(run)]
 
 
 def test_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
