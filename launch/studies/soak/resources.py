@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -32,14 +34,16 @@ class Sample:
     """The resources of a run at a moment.
 
     seconds: since the start. counts: processes by kind. memory: resident bytes by kind.
-    descriptors: open files by kind. files: in the directory of the run. shared_memory: bytes of the
-    files in /dev/shm that the run has ever mapped.
+    descriptors: open files by kind of process. targets: open files of each kind of process by what
+    they refer to. files: in the directory of the run. shared_memory: bytes of the files in /dev/shm
+    that the run has ever mapped.
     """
 
     seconds: float
     counts: Counter[str]
     memory: Counter[str]
     descriptors: Counter[str]
+    targets: dict[str, Counter[str]]
     files: int
     shared_memory: int
 
@@ -73,20 +77,23 @@ class ResourceLog:
         counts = Counter[str]()
         memory = Counter[str]()
         descriptors = Counter[str]()
+        targets: dict[str, Counter[str]] = {}
         for process in processes:
             kind = kind_of(command_line(process))
-            with contextlib.suppress(psutil.Error):
+            with contextlib.suppress(psutil.Error, OSError):
                 resident = process.memory_info().rss
                 num_open = process.num_fds()
                 counts[kind] += 1
                 memory[kind] += resident
                 descriptors[kind] += num_open
+                targets.setdefault(kind, Counter()).update(descriptor_targets(process.pid))
         self.samples.append(
             Sample(
                 seconds=seconds,
                 counts=counts,
                 memory=memory,
                 descriptors=descriptors,
+                targets=targets,
                 files=sum(1 for _ in self.directory.rglob("*")),
                 shared_memory=sum(map(_size, self._shared_files)),
             )
@@ -118,6 +125,20 @@ def kind_of(line: str) -> str:
     return next((kind for part, kind in _KINDS.items() if part in line), "")
 
 
+def descriptor_targets(pid: int) -> Counter[str]:
+    """Count the open files of a process by what they refer to, such as `socket`.
+
+    Numbers in a name are left out, so that files of one kind count together.
+    """
+    targets = Counter[str]()
+    for descriptor in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(OSError):
+            target = os.readlink(descriptor).removesuffix(" (deleted)")
+            name = target if target.startswith("/") else target.partition(":[")[0]
+            targets[re.sub(r"\d+", "N", name)] += 1
+    return targets
+
+
 def _growth_of_kind(kind: str, early: Sequence[Sample], late: Sequence[Sample]) -> list[Growth]:
     full = max(sample.counts[kind] for sample in (*early, *late))
     sides = [[s for s in side if s.counts[kind] == full] for side in (early, late)]
@@ -129,7 +150,19 @@ def _growth_of_kind(kind: str, early: Sequence[Sample], late: Sequence[Sample]) 
     return [
         Growth(f"{name}, memory", memory[0], memory[1], "MiB"),
         Growth(f"{name}, descriptors", descriptors[0], descriptors[1], "descriptors"),
+        *_growth_of_targets(kind, name, sides),
     ]
+
+
+def _growth_of_targets(kind: str, name: str, sides: Sequence[Sequence[Sample]]) -> list[Growth]:
+    """Return the kinds of open files of which there are more than before."""
+    all_targets = {target for side in sides for sample in side for target in sample.targets[kind]}
+    rows = []
+    for target in sorted(all_targets):
+        before, after = (median(s.targets[kind][target] for s in side) for side in sides)
+        if after > before:
+            rows.append(Growth(f"{name}, of them {target}", before, after, "descriptors"))
+    return rows
 
 
 def _size(file: Path) -> int:

@@ -1,20 +1,25 @@
 """The conclusions of a soak from the times of steps and from samples of processes."""
 
+import os
+import re
 from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from launch.studies.soak.effective_time import measure, model_share
-from launch.studies.soak.resources import ResourceLog, Sample, kind_of
+from launch.studies.soak.resources import ResourceLog, Sample, descriptor_targets, kind_of
 
 
-def make_sample(seconds: float, *, collectors: int, mebibytes: int, files: int) -> Sample:
+def make_sample(
+    seconds: float, *, collectors: int, mebibytes: int, files: int, pipes: int = 0
+) -> Sample:
     return Sample(
         seconds=seconds,
         counts=Counter(collector=collectors),
         memory=Counter(collector=mebibytes * 2**20),
         descriptors=Counter(collector=10 * collectors),
+        targets={"collector": Counter(socket=10 * collectors - pipes, pipe=pipes)},
         files=files,
         shared_memory=0,
     )
@@ -58,6 +63,25 @@ def test_growth_compares_samples_with_all_processes_of_a_kind() -> None:
     assert rows["collector x 2, descriptors"].share == 0
     assert rows["files of the run"].after == 7
     assert ResourceLog(Path(), log.samples[:1]).growth(start=10, window=5) == []
+
+
+def test_growth_names_what_the_descriptors_refer_to() -> None:
+    log = ResourceLog(Path())
+    for seconds, pipes in ((0, 2), (10, 2), (20, 3), (30, 3)):
+        log.samples.append(
+            make_sample(seconds, collectors=1, mebibytes=1, files=1, pipes=pipes),
+        )
+    rows = {row.name: row for row in log.growth(start=0, window=12)}
+    assert rows["collector x 1, of them pipe"].after == 3
+    assert "collector x 1, of them socket" not in rows
+
+
+def test_descriptors_count_by_what_they_refer_to(tmp_path: Path) -> None:
+    before = descriptor_targets(os.getpid())
+    with (tmp_path / "samples-7.txt").open("w"), (tmp_path / "samples-12.txt").open("w"):
+        after = descriptor_targets(os.getpid())
+    name = re.sub(r"\d+", "N", str(tmp_path / "samples-7.txt"))
+    assert (after - before)[name] == 2
 
 
 def test_processes_are_told_apart_by_their_command_lines() -> None:
