@@ -195,7 +195,7 @@ def _rollout(sample: int, correct: bool) -> RolloutRef:
         num_trainable=tokens,
         num_generated=tokens,
         finish_reason=FinishReason.STOP,
-        versions=(0,),
+        tokens_by_version=((0, 1),),
         verdict=Verdict(reward=float(correct), correctness=float(correct)),
         location=RolloutLocation(node=0, pid=0, fd=0, offset=0, nbytes=0),
     )

@@ -259,7 +259,9 @@ class RolloutSettings(Section):
     temperature: Annotated[float, Ge(0.01), Le(100)] = 1.0
     # Whether responses that were cut at max_new_tokens are trained on.
     train_truncated: bool = True
-    # The age in weight versions up to which a rollout is accepted. Training steps need 0.
+    # The largest age of a rollout's tokens in weight versions when a step trains on them. 0: each
+    # step samples its own rollouts. From 1 on, the rollouts of the next step are sampled while a
+    # step trains.
     max_staleness: Whole = 0
     # The run stops when a larger share of a batch's rollouts is unusable.
     max_rejected_share: Share = 0.5

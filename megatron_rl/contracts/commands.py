@@ -75,18 +75,37 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
     path: str
 
 
+class BatchAhead(msgspec.Struct, frozen=True, kw_only=True):
+    """The rollouts of a step that is not trained yet. Each node writes those that it stores.
+
+    groups: credited ones first, then `num_stopped` stopped and `num_surplus` surplus ones.
+    generated_tokens, engines_left_out, num_repeated, selection_metrics: as in `RolloutBatch`.
+    """
+
+    step: Count
+    groups: tuple[Group, ...]
+    num_stopped: Count
+    num_surplus: Count
+    generated_tokens: Count
+    engines_left_out: Count
+    num_repeated: Count
+    selection_metrics: dict[str, float]
+
+
 class Checkpoint(msgspec.Struct, frozen=True, tag="checkpoint"):
     """Save a checkpoint from which the run can resume after `step`.
 
     state: encoded `RunState`, which only rank 0 has.
     background: write while the next steps train. `WaitForSave` then reports the outcome.
     best: the best evaluation once this checkpoint is complete. Its checkpoint is not removed.
+    batches: the rollouts that were sampled before their step.
     """
 
     step: int
     state: bytes
     background: bool = False
     best: BestState | None = None
+    batches: tuple[BatchAhead, ...] = ()
 
 
 class WaitForSave(msgspec.Struct, frozen=True, tag="wait_for_save"):

@@ -63,7 +63,7 @@ class RolloutRef(msgspec.Struct, frozen=True, kw_only=True):
     repetition: share of repeated n-grams from 0 to 1, 0 if it is not measured.
     mean_logprob: mean log-probability of the sampled tokens under the policy that sampled them,
     nats. None without sampled tokens.
-    versions: weight versions of the sampled segments, ascending.
+    tokens_by_version: (weight version, number of sampled tokens) pairs, by ascending version.
     """
 
     rollout_id: str
@@ -75,9 +75,14 @@ class RolloutRef(msgspec.Struct, frozen=True, kw_only=True):
     repetition: float = 0.0
     mean_logprob: float | None = None
     finish_reason: FinishReason
-    versions: tuple[int, ...]
+    tokens_by_version: tuple[tuple[int, int], ...]
     verdict: Verdict
     location: RolloutLocation
+
+    @property
+    def versions(self) -> tuple[int, ...]:
+        """The weight versions that sampled it, ascending."""
+        return tuple(version for version, _ in self.tokens_by_version)
 
 
 class Group(msgspec.Struct, frozen=True, kw_only=True):

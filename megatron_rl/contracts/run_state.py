@@ -69,9 +69,10 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True):
     phase: None without the key `curriculum`.
     unevaluated_metrics: the metrics of `step` when its evaluation is still to be done, because a
     stop request or a failure prevented it; None otherwise. NaN and Inf are stored as None.
+    steps_ahead: the steps after `step` whose rollouts are sampled already. The checkpoint holds
+    them.
 
-    No rollout is running between two steps, and every requested rollout was used, because
-    rollout.max_staleness is 0.
+    No rollout is running between two steps.
     """
 
     step: Count
@@ -82,6 +83,7 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True):
     accuracies: tuple[float, ...] = ()
     phase: PhaseState | None = None
     unevaluated_metrics: dict[str, float | None] | None = None
+    steps_ahead: tuple[Count, ...] = ()
 
 
 class BestState(msgspec.Struct, frozen=True, kw_only=True):

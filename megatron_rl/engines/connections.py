@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.contracts.commands import Command
@@ -11,6 +11,7 @@ from megatron_rl.engines.fleet import Fleet
 from megatron_rl.engines.token_counter import TokenCounter
 from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.rollouts.queue import HeldRequests, RolloutQueue
+from megatron_rl.rollouts.store import RolloutStore
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.weights.calls import call_each
@@ -25,6 +26,7 @@ class EngineConnections:
     fleet: decides which engines serve. open_admin: opens the control client of an engine.
     sends_weights: False where engines serve the weights that they have loaded themselves.
     token_counter: compares the engines' counts of tokens with the run's, None if they do not count.
+    store: the rollouts that this process holds itself, those of a checkpoint.
     """
 
     queue: RolloutQueue
@@ -33,6 +35,7 @@ class EngineConnections:
     open_admin: Callable[[Engine], AdminClient]
     sends_weights: bool = True
     token_counter: TokenCounter | None = None
+    store: RolloutStore = field(default_factory=lambda: RolloutStore(node=0))
 
     def set_version(self, version: int) -> None:
         """Use the engines that hold these weights now, and no response of others."""
@@ -42,6 +45,11 @@ class EngineConnections:
     def release(self, group_ids: Sequence[str]) -> None:
         """Free the rollouts of delivered groups."""
         self.queue.release(group_ids)
+        self.store.release(group_ids)
+
+    def can_sample(self) -> bool:
+        """Return False while no engine serves."""
+        return bool(self.fleet.members.serving)
 
     def stop(self) -> None:
         """End every collector."""

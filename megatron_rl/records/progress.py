@@ -67,7 +67,7 @@ class Progress:
         """Log the main metrics of one step. is_sampled: False for rollouts of a recording."""
         times = " ".join(
             f"{name} {values[f'time/{name}']:.1f}"
-            for name in ("rollout", "old_policy", "train", "sync", "record")
+            for name in ("rollout", "old_policy", "train", "next_rollouts", "sync", "record")
             if f"time/{name}" in values
         )
         parts = [

@@ -18,6 +18,7 @@ SECTIONS = {
     "account": False,
     "samples": False,
     "record": False,
+    "next_rollouts": False,
     "sync": True,
 }
 

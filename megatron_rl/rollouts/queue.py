@@ -100,11 +100,15 @@ class _Outstanding:
 
 @dataclass(frozen=True)
 class _Holder:
-    """The collector that holds the rollouts of a delivered group, and the request for them."""
+    """The collector that holds the rollouts of a delivered group, and the request for them.
+
+    generated_tokens: tokens that engines sampled for it.
+    """
 
     node: int
     epoch: int
     request: GroupRequest
+    generated_tokens: int
 
 
 class RolloutQueue:
@@ -214,12 +218,12 @@ class RolloutQueue:
             # The hub may return nothing before the timeout: heartbeats of collectors wake it.
             message = self._hub.poll(max(0.0, due - time.monotonic()))
             group = None if message is None else self._handle(*message)
+            if group is not None:
+                num_arrived += 1
+                self._ready.append(group)  # `idle` may raise
             if time.monotonic() >= due:
                 idle()
                 due = time.monotonic() + idle_every_seconds
-            if group is not None:
-                num_arrived += 1
-                yield group
             if self._outstanding and reminder.is_due():
                 self._write_log(self._describe_wait(num_arrived, reminder.seconds))
 
@@ -227,6 +231,10 @@ class RolloutQueue:
         """Return those delivered groups whose rollouts are lost with their collector."""
         self._handle_events()
         return [group_id for group_id in group_ids if self._is_lost(group_id)]
+
+    def tokens_of(self, group_id: str) -> int:
+        """Return the tokens that engines sampled for a delivered group that is not released."""
+        return self._holders[group_id].generated_tokens
 
     def request_again(self, group_ids: Sequence[str]) -> None:
         """Request delivered groups again, under the same ids. Their rollouts are released."""
@@ -443,7 +451,8 @@ class RolloutQueue:
         request = outstanding.request
         self._loads[node] -= request.num_samples
         if not request.evaluation:
-            holder = _Holder(node, self._epochs[node], request)
+            tokens = message.generated_tokens
+            holder = _Holder(node, self._epochs[node], request, tokens)
             self._holders[message.group.group_id] = holder
         self.generated_tokens += message.generated_tokens
         # An evaluation measures the current weights, so its rollouts may not be older.

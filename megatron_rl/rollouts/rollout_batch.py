@@ -1,23 +1,17 @@
-"""Rollout batches: prompts are selected, groups of rollouts are requested and collected."""
+"""Rollout batches: the groups of one training step."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
 
-from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group, RolloutRef
-from megatron_rl.contracts.prompt import Sampling
-from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.credit.source_metrics import source_metrics
-from megatron_rl.prompts.selection.selector import RolloutRequest, Selector, StepSelection
 from megatron_rl.rewards.runner import ABANDONED
-from megatron_rl.rollouts.messages import GroupRequest
-from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from megatron_rl.rollouts.rejections import require_usable
 
 
@@ -124,6 +118,26 @@ class RolloutBatch:
             failure=TooManyRejected,
         )
 
+    def age_metrics(self, version: int) -> dict[str, float]:
+        """Return the ages of the sampled tokens in weight versions, under `rollout/age/`.
+
+        version: of the weights that train on them. Empty without sampled tokens.
+        """
+        tokens_by_age = Counter[int]()
+        for group in self.all_groups:
+            for rollout in group.rollouts:
+                for token_version, num_tokens in rollout.tokens_by_version:
+                    tokens_by_age[version - token_version] += num_tokens
+        num_tokens = tokens_by_age.total()
+        if not num_tokens:
+            return {}
+        sum_of_ages = sum(age * count for age, count in tokens_by_age.items())
+        return {
+            "rollout/age/mean": sum_of_ages / num_tokens,
+            "rollout/age/max": float(max(tokens_by_age)),
+            **{f"rollout/age/{age}": float(count) for age, count in tokens_by_age.items()},
+        }
+
     def metrics(self) -> dict[str, float]:
         """Return the metrics under `rollout/`, `reward/` and `select/`, and of each source."""
         rollouts = [rollout for group in self.all_groups for rollout in group.rollouts]
@@ -144,139 +158,6 @@ class RolloutBatch:
         return values
 
 
-@dataclass(frozen=True)
-class RolloutSampler:
-    """Samples rollout batches through a queue.
-
-    stop_token_ids: tokens that end a response.
-    idle: called regularly while rollouts are running.
-    """
-
-    queue: RolloutQueue
-    settings: RolloutSettings
-    selector: Selector
-    stop_token_ids: tuple[int, ...]
-    idle: Callable[[], None]
-
-    def sample(self, step: int) -> RolloutBatch:
-        """Sample and score one batch. Raises `TooManyRejected` or `UserClassFailed`."""
-        label = f"step-{step}"
-        tokens_before = self.queue.generated_tokens
-        repeated_before = self.queue.num_repeated
-        selection = self.selector.select(step)
-        parts, request_ids = self._collect(label, selection)
-        result = selection.result()
-        all_groups = result.groups + result.stopped_groups + result.surplus_groups
-        batch = RolloutBatch(
-            groups=result.groups,
-            stopped_groups=result.stopped_groups,
-            surplus_groups=result.surplus_groups,
-            generated_tokens=self.queue.generated_tokens - tokens_before,
-            engines_left_out=len(self.queue.engines_left_out),
-            delivered_ids=tuple(id_ for group in all_groups for id_ in request_ids[group.group_id]),
-            parts=parts,
-            num_repeated=self.queue.num_repeated - repeated_before,
-            selection_metrics=selection.metrics(),
-        )
-        batch = self._without_lost_groups(batch)
-        batch.require(label, self.settings.max_rejected_share)
-        return batch
-
-    def sample_again(self, batch: RolloutBatch, rollout_ids: Sequence[str]) -> RolloutBatch:
-        """Replace the groups of these rollouts, which are gone, and others that are gone too.
-
-        The requests have the same ids and seeds, so deterministic engines give the same groups.
-        """
-        ids = set(rollout_ids)
-        lost_parts = [
-            part_id
-            for part_id, part in batch.parts.items()
-            if any(rollout.rollout_id in ids for rollout in part.rollouts)
-        ]
-        if not lost_parts and not self.queue.lost_groups(batch.delivered_ids):
-            raise CollectorFailed(
-                f"rollouts are gone that no request of the batch has sampled: {sorted(ids)[:4]}"
-            )
-        return self._without_lost_groups(self._repeat(batch, lost_parts))
-
-    def _without_lost_groups(self, batch: RolloutBatch) -> RolloutBatch:
-        while lost_parts := self.queue.lost_groups(batch.delivered_ids):
-            batch = self._repeat(batch, lost_parts)
-        return batch
-
-    def _repeat(self, batch: RolloutBatch, part_ids: Sequence[str]) -> RolloutBatch:
-        """Request parts of groups again and put them into the batch.
-
-        The tokens of the lost ones are in the batch's count already.
-        """
-        repeated_before = self.queue.num_repeated
-        self.queue.request_again(part_ids)
-        new_parts = {part.group_id: part for part in self.queue.as_completed(self.idle)}
-        num_repeated = self.queue.num_repeated - repeated_before
-        return batch.with_parts(new_parts, num_repeated=num_repeated)
-
-    def state(self) -> SelectorState:
-        """Return the selector's state."""
-        return self.selector.state()
-
-    def restore(self, state: SelectorState) -> None:
-        """Restore the selector's state."""
-        self.selector.restore(state)
-
-    def inflate_variance(self) -> None:
-        """Make the selector's beliefs less certain."""
-        self.selector.inflate_variance()
-
-    def _collect(
-        self, label: str, selection: StepSelection
-    ) -> tuple[dict[str, Group], dict[str, list[str]]]:
-        """Request groups until the selection has enough of them.
-
-        Returns the parts by the id of their request, and the ids of the requests of each group.
-        """
-        groups: dict[int, Group] = {}
-        parts: dict[str, Group] = {}
-        request_ids: dict[str, list[str]] = {}
-        requests = selection.first_round()
-        while requests:
-            outstanding = self._submit(label, requests)
-            for part in self.queue.as_completed(self.idle):
-                index = outstanding.pop(part.group_id).index
-                parts[part.group_id] = part
-                group = merge_groups(groups[index], part) if index in groups else part
-                groups[index] = group
-                request_ids.setdefault(group.group_id, []).append(part.group_id)
-                if (extension := selection.handle_group(index, group)) is not None:
-                    outstanding |= self._submit(label, [extension])
-            requests = selection.next_round()
-        return parts, request_ids
-
-    def _submit(self, label: str, requests: Sequence[RolloutRequest]) -> dict[str, RolloutRequest]:
-        """Submit requests and return them by group id.
-
-        The first request of a group and its extensions have different ids.
-        """
-        sampling = Sampling(
-            max_new_tokens=self.settings.max_new_tokens,
-            temperature=self.settings.temperature,
-            stop_token_ids=self.stop_token_ids,
-        )
-        by_id = {_group_id(label, request): request for request in requests}
-        self.queue.submit(
-            [
-                GroupRequest(
-                    group_id=group_id,
-                    prompt=request.prompt,
-                    num_samples=request.samples,
-                    first_sample=request.first_sample,
-                    sampling=sampling,
-                )
-                for group_id, request in by_id.items()
-            ]
-        )
-        return by_id
-
-
 def merge_groups(first: Group, rest: Group) -> Group:
     """Merge two parts of a group under the id of the first one."""
     return msgspec.structs.replace(
@@ -288,11 +169,6 @@ def merge_groups(first: Group, rest: Group) -> Group:
         generated_at=max(first.generated_at, rest.generated_at),
         scored_at=max(first.scored_at, rest.scored_at),
     )
-
-
-def _group_id(label: str, request: RolloutRequest) -> str:
-    extension = f"+{request.first_sample}" if request.first_sample else ""
-    return f"{label}-{request.index}{extension}"
 
 
 def _first_id(part_id: str) -> str:

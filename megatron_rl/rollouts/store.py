@@ -6,6 +6,7 @@ Every process of the same user on the node can read them.
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Iterable
 
 import numpy as np
@@ -69,7 +70,10 @@ def make_rollout_ref(
     location: RolloutLocation = NOT_STORED,
 ) -> RolloutRef:
     """Make the reference to a rollout; see `RolloutRef` for the arguments."""
-    sampled_segments = [s for s in rollout.segments if s.logprobs is not None]
+    tokens_by_version = Counter[int]()
+    for segment in rollout.segments:
+        if segment.logprobs is not None:
+            tokens_by_version[segment.version] += len(segment.tokens)
     return RolloutRef(
         rollout_id=rollout.rollout_id,
         prompt_id=rollout.prompt_id,
@@ -80,7 +84,7 @@ def make_rollout_ref(
         repetition=repetition,
         mean_logprob=_mean_logprob(rollout),
         finish_reason=rollout.finish_reason,
-        versions=tuple(sorted({segment.version for segment in sampled_segments})),
+        tokens_by_version=tuple(sorted(tokens_by_version.items())),
         verdict=verdict,
         location=location,
     )

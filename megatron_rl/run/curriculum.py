@@ -5,6 +5,7 @@ See docs/curriculum.md.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -140,6 +141,17 @@ class Curriculum:
         """Take the metrics of a step that phases end by; returns the metrics of the phase."""
         self._schedule.update(round(values["rollout/tokens"]), values.get("eval/accuracy"))
         return {"phase/index": float(self.state.index), "phase/tokens": float(self.state.tokens)}
+
+    def last_step(self, step: int) -> int:
+        """Return the last step that is certain to belong to the present phase, at least `step`.
+
+        A phase may also end by a number of tokens or an accuracy. The steps whose rollouts were
+        sampled before that is known still belong to it.
+        """
+        end = self._phases[self.state.index].settings.until
+        if end is None or end.steps is None:
+            return sys.maxsize
+        return max(step, end.steps)
 
     def ending_reason(self, step: int) -> str:
         """Return why the last phase, and with it the run, ends with `step`, or an empty string."""

@@ -27,13 +27,14 @@ from megatron_rl.rollouts.recording.recorded_rollouts import BadRecording
 from megatron_rl.rollouts.rejections import UserClassFailed
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, TooManyRejected
 from megatron_rl.rollouts.set_result import measure_set
+from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 from megatron_rl.run.alarms import (
     AccountAlarm,
     SelectionAlarm,
     UnchangedWeightsAlarm,
     ZeroVarianceBalanceAlarm,
 )
-from megatron_rl.run.checkpoints.manager import CheckpointManager
+from megatron_rl.run.checkpoints.manager import CheckpointManager, SavePoint
 from megatron_rl.run.curriculum import Curriculum
 from megatron_rl.run.nonfinite_guard import NonFiniteGuard
 from megatron_rl.run.samples.keeper import SampleKeeper
@@ -62,6 +63,7 @@ class Leader:
     holder: holds the payloads of sampled rollouts. weights: None without engines. token_counter:
     None where engines do not count tokens.
     checkpoints: None for loops that save none. samples: None for loops that keep none.
+    steps_ahead: the batches that are sampled before their step.
     resume_state: the state to resume from, None for a new run.
     """
 
@@ -78,6 +80,7 @@ class Leader:
     checkpoints: CheckpointManager | None = None
     curriculum: Curriculum | None = None
     samples: SampleKeeper | None = None
+    steps_ahead: StepsAhead = field(default_factory=StepsAhead)
     resume_state: InitVar[LoopState | None] = None
     _first_step: int = 1
     _is_resumed: bool = False
@@ -143,28 +146,63 @@ class Leader:
             accuracies=tuple(self._accuracies),
             phase=None if self.curriculum is None else self.curriculum.state,
             unevaluated_metrics=_to_storable(self._unevaluated_metrics),
+            steps_ahead=tuple(sorted(self.steps_ahead.batches)),
         )
+
+    def save_point(self, step: int) -> SavePoint:
+        """Return what a checkpoint after `step` holds apart from tensors."""
+        return SavePoint(self.state(step), dict(self.steps_ahead.batches))
 
     def train_step(self, step: int, values: dict[str, float]) -> None:
         """Sample, credit, plan, train and sync. Adds the metrics of the step to `values`."""
         watch = Stopwatch()
         with watch.section("rollout"), self._abortable():
-            batch = self.parts.rollouts.sample(step)
+            batch = self.steps_ahead.take(step, self.parts.rollouts)
+            self.steps_ahead.begin_next(step, self._last_step(step), self.parts.rollouts)
         batch, credit, plan, outcome = self._train_batch(step, batch, watch)
+        self._expire_sync()
+        self._complete_next(watch)
         values |= batch.metrics() | credit.metrics()
+        if self.steps_ahead.is_used:
+            values |= batch.age_metrics(self._version)
         with watch.section("account"):
             values |= self._training_metrics(batch, credit, plan, outcome)
-            self.compare_with_engines(values, batch.generated_tokens)
+            self.compare_with_engines(values, self.steps_ahead.count_tokens())
         values |= self._keep_samples(batch, credit, plan, outcome)
         self.holder.release(batch.delivered_ids)
         self._guard.check(plan, finite=outcome.finite)
-        self._expire_sync()
         with watch.section("sync"):
             if self.sync.when == "step":
                 self.send_weights(values)
+        if self.parts.rollouts.open_step is not None:
+            with watch.section("next_rollouts"):
+                self.steps_ahead.complete(self.parts.rollouts)
         values |= watch.values()
         self.records.progress.log_step(step, values, is_sampled=self.weights is not None)
         self._report_alarms(values)
+
+    @property
+    def _version(self) -> int:
+        """The version of the weights that the trainer has at the start of a step."""
+        version = None if self.weights is None else self.weights.version
+        return version or 0
+
+    def _last_step(self, step: int) -> int:
+        """The last step whose rollouts may be sampled while `step` trains."""
+        if self.curriculum is None:
+            return self.train.total_steps
+        return min(self.train.total_steps, self.curriculum.last_step(step))
+
+    def _complete_next(self, watch: Stopwatch) -> None:
+        """Wait for the rollouts of the next step, before the engines get other weights.
+
+        Without an engine nothing can sample them: the old weights are gone. They are then sampled
+        with the new ones.
+        """
+        if self.parts.rollouts.open_step is None:
+            return
+        with watch.section("next_rollouts"):
+            self.steps_ahead.complete(self.parts.rollouts, self.holder.can_sample)
 
     def _train_batch(
         self, step: int, batch: RolloutBatch, watch: Stopwatch
@@ -318,6 +356,14 @@ class Leader:
                     self._evaluate_again(step, values)
                 is_postponed = False
             self._unevaluated_metrics = dict(values) if is_postponed else None
+            if self.steps_ahead.is_used and self._ending_key(step):
+                values |= self._drop_steps_ahead()
+
+    def _drop_steps_ahead(self) -> dict[str, float]:
+        """Drop rollouts that no step will train, because the run ends. Returns metrics."""
+        group_ids, num_tokens = self.steps_ahead.drop()
+        self.holder.release(group_ids)
+        return {"account/unfinished": float(num_tokens)}
 
     @contextlib.contextmanager
     def _save_on_failure(
@@ -345,22 +391,23 @@ class Leader:
         self._unevaluated_metrics = metrics
         with self._logged_save_problems(step):
             if self.checkpoints is not None and self.checkpoints.settings.checkpoint_every:
-                self.checkpoints.save(self.state(step))
+                self.checkpoints.save(self.save_point(step))
             elif self._ending_key(step):
                 self.save_weights(step)
 
-    def _save_before_failure(self, state: LoopState, checkpoints: CheckpointManager) -> None:
+    def _save_before_failure(self, point: SavePoint, checkpoints: CheckpointManager) -> None:
         """Save the state before a step whose rollouts failed, unless it is saved already."""
-        if not checkpoints.settings.checkpoint_every or not state.step:
+        step = point.state.step
+        if not checkpoints.settings.checkpoint_every or not step:
             return
-        with self._logged_save_problems(state.step):
+        with self._logged_save_problems(step):
             checkpoints.wait_for_save()
-            if checkpoints.last_saved_step != state.step:
+            if checkpoints.last_saved_step != step:
                 self.records.progress.log(
-                    f"the rollouts of step {state.step + 1} failed: saving what the run has "
+                    f"the rollouts of step {step + 1} failed: saving what the run has "
                     "trained before"
                 )
-                checkpoints.save(state)
+                checkpoints.save(point)
 
     @contextlib.contextmanager
     def _logged_save_problems(self, step: int) -> Iterator[None]:
@@ -373,7 +420,15 @@ class Leader:
             )
 
     def _enter_phase(self, step: int) -> None:
-        if self.curriculum is not None:
+        """Enter the phase of a step.
+
+        A phase that has ended keeps the steps whose rollouts it has sampled already.
+        """
+        if self.curriculum is None:
+            return
+        if step in self.steps_ahead.batches:
+            self.parts = self.curriculum.open_phase(step, self.parts)
+        else:
             self.parts = self.curriculum.enter(step, self.parts)
 
     def _enter_first_phase(self, step: int) -> None:
@@ -487,20 +542,21 @@ class Leader:
         if self.checkpoints is None:
             return
         if self.checkpoints.is_due(step, last=last):
-            self._pending_metrics |= self.checkpoints.save(self.state(step), last=last)
+            self.steps_ahead.replace_lost(self.parts.rollouts)
+            self._pending_metrics |= self.checkpoints.save(self.save_point(step), last=last)
         if not last:
             self._exit_if_requested(step)  # the request may have come during the save
 
-    def _exit_if_requested(self, step: int, state: LoopState | None = None) -> None:
+    def _exit_if_requested(self, step: int, point: SavePoint | None = None) -> None:
         """End a run that was requested to stop, with a checkpoint of `step`.
 
-        state: the state after that step, None: the present one.
+        point: the state after that step, None: the present one.
         """
         if self.checkpoints is None or not self.checkpoints.stop_requested:
             return
         self.checkpoints.wait_for_save()
         if self.checkpoints.last_saved_step != step:
-            self._pending_metrics |= self.checkpoints.save(state or self.state(step))
+            self._pending_metrics |= self.checkpoints.save(point or self.save_point(step))
         self.checkpoints.raise_if_stop_requested()
 
     def _abortable(self) -> contextlib.AbstractContextManager[None]:
@@ -515,12 +571,12 @@ class Leader:
         if self.checkpoints is None:
             yield
             return
-        before = self.state(step - 1)
+        before = self.save_point(step - 1)
         self._is_untrained = True
         try:
             yield
         except StepAborted:
-            self._exit_if_requested(before.step, before)
+            self._exit_if_requested(step - 1, before)
         except _ROLLOUT_FAILURES:
             if self._is_untrained:
                 self._save_before_failure(before, self.checkpoints)

@@ -150,6 +150,8 @@ def _model_commands(setup: RunSetup, worker: Worker | None) -> ModelCommands | N
         nbytes=checkpoint_bytes(c, setup.shape),
         keep=c.run.keep_checkpoints,
         background=background,
+        node=setup.job.node,
+        writes_rollouts=setup.job.local_rank == 0,
     )
     phases = tuple(phase.configuration for phase in phases_of(c))
     return ModelCommands(worker, writer, phases, _step_profiler(setup))

@@ -11,9 +11,10 @@ from megatron_rl.credit.assign import Credit
 from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.rollouts.evaluation import Evaluation
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.steps.steps_ahead import StepSource
 
 
-class RolloutSource(Protocol):
+class RolloutSource(StepSource, Protocol):
     """Supplies the scored groups of a step, and keeps its place among the prompts."""
 
     def sample(self, step: int) -> RolloutBatch: ...
@@ -22,7 +23,9 @@ class RolloutSource(Protocol):
         """Replace groups of a batch whose rollouts are gone."""
         ...
 
-    def state(self) -> SelectorState: ...
+    def state(self) -> SelectorState:
+        """Return the place among the prompts, before the open step if there is one."""
+        ...
 
     def restore(self, state: SelectorState) -> None: ...
 
@@ -35,6 +38,10 @@ class RolloutHolder(Protocol):
     def release(self, group_ids: Sequence[str]) -> None: ...
 
     def set_version(self, version: int) -> None: ...
+
+    def can_sample(self) -> bool:
+        """Return False while nothing samples rollouts."""
+        ...
 
     def stop(self) -> None: ...
 

@@ -43,6 +43,19 @@ def record_groups(
     return [name for data in names_by_rank for name in msgspec.msgpack.decode(data, type=list[str])]
 
 
+def groups_on_node(groups: Iterable[Group], node: int) -> Iterator[tuple[int, Group]]:
+    """Yield (place in the batch, group) for the groups with rollouts on a node, and these alone.
+
+    An extension may be sampled on another node than the probe. The first node has the groups
+    without rollouts.
+    """
+    for index, group in enumerate(groups):
+        rollouts = tuple(ref for ref in group.rollouts if ref.location.node == node)
+        is_here = bool(rollouts) or not (group.rollouts or node)
+        if is_here:
+            yield index, msgspec.structs.replace(group, rollouts=rollouts)
+
+
 def record_planned_batch(
     directory: Path,
     plan: StepPlan,

@@ -101,7 +101,13 @@ DATA = [
 ]
 SIXTEEN = ",".join(["0.01"] * 16)
 METHOD = [
-    ("rollout.max_staleness=1", "rollout.max_staleness=1", "Asynchronous"),
+    ("rollout.max_staleness=1 mode=rollout_only", "rollout.max_staleness=1", "mode=train"),
+    ("rollout.max_staleness=9 train.total_steps=9", "rollout.max_staleness=9", "total_steps=9"),
+    (
+        "rollout.max_staleness=1 environment=demonstration algo=sft sync.when=evaluation",
+        "rollout.max_staleness=1",
+        "sync.when=evaluation",
+    ),
     ("rollout.samples_per_prompt=1", "rollout.samples_per_prompt=1", "group"),
     (
         "train.optimizer_steps_per_batch=513",

@@ -17,7 +17,7 @@ def make_rollout(index: int, length: int, trainable: int = 3) -> RolloutRef:
         num_inputs=length,
         num_trainable=trainable,
         finish_reason=FinishReason.STOP,
-        versions=(0,),
+        tokens_by_version=((0, 1),),
         verdict=Verdict(reward=1.0, correctness=1.0),
         location=RolloutLocation(node=0, pid=1, fd=1, offset=0, nbytes=0),
     )

@@ -193,7 +193,9 @@ def group_of_version(*versions: int) -> Group:
     rollouts = zip(responses.rollouts, versions, strict=True)
     return msgspec.structs.replace(
         responses,
-        rollouts=tuple(msgspec.structs.replace(ref, versions=(v,)) for ref, v in rollouts),
+        rollouts=tuple(
+            msgspec.structs.replace(ref, tokens_by_version=((v, 1),)) for ref, v in rollouts
+        ),
     )
 
 

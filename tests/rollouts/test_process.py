@@ -23,7 +23,8 @@ from megatron_rl.rollouts.hub import CollectorConnected, CollectorGone, Collecto
 from megatron_rl.rollouts.messages import RUN_KEY_VARIABLE, Stop
 from megatron_rl.rollouts.queue import CollectorFailed, CollectorRefused, RolloutQueue
 from megatron_rl.rollouts.rejections import UserClassFailed
-from megatron_rl.rollouts.rollout_batch import RolloutBatch, RolloutSampler
+from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.steps.sampler import RolloutSampler
 from tests.support.fake_engine import configuration, fake_engine, reply
 from tests.support.scripted_model import EOS, PROMPT
 

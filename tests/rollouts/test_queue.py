@@ -152,7 +152,10 @@ def test_rollouts_of_the_start_checkpoint_are_fresh_before_the_first_sync(
     queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4, max_staleness=0))
     queue.submit([request("a")])
     peer.send(
-        group_done("a", (msgspec.structs.replace(make_ref(make_rollout(3, 4)), versions=(0,)),))
+        group_done(
+            "a",
+            (msgspec.structs.replace(make_ref(make_rollout(3, 4)), tokens_by_version=((0, 1),)),),
+        )
     )
     (group,) = queue.as_completed(idle)
     assert len(group.rollouts) == 1
@@ -272,8 +275,8 @@ def test_one_segment_of_an_unknown_version_rejects_the_rollout(
     queue.set_version(VERSION)
     queue.submit([request("a")])
     valid = make_ref(make_rollout(3, 4))
-    ref = msgspec.structs.replace(valid, versions=(VERSION, 999))
-    without_versions = msgspec.structs.replace(valid, versions=())
+    ref = msgspec.structs.replace(valid, tokens_by_version=((VERSION, 1), (999, 1)))
+    without_versions = msgspec.structs.replace(valid, tokens_by_version=())
     peer.send(group_done("a", (ref, valid, without_versions)))
     (group,) = queue.as_completed(idle)
     assert group.rollouts == (valid, without_versions)

@@ -25,10 +25,10 @@ from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.rejections import UserClassFailed
 from megatron_rl.rollouts.rollout_batch import (
     RolloutBatch,
-    RolloutSampler,
     TooManyRejected,
     merge_groups,
 )
+from megatron_rl.rollouts.steps.sampler import RolloutSampler
 from tests.support.collectors import Peer, group_done
 from tests.support.rollouts import VERSION, make_rollout
 
@@ -286,7 +286,7 @@ def answer_by_sample_index(request: GroupRequest) -> GroupDone:
 def test_an_extended_group_is_one_group(hub: CollectorHub, peer: Peer) -> None:
     requests: list[GroupRequest] = []
     probe = Probe()
-    selector: Any = SimpleNamespace(select=lambda step: probe)
+    selector: Any = SimpleNamespace(select=lambda step: probe, state=lambda: None)
     idle = answer_requests(peer, answer_by_sample_index, requests)
     sampler = RolloutSampler(synced_queue(hub), SETTINGS, selector, (1,), idle)
     batch = sampler.sample(4)

@@ -44,7 +44,7 @@ def group(
             num_generated=num_tokens[i],
             repetition=repetitions[i],
             finish_reason=FinishReason.STOP,
-            versions=(0,),
+            tokens_by_version=((0, 1),),
             verdict=v if isinstance(v, Verdict) else verdict(v),
             location=NOWHERE,
         )

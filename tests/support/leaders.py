@@ -77,6 +77,7 @@ class ScriptedParts:
         self._finite = iter(finite)
         self._accuracies = iter(accuracies)
         self._lost_rollouts = iter(lost_rollouts)
+        self._open_step: int | None = None
         self._groups = tuple(groups) or (group(1.0, 0.0, name="g"),)
 
     def state(self) -> SelectorState:
@@ -91,6 +92,25 @@ class ScriptedParts:
     def resume_from(self, version: int | None, *, synced: bool) -> None:
         assert version is not None
         self.version = version - 1 if synced else version
+
+    @property
+    def open_step(self) -> int | None:
+        return self._open_step
+
+    def begin_step(self, step: int) -> None:
+        self._open_step = step
+
+    def finish_step(self, can_continue: Callable[[], bool] | None = None) -> RolloutBatch:
+        assert self._open_step is not None
+        step = self._open_step
+        self._open_step = None
+        return self.sample(step)
+
+    def replace_lost(self, batch: RolloutBatch) -> RolloutBatch:
+        return batch
+
+    def can_sample(self) -> bool:
+        return True
 
     def sample(self, step: int) -> RolloutBatch:
         position = self.cursor.position + 1

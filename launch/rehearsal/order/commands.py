@@ -225,7 +225,7 @@ class RankCommands:
             num_inputs=self._longest() - 1,
             num_trainable=self._c.rollout.max_new_tokens,
             finish_reason=FinishReason.STOP,
-            versions=(0,),
+            tokens_by_version=((0, 1),),
             verdict=Verdict(reward=1.0, correctness=1.0),
             location=location,
         )

@@ -25,6 +25,7 @@ from megatron_rl.config.rules.method import (
 )
 from megatron_rl.config.rules.recompute import check_recompute, check_recomputed_modules
 from megatron_rl.config.rules.regularization import check_regularization
+from megatron_rl.config.rules.staleness import check_staleness
 from megatron_rl.config.rules.state import check_mode, check_resume, check_unread_keys
 from megatron_rl.config.rules.zero_variance import check_credit, check_selection
 from megatron_rl.config.schema import Configuration
@@ -70,6 +71,7 @@ def _check_settings(
     c: Configuration, facts: LaunchFacts, keys: Collection[str]
 ) -> Iterator[BrokenRule]:
     yield from check_method(c)
+    yield from check_staleness(c)
     yield from check_data(c, keys)
     yield from check_environment(c)
     yield from check_mode(c)

@@ -30,9 +30,6 @@ def check_method(c: Configuration) -> Iterator[BrokenRule]:
         rule = "Advantages are relative to the group, which needs at least two samples"
         remedy = "Give at least 2, or choose algo.advantages=one"
         yield BrokenRule("rollout.samples_per_prompt", rule, remedy)
-    if rollout.max_staleness > 0:
-        rule = "Asynchronous rollouts are not supported: each step trains on its own rollouts"
-        yield BrokenRule("rollout.max_staleness", rule, "Use rollout.max_staleness=0")
 
 
 def _check_plugins(c: Configuration) -> Iterator[BrokenRule]:

@@ -30,6 +30,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_stopped, num_surplus: the last groups of the batch were stopped or surplus (see
     `RolloutBatch`): first `num_stopped` stopped ones, then `num_surplus` surplus ones.
     generated_tokens: tokens that engines sampled for the batch.
+    num_repeated, selection_metrics: as in `RolloutBatch`. None stands for NaN and Inf.
     parts: names of the parts without file extensions.
     """
 
@@ -39,6 +40,8 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_surplus: Count = 0
     generated_tokens: Count
     engines_left_out: Count
+    num_repeated: Count = 0
+    selection_metrics: dict[str, float | None] = {}
     parts: tuple[str, ...]
     format: str = FORMAT
     version: int = VERSION

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -60,6 +61,47 @@ def fit_rollout(rollout: Rollout, routes: RouteShape | None, vocab_size: int) ->
     except RouteError as error:
         raise UnfitRollout(f"{name}: {error}; {_OTHER_MODEL}") from error
     return replace(rollout, routes=kept_routes)
+
+
+def load_batch(
+    directory: Path, store: RolloutStore, routes: RouteShape | None, vocab_size: int
+) -> RolloutBatch:
+    """Read a recorded batch into a store, where the ranks of all nodes can read it.
+
+    routes, vocab_size: as in `fit_rollout`. Raises `RecordingUnreadable` and `UnfitRollout`.
+    """
+    record = read_batch_record(directory)
+    recorded_groups = read_groups(directory)
+    rollouts_by_group = [
+        [_fit(rollout, directory, routes, vocab_size) for rollout in rollouts]
+        for _, rollouts in recorded_groups
+    ]
+    groups = tuple(
+        _with_locations(group, store.put(group.group_id, rollouts))
+        for (group, _), rollouts in zip(recorded_groups, rollouts_by_group, strict=True)
+    )
+    surplus_start = len(groups) - record.num_surplus
+    stopped_start = surplus_start - record.num_stopped
+    return RolloutBatch(
+        groups=groups[:stopped_start],
+        stopped_groups=groups[stopped_start:surplus_start],
+        surplus_groups=groups[surplus_start:],
+        generated_tokens=record.generated_tokens,
+        engines_left_out=record.engines_left_out,
+        delivered_ids=tuple(group.group_id for group in groups),
+        num_repeated=record.num_repeated,
+        selection_metrics={
+            name: math.nan if value is None else value
+            for name, value in record.selection_metrics.items()
+        },
+    )
+
+
+def _fit(rollout: Rollout, directory: Path, routes: RouteShape | None, vocab_size: int) -> Rollout:
+    try:
+        return fit_rollout(rollout, routes, vocab_size)
+    except UnfitRollout as error:
+        raise UnfitRollout(f"{directory}, {error}") from error
 
 
 class RecordedRollouts:
@@ -131,31 +173,30 @@ class RecordedRollouts:
 
     def sample(self, step: int) -> RolloutBatch:
         """Return the next batch, readable by the ranks of all nodes. Raises `BadRecording`."""
-        directory = self._batches[self._position]
+        return self.finish_step()
+
+    @property
+    def open_step(self) -> int | None:
+        """None: a batch is read as a whole."""
+        return None
+
+    def begin_step(self, step: int) -> None:
+        """Do nothing: the batches are sampled already."""
+
+    def finish_step(self, can_continue: Callable[[], bool] | None = None) -> RolloutBatch:
+        """Return the next batch. Raises `BadRecording`."""
         try:
-            record = read_batch_record(directory)
-            recorded_groups = read_groups(directory)
-        except RecordingUnreadable as error:
+            batch = load_batch(
+                self._batches[self._position], self._store, self._routes, self._vocab_size
+            )
+        except (RecordingUnreadable, UnfitRollout) as error:
             raise BadRecording(f"rollout.recording: {error}") from error
-        rollouts_by_group = [
-            [self._fit(rollout, directory) for rollout in rollouts]
-            for _, rollouts in recorded_groups
-        ]
         self._position += 1
-        groups = tuple(
-            _with_locations(group, self._store.put(group.group_id, rollouts))
-            for (group, _), rollouts in zip(recorded_groups, rollouts_by_group, strict=True)
-        )
-        surplus_start = len(groups) - record.num_surplus
-        stopped_start = surplus_start - record.num_stopped
-        return RolloutBatch(
-            groups=groups[:stopped_start],
-            stopped_groups=groups[stopped_start:surplus_start],
-            surplus_groups=groups[surplus_start:],
-            generated_tokens=record.generated_tokens,
-            engines_left_out=record.engines_left_out,
-            delivered_ids=tuple(group.group_id for group in groups),
-        )
+        return batch
+
+    def replace_lost(self, batch: RolloutBatch) -> RolloutBatch:
+        """Return the batch: this process holds its rollouts, so they cannot be gone."""
+        return batch
 
     def sample_again(self, batch: RolloutBatch, rollout_ids: Sequence[str]) -> RolloutBatch:
         """Raise `BadRecording`: this process holds the rollouts, so they cannot be gone."""
@@ -168,14 +209,12 @@ class RecordedRollouts:
     def set_version(self, version: int) -> None:
         """Do nothing: no engine samples from the weights."""
 
+    def can_sample(self) -> bool:
+        """Return True: the batches are there."""
+        return True
+
     def stop(self) -> None:
         """Do nothing: no process runs."""
-
-    def _fit(self, rollout: Rollout, directory: Path) -> Rollout:
-        try:
-            return fit_rollout(rollout, self._routes, self._vocab_size)
-        except UnfitRollout as error:
-            raise BadRecording(f"rollout.recording: {directory}, {error}") from error
 
 
 def _is_in_vocabulary(rollout: Rollout, vocab_size: int) -> bool:

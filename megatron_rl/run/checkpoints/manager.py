@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import RunSettings
-from megatron_rl.contracts.commands import Checkpoint, WaitForSave
+from megatron_rl.contracts.commands import BatchAhead, Checkpoint, WaitForSave
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.run_state import LoopState, RunState
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.stopwatch import Stopwatch
+from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.run.checkpoints.best import BestCheckpoint
 from megatron_rl.run.checkpoints.saving import SaveResult
 from megatron_rl.run.checkpoints.state_file import encode_state
@@ -33,6 +34,17 @@ class StoppedAfterSave(Failure):
     """The run was asked to stop and has saved a checkpoint, from which it can resume."""
 
     exit_code = ExitCode.REQUEUE
+
+
+@dataclass(frozen=True)
+class SavePoint:
+    """What a checkpoint holds apart from tensors.
+
+    batches: the rollouts that were sampled before their step, by step.
+    """
+
+    state: LoopState
+    batches: Mapping[int, RolloutBatch] = field(default_factory=dict)
 
 
 @dataclass
@@ -86,7 +98,7 @@ class CheckpointManager:
         self.best.observe(step, values, is_saved=step == self.last_saved_step)
         return metrics
 
-    def save(self, position: LoopState, *, last: bool = True) -> dict[str, float]:
+    def save(self, point: SavePoint, *, last: bool = True) -> dict[str, float]:
         """Save a checkpoint; returns its metrics. Raises `CheckpointNotSaved`.
 
         last: no step follows, so the save does not run in the background.
@@ -94,9 +106,9 @@ class CheckpointManager:
         watch = Stopwatch()
         with watch.section("checkpoint"):
             values = self.wait_for_save()
-        best = None if self.best is None else self.best.state(position.step)
+        best = None if self.best is None else self.best.state(point.state.step)
         state = RunState(
-            position=position,
+            position=point.state,
             optimizer_steps=self.optimizer_steps(),
             world_size=self.world_size,
             settings=self.configuration,
@@ -106,7 +118,8 @@ class CheckpointManager:
         in_background = self.settings.background_saves and not last and not self.stop_requested
         task = f"saving the checkpoint of step {state.step}"
         with watch.section("checkpoint"), self.progress.task(task):
-            command = Checkpoint(state.step, encode_state(state), in_background, best)
+            batches = tuple(_batch_ahead(step, batch) for step, batch in point.batches.items())
+            command = Checkpoint(state.step, encode_state(state), in_background, best, batches)
             result: SaveResult | None = self.dispatcher.run(command)
         self._is_saving = in_background
         values = watch.seconds | values
@@ -176,3 +189,16 @@ class CheckpointManager:
                 f"{problem}. Free some space, and start again with run.resume=auto"
             )
         self.progress.log(f"warning: {problem}. The run continues (run.on_failed_save=continue)")
+
+
+def _batch_ahead(step: int, batch: RolloutBatch) -> BatchAhead:
+    return BatchAhead(
+        step=step,
+        groups=batch.all_groups,
+        num_stopped=len(batch.stopped_groups),
+        num_surplus=len(batch.surplus_groups),
+        generated_tokens=batch.generated_tokens,
+        engines_left_out=batch.engines_left_out,
+        num_repeated=batch.num_repeated,
+        selection_metrics=dict(batch.selection_metrics),
+    )

@@ -35,6 +35,7 @@ from megatron_rl.run.checkpoints.manifest import (
     list_files,
     write_manifest,
 )
+from megatron_rl.run.checkpoints.rollouts import LocalBatch, read_local_batches
 from megatron_rl.run.checkpoints.state_file import STATE_NAME
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
@@ -66,6 +67,7 @@ class _Snapshot:
     tensors: dict[str, Any]
     random_state: bytes
     best: BestState | None
+    batches: list[LocalBatch]
 
 
 class _SaveFailed(Exception):
@@ -77,6 +79,7 @@ class CheckpointWriter:
 
     nbytes: the expected size of a checkpoint. keep: the number of checkpoints to keep. background:
     a CPU process group of all ranks for saves in the background, None without such saves.
+    node: of this rank. writes_rollouts: True on one rank of each node.
     """
 
     def __init__(
@@ -87,8 +90,12 @@ class CheckpointWriter:
         nbytes: int,
         keep: int,
         background: dist.ProcessGroup | None = None,
+        node: int = 0,
+        writes_rollouts: bool = True,
     ) -> None:
         self._worker = worker
+        self._node = node
+        self._writes_rollouts = writes_rollouts
         self._store = store
         self._nbytes = nbytes
         self._keep = keep
@@ -115,7 +122,13 @@ class CheckpointWriter:
             check_places=self._is_first,
         )
         self._is_first = False
-        snapshot = _Snapshot(command.step, command.state, tensors, random_state(), command.best)
+        try:
+            batches = self._read_batches(command)
+        except _SaveFailed as problem:
+            return SaveResult(command.step, str(problem))
+        snapshot = _Snapshot(
+            command.step, command.state, tensors, random_state(), command.best, batches
+        )
         if not command.background:
             return self._write(snapshot, worker.layout.control_group)
         assert self._background is not None
@@ -131,6 +144,45 @@ class CheckpointWriter:
         pending_save = self._pending_save
         self._pending_save = None
         return None if pending_save is None else pending_save.result()
+
+    def _read_batches(self, command: Checkpoint) -> list[LocalBatch]:
+        """Read the rollouts of this node (a collective): the next step may release them.
+
+        Raises `_SaveFailed` on all ranks.
+        """
+        batches: list[LocalBatch] = []
+
+        def read() -> None:
+            if self._writes_rollouts:
+                batches.extend(read_local_batches(command.batches, self._node))
+
+        if command.batches:
+            _run_on_all_ranks(self._worker.layout.control_group, "rollouts", read)
+        return batches
+
+    def _write_batches(self, snapshot: _Snapshot, group: dist.ProcessGroup) -> None:
+        """Write the rollouts of all nodes (a collective). Raises `_SaveFailed` on all ranks."""
+        staging = self._store.staging_path(snapshot.step)
+        names: list[list[str]] = []
+
+        def write() -> None:
+            names.extend(batch.write(staging, self._node) for batch in snapshot.batches)
+
+        _run_on_all_ranks(group, "rollouts", write)
+        names_by_rank = [
+            msgspec.msgpack.decode(data, type=list[list[str]])
+            for data in gather_bytes(msgspec.msgpack.encode(names), group)
+        ]
+
+        def complete() -> None:
+            if self._worker.layout.rank != 0:
+                return
+            for index, batch in enumerate(snapshot.batches):
+                batch.complete(
+                    staging, [name for rank in names_by_rank if rank for name in rank[index]]
+                )
+
+        _run_on_all_ranks(group, "rollouts", complete)
 
     def _write(self, snapshot: _Snapshot, group: dist.ProcessGroup) -> SaveResult:
         rank = self._worker.layout.rank
@@ -158,6 +210,7 @@ class CheckpointWriter:
             _run_on_all_ranks(group, "tensors", write_tensor_files)
             _run_on_all_ranks(group, "random numbers", write_random_state)
             _run_on_all_ranks(group, STATE_NAME, write_state)
+            self._write_batches(snapshot, group)
             return SaveResult(step, nbytes=self._commit(step, group, snapshot.best))
         except _SaveFailed as problem:
             if rank == 0:

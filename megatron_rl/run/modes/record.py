@@ -5,17 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from megatron_rl.contracts.commands import Record
-from megatron_rl.contracts.group import Group
 from megatron_rl.credit.account import account_of_recording
 from megatron_rl.mcore.job import Job
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.recording.format import BatchRecord, batch_directory
 from megatron_rl.rollouts.recording.writer import write_batch
 from megatron_rl.run.leader import Leader
-from megatron_rl.training.batch_recording import record_groups
+from megatron_rl.training.batch_recording import groups_on_node, record_groups
 
 
 @dataclass
@@ -60,26 +57,10 @@ def record_rollouts(command: Record, job: Job) -> list[str]:
 
     Local rank 0 of each node writes. Returns the names of the parts of all nodes.
     """
-    local_groups = (
-        (index, part)
-        for index, group in enumerate(command.groups)
-        if (part := _part_on(job.node, group)) is not None
-    )
     return record_groups(
         Path(command.path),
-        local_groups,
+        groups_on_node(command.groups, job.node),
         job.node,
         is_writer=job.local_rank == 0,
         group=job.control_group,
     )
-
-
-def _part_on(node: int, group: Group) -> Group | None:
-    """Return a group with its rollouts on a node. The first node has groups without rollouts.
-
-    An extension may be sampled on another node than the probe.
-    """
-    rollouts = tuple(ref for ref in group.rollouts if ref.location.node == node)
-    if not rollouts and (group.rollouts or node):
-        return None
-    return msgspec.structs.replace(group, rollouts=rollouts)

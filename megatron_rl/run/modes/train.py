@@ -8,14 +8,18 @@ from megatron_rl.config.curriculum import phases_of
 from megatron_rl.config.evaluations import best_metric
 from megatron_rl.config.schema import Configuration
 from megatron_rl.credit.assign import Credit
+from megatron_rl.engines.connections import EngineConnections
+from megatron_rl.models.route_shape import route_shape
 from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.prompts.selection.factory import credit_warning, open_selector
 from megatron_rl.records.run_directory import STOP_FILE
 from megatron_rl.rollouts.evaluation import Evaluation
-from megatron_rl.rollouts.rollout_batch import RolloutSampler
+from megatron_rl.rollouts.steps.sampler import RolloutSampler
+from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 from megatron_rl.run.checkpoints.best import BestCheckpoint
 from megatron_rl.run.checkpoints.manager import CheckpointManager
-from megatron_rl.run.checkpoints.resume import flat_configuration
+from megatron_rl.run.checkpoints.resume import explained_load_errors, flat_configuration
+from megatron_rl.run.checkpoints.rollouts import load_batches
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.run.curriculum import Curriculum
 from megatron_rl.run.leader import Leader
@@ -65,8 +69,26 @@ class TrainingMode:
             checkpoints=checkpoint_manager(self.setup, parts),
             curriculum=curriculum,
             samples=None if c.mode == "rollout_only" else open_samples(self.setup, parts),
+            steps_ahead=self._steps_ahead(parts.connections),
             resume_state=None if state is None else state.position,
         )
+
+    def _steps_ahead(self, connections: EngineConnections) -> StepsAhead:
+        """Return the batches that are sampled ahead, first those of the checkpoint."""
+        c = self.setup.configuration
+        steps_ahead = StepsAhead(c.rollout.max_staleness)
+        point = self.setup.resume_point
+        if point.state is not None and point.checkpoint is not None:
+            with explained_load_errors(point.checkpoint):
+                batches = load_batches(
+                    point.checkpoint,
+                    point.state.position.steps_ahead,
+                    connections.store,
+                    route_shape(self.setup.shape) if c.train.replay == "rollout" else None,
+                    self.setup.shape.vocab_size,
+                )
+            steps_ahead.restore(batches)
+        return steps_ahead
 
     def _log_prompts(self) -> None:
         prompts = self.setup.run_data.training_prompts

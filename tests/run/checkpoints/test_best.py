@@ -18,7 +18,7 @@ from megatron_rl.contracts.commands import Checkpoint, Command
 from megatron_rl.contracts.run_state import BestState, LoopState, RunState
 from megatron_rl.run.checkpoints.best import BestCheckpoint
 from megatron_rl.run.checkpoints.export import ExportRequest
-from megatron_rl.run.checkpoints.manager import CheckpointManager
+from megatron_rl.run.checkpoints.manager import CheckpointManager, SavePoint
 from megatron_rl.run.checkpoints.resume import checkpoints_at
 from megatron_rl.run.checkpoints.saving import SaveResult
 from megatron_rl.run.checkpoints.state_file import encode_state, read_state
@@ -186,11 +186,11 @@ def test_an_evaluation_that_is_made_up_for_marks_the_checkpoint_that_exists(
 ) -> None:
     ranks = SavingRanks(tmp_path)
     manager = manager_of(ranks)
-    manager.save(make_state(4).position)
+    manager.save(SavePoint(make_state(4).position))
     manager.observe_evaluation(4, {METRIC: 0.6})
     assert ranks.best_step == 4
     assert not manager.is_due(4, last=True)
-    manager.save(make_state(6).position)
+    manager.save(SavePoint(make_state(6).position))
     assert ranks.steps == [6, 4]
 
 
@@ -201,9 +201,9 @@ def test_values_that_are_no_better_do_not_replace_the_best(
     ranks = SavingRanks(tmp_path)
     manager = manager_of(ranks)
     manager.observe_evaluation(2, {METRIC: 0.6})
-    manager.save(make_state(2).position)
+    manager.save(SavePoint(make_state(2).position))
     manager.observe_evaluation(4, values)
-    manager.save(make_state(4).position)
+    manager.save(SavePoint(make_state(4).position))
     assert ranks.best_step == 2
 
 

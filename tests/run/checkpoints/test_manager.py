@@ -14,7 +14,7 @@ from megatron_rl.config.curriculum import phases_of
 from megatron_rl.contracts.commands import Checkpoint, Command
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
-from megatron_rl.run.checkpoints.manager import CheckpointNotSaved, StoppedAfterSave
+from megatron_rl.run.checkpoints.manager import CheckpointNotSaved, SavePoint, StoppedAfterSave
 from megatron_rl.run.checkpoints.saving import SaveResult
 from megatron_rl.run.nonfinite_guard import NonFiniteRun
 from megatron_rl.run.supervision.stop_request import StepAborted, StopRequest
@@ -76,10 +76,10 @@ def test_a_step_is_saved_once(tmp_path: Path) -> None:
     ranks = FakeRanks()
     manager = make_manager(ranks)
     assert manager.is_due(2, last=False)
-    manager.save(make_state(2).position)
+    manager.save(SavePoint(make_state(2).position))
     assert not manager.is_due(2, last=True)
     manager = make_manager(ranks, background_saves=True)
-    manager.save(make_state(4).position, last=False)
+    manager.save(SavePoint(make_state(4).position), last=False)
     assert not manager.is_due(4, last=True), "the save in the background is of this step"
 
 
@@ -90,7 +90,7 @@ def test_a_stop_request_makes_a_save_due_and_ends_the_run_after_it() -> None:
     stop.handle_signal(signal.SIGUSR1)
     assert manager.is_due(3, last=False)
     manager.raise_if_stop_requested()  # there is no checkpoint to resume from
-    manager.save(make_state(3).position)
+    manager.save(SavePoint(make_state(3).position))
     with pytest.raises(StoppedAfterSave, match="after step 3"):
         manager.raise_if_stop_requested()
 

@@ -16,6 +16,7 @@ from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.run.checkpoints import reference
+from megatron_rl.run.checkpoints.manager import SavePoint
 from megatron_rl.run.checkpoints.reference import ReferenceChanged, identify_reference
 from megatron_rl.run.checkpoints.resume import ResumePoint
 from tests.support.checkpoint_managers import FakeRanks, make_manager
@@ -116,5 +117,5 @@ def test_checkpoints_hold_the_digest() -> None:
     ranks = FakeRanks()
     manager = make_manager(ranks)
     manager.reference = "abc"
-    manager.save(make_state(2).position)
+    manager.save(SavePoint(make_state(2).position))
     assert [state.reference for state in ranks.states] == ["abc"]

@@ -1,0 +1,27 @@
+"""Rules of rollouts that are sampled ahead of the trainer."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_rl.config.rules.broken_rule import BrokenRule
+from megatron_rl.config.schema import Configuration
+
+_KEY = "rollout.max_staleness"
+
+
+def check_staleness(c: Configuration) -> Iterator[BrokenRule]:
+    """Yield broken rules about `rollout.max_staleness` above 0."""
+    staleness = c.rollout.max_staleness
+    if not staleness:
+        return
+    remedy = f"Use {_KEY}=0"
+    if c.mode != "train":
+        rule = f"Only mode=train samples rollouts ahead of the trainer, and mode={c.mode}"
+        yield BrokenRule(_KEY, rule, remedy)
+    elif c.sync.when != "step":
+        rule = f"The age of a rollout counts syncs, and sync.when={c.sync.when} leaves steps out"
+        yield BrokenRule(_KEY, rule, f"{remedy}, or sync.when=step")
+    if staleness >= c.train.total_steps:
+        rule = f"Rollouts cannot be older than the run, and train.total_steps={c.train.total_steps}"
+        yield BrokenRule(_KEY, rule, "Give less, 1 for one step ahead")

@@ -1,0 +1,60 @@
+"""The sampling of one training step while it is under way."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron_rl.contracts.group import Group
+from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult, StepSelection
+from megatron_rl.rollouts.rollout_batch import merge_groups
+
+
+@dataclass
+class StepSampling:
+    """The requests of one step, and the groups that have arrived.
+
+    Parts of a group come under different ids: those of the first request and of its extension.
+
+    parts: by the id of their request. generated_tokens: those that engines have sampled.
+    """
+
+    step: int
+    selection: StepSelection
+    parts: dict[str, Group] = field(default_factory=dict)
+    generated_tokens: int = 0
+    _requests: dict[str, RolloutRequest] = field(default_factory=dict)  # without an answer, by id
+    _groups: dict[int, Group] = field(default_factory=dict)  # by index
+    _part_ids: dict[str, list[str]] = field(default_factory=dict)  # by group id
+
+    @property
+    def label(self) -> str:
+        """The name of the step in the ids of its groups."""
+        return f"step-{self.step}"
+
+    def register(self, requests: Sequence[RolloutRequest]) -> Mapping[str, RolloutRequest]:
+        """Expect answers to requests. Returns the requests by their ids."""
+        requests_by_id = {_part_id(self.label, request): request for request in requests}
+        self._requests |= requests_by_id
+        return requests_by_id
+
+    def take(self, part: Group) -> list[RolloutRequest]:
+        """Take an answer. Returns the request that extends its group, if there is one."""
+        index = self._requests.pop(part.group_id).index
+        self.parts[part.group_id] = part
+        first = self._groups.get(index)
+        group = part if first is None else merge_groups(first, part)
+        self._groups[index] = group
+        self._part_ids.setdefault(group.group_id, []).append(part.group_id)
+        extension = self.selection.handle_group(index, group)
+        return [] if extension is None else [extension]
+
+    def delivered_ids(self, result: SelectionResult) -> tuple[str, ...]:
+        """Return the ids of all parts, in the order of the groups in the result."""
+        groups = result.groups + result.stopped_groups + result.surplus_groups
+        return tuple(id_ for group in groups for id_ in self._part_ids[group.group_id])
+
+
+def _part_id(label: str, request: RolloutRequest) -> str:
+    extension = f"+{request.first_sample}" if request.first_sample else ""
+    return f"{label}-{request.index}{extension}"

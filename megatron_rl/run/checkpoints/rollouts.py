@@ -1,0 +1,99 @@
+"""The rollouts in a checkpoint: batches that were sampled before their step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron_rl.contracts.commands import BatchAhead
+from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.contracts.routes import RouteShape
+from megatron_rl.rollouts.recording.format import BatchRecord, batch_directory
+from megatron_rl.rollouts.recording.reader import RecordingUnreadable
+from megatron_rl.rollouts.recording.recorded_rollouts import UnfitRollout, load_batch
+from megatron_rl.rollouts.recording.writer import write_batch, write_parts
+from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.store import RolloutGone, RolloutStore, read_rollout
+from megatron_rl.training.batch_recording import groups_on_node
+
+_FOLDER = "rollouts"
+
+
+@dataclass(frozen=True)
+class LocalBatch:
+    """The part of a batch that one node stores.
+
+    groups: (place in the batch, group, its rollouts).
+    """
+
+    batch: BatchAhead
+    groups: Sequence[tuple[int, Group, Sequence[Rollout]]]
+
+    def write(self, checkpoint: Path, node: int) -> list[str]:
+        """Write the part into a checkpoint. Returns the names of its files. Raises OSError."""
+        return write_parts(self._directory(checkpoint), node, self.groups)
+
+    def complete(self, checkpoint: Path, names: Sequence[str]) -> None:
+        """Write what all nodes have in common. names: of the files of all nodes."""
+        batch = self.batch
+        record = BatchRecord(
+            step=batch.step,
+            groups=len(batch.groups),
+            num_stopped=batch.num_stopped,
+            num_surplus=batch.num_surplus,
+            generated_tokens=batch.generated_tokens,
+            engines_left_out=batch.engines_left_out,
+            num_repeated=batch.num_repeated,
+            selection_metrics={
+                name: value if math.isfinite(value) else None
+                for name, value in batch.selection_metrics.items()
+            },
+            parts=tuple(names),
+        )
+        directory = self._directory(checkpoint)
+        directory.mkdir(parents=True, exist_ok=True)
+        write_batch(directory, record)
+
+    def _directory(self, checkpoint: Path) -> Path:
+        return batch_directory(checkpoint / _FOLDER, self.batch.step)
+
+
+def read_local_batches(batches: Sequence[BatchAhead], node: int) -> list[LocalBatch]:
+    """Read the rollouts that a node stores. Raises OSError if their collector has ended."""
+    try:
+        return [
+            LocalBatch(
+                batch,
+                [
+                    (index, group, [read_rollout(ref) for ref in group.rollouts])
+                    for index, group in groups_on_node(batch.groups, node)
+                ],
+            )
+            for batch in batches
+        ]
+    except RolloutGone as error:
+        raise OSError(str(error)) from error
+
+
+def load_batches(
+    checkpoint: Path,
+    steps: Sequence[int],
+    store: RolloutStore,
+    routes: RouteShape | None,
+    vocab_size: int,
+) -> dict[int, RolloutBatch]:
+    """Load the batches of a checkpoint into a store, by step.
+
+    routes, vocab_size: of the model. Raises ValueError when they are damaged, or another model has
+    sampled them.
+    """
+    try:
+        return {
+            step: load_batch(batch_directory(checkpoint / _FOLDER, step), store, routes, vocab_size)
+            for step in steps
+        }
+    except (RecordingUnreadable, UnfitRollout) as error:
+        raise ValueError(f"its rollouts cannot be used: {error}") from error
