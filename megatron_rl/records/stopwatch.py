@@ -18,6 +18,7 @@ SECTIONS = {
     "account": False,
     "samples": False,
     "record": False,
+    "rollback": False,
     "sync": True,
 }
 

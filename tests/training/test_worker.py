@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -96,11 +97,12 @@ class Passes:
         dp_size: int,
         first_step: bool,
         metrics: MetricSums,
+        max_norm: float | None,
     ) -> StepResult:
         self.updates.append((batches, objectives, denominators.sequences, first_step))
         is_applied = len(self.updates) - 1 != self._bad_step
         lr = len(self.updates) / 8 if is_applied else 0.0
-        return StepResult(is_applied, grad_norm=1.0, lr=lr)
+        return StepResult(is_applied, grad_norm=1.0 if is_applied else math.nan, lr=lr)
 
 
 def make_worker(

@@ -10,6 +10,7 @@ from megatron_rl.config.rules.broken_rule import BrokenRule
 from megatron_rl.config.rules.data import check_data, check_pass_rates
 from megatron_rl.config.rules.evaluation import check_evaluation
 from megatron_rl.config.rules.grid import check_grid, check_split
+from megatron_rl.config.rules.guard import check_guard
 from megatron_rl.config.rules.logger import check_logger
 from megatron_rl.config.rules.machine import (
     check_engine,
@@ -73,6 +74,7 @@ def _check_settings(
     yield from check_data(c, keys)
     yield from check_environment(c)
     yield from check_mode(c)
+    yield from check_guard(c, keys)
     yield from check_evaluation(c)
     yield from check_selection(c, keys)
     yield from check_credit(c)
