@@ -24,6 +24,7 @@ from megatron_rl.config.rules.method import (
     check_method,
     check_replay,
 )
+from megatron_rl.config.rules.quantization import check_blocks, check_quantization
 from megatron_rl.config.rules.recompute import check_recompute, check_recomputed_modules
 from megatron_rl.config.rules.regularization import check_regularization
 from megatron_rl.config.rules.state import check_mode, check_resume, check_unread_keys
@@ -81,6 +82,7 @@ def _check_settings(
     yield from check_layer_spec(c.model, facts)
     yield from check_resume(c)
     yield from check_engine(c.engine, facts)
+    yield from check_quantization(c, facts)
     yield from check_grid(c.parallel, facts)
     yield from check_formats_and_timeouts(c)
     yield from check_run(c.run)
@@ -98,6 +100,7 @@ def _check_model(
     if shape is None:
         return
     yield from check_split(c.parallel, c.engine, shape)
+    yield from check_blocks(c.engine, shape)
     yield from check_sequence_length(c, shape, facts)
     yield from check_recomputed_modules(c.model, shape)
     has_engines = c.mode != "train_only"
