@@ -16,8 +16,6 @@ from megatron_rl.models.shape import ModelShape
 
 BLOCK = 128
 """Side of the square of weights that share a scale."""
-SCALE_SUFFIX = "_scale_inv"
-"""What the name of a scale has behind the name of its weight."""
 
 _WHOLE = (Fusion.REPLICATED, Fusion.VOCABULARY)
 _EXPERTS = "mlp.experts."

@@ -19,12 +19,12 @@ from megatron_rl.config.schema import EngineSettings
 from megatron_rl.mcore.weights.fake_quant import fake_quantize
 from megatron_rl.mcore.weights.quantised import (
     complete,
-    dequantize,
     fp8_weights_of,
     quantize_weights,
 )
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.fp8_weights import Fp8Weights
+from sglang_bridge.weights.block_fp8 import dequantize
 
 Named = list[tuple[str, torch.Tensor]]
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"

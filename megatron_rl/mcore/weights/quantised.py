@@ -12,8 +12,9 @@ import torch
 
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.mcore.weights.export import NamedTensors
-from megatron_rl.models.fp8_weights import BLOCK, SCALE_SUFFIX, Fp8Weights, fp8_weights
+from megatron_rl.models.fp8_weights import Fp8Weights, fp8_weights
 from megatron_rl.models.shape import ModelShape
+from sglang_bridge.weights.block_fp8 import BLOCK, SCALE_SUFFIX
 from sglang_bridge.weights.fused_layout import engine_dtype
 
 
@@ -80,13 +81,6 @@ def complete(weights: NamedTensors, names: Fp8Weights, dtype: torch.dtype) -> Na
         shown = ", ".join(list(missing)[:8])
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise ValueError(f"the weights sent are incomplete: {shown}{more} did not come")
-
-
-def dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return the matrix [M, N] that codes and scales stand for."""
-    rows, columns = codes.shape
-    row_scales = scales.repeat_interleave(BLOCK, 0)[:rows]
-    return (codes.float() * row_scales.repeat_interleave(BLOCK, 1)[:, :columns]).to(dtype)
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
