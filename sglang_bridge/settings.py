@@ -29,6 +29,11 @@ _RESERVED = (
     "--max-total-tokens",
     "--max-running-requests",
     "--quantization",
+    "--json-model-override-args",
+)
+# Weights arrive with plain float32 scales, and a kernel may repack both for itself at the start.
+_OTHER_LAYOUT = (
+    "its kernel may hold FP8 weights in a layout of its own, which later weights do not follow"
 )
 _OTHER_NCCL = "it changes NCCL's settings on the engine's side only"
 # Routes keep the checkpoint's expert ids, but weights and their audit follow the physical places.
@@ -56,6 +61,7 @@ _UNSUPPORTED = {
         "--enable-symm-mem",
         "--enable-nccl-nvls",
     ),
+    _OTHER_LAYOUT: ("--fp8-gemm-backend",),
     _OTHER_PLACES: (
         "--enable-eplb",
         "--ep-num-redundant-experts",
@@ -117,7 +123,15 @@ class ServerSettings:
     # managed only; auto: GPUs where the machine has any, as for the trainer
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
-    quantization: str | None = None
+    # fp8: the matrices of attention, MLPs and experts are held in 8 bits, with a scale for each
+    # block of 128 x 128 weights. The trainer quantizes them before it sends them.
+    quantization: Literal["fp8"] | None = None
+    # quantization=fp8 only: layers at either end that are held in `dtype`
+    unquantized_first_layers: Annotated[int, Ge(0), Le(10**6)] = 0
+    unquantized_last_layers: Annotated[int, Ge(0), Le(10**6)] = 0
+    # quantization=fp8 on CPUs only: round the inputs of its products to FP8, 128 at a time, as GPUs
+    # do
+    round_activations: bool = True
     # also limits the requests in flight
     max_running_requests: Annotated[int, Ge(1), Le(10**6)] = 256
     # managed only; null: 16384 on CPUs, as many as fit on GPUs
@@ -139,7 +153,8 @@ class ServerPlace:
     node: the host whose collector sends requests to it. port: the preferred port; with None, or if
     it is in use, the server gets a free one. gpus: indices into the devices that this process may
     see. load_format: "dummy" starts with random weights of the correct shapes, None reads the
-    checkpoint in `model_path`. seed: the server's sampling seed; with None, SGLang chooses one.
+    checkpoint in `model_path`. quantization: a `quantization_config` for the model; such a server
+    starts with random weights. seed: the server's sampling seed; with None, SGLang chooses one.
     """
 
     model_path: str
@@ -150,6 +165,7 @@ class ServerPlace:
     gpus: tuple[int, ...] = ()
     return_routes: bool = True
     load_format: Literal["dummy"] | None = None
+    quantization: Mapping[str, Any] | None = None
     seed: int | None = None
 
 
@@ -168,21 +184,8 @@ def kv_cache_slots(settings: ServerSettings, device: Literal["cpu", "cuda"]) -> 
     return settings.max_total_tokens
 
 
-def quantization_refusals(quantization: str | None) -> Iterator[Refusal]:
-    """Refuse a quantized server, started here or elsewhere: it cannot receive weights."""
-    if quantization is not None:
-        rule = "Weights are sent unquantized, and a quantized server would load them without scales"
-        yield Refusal(
-            "engine.quantization",
-            quantization,
-            rule,
-            "Use null, and servers started without --quantization",
-        )
-
-
 def server_refusals(settings: ServerSettings, device: Literal["cpu", "cuda"]) -> Iterator[Refusal]:
     """Refuse settings with which no server can be started on this device."""
-    yield from quantization_refusals(settings.quantization)
     if device == "cuda" and settings.dtype == "float32":
         rule = "SGLang's attention and norm kernels for GPUs take 16-bit numbers only"
         remedy = (
@@ -224,7 +227,7 @@ def unsupported_options(info: Mapping[str, Any]) -> Iterator[RunningOption]:
     info: the server's `/server_info`, which holds the value of every option.
     """
     for reason, names in _UNSUPPORTED.items():
-        if reason in ("", _OTHER_NCCL):
+        if reason in ("", _OTHER_NCCL, _OTHER_LAYOUT):
             continue
         for name in names:
             value = info.get(name.removeprefix("--").replace("-", "_"))

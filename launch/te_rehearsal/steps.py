@@ -172,11 +172,11 @@ class RecordingAdam(DistributedAdam):
         self._policy = policy
         self._place = place
 
-    def step(self, *, loss_is_finite: bool) -> StepResult:
+    def step(self, *, loss_is_finite: bool, max_norm: float | None = None) -> StepResult:
         """Record the gradients and apply them."""
         if self._place.layout.world_size == 1:
             self.gradients = _gradients(self._policy, self._place.shape)
-        return super().step(loss_is_finite=loss_is_finite)
+        return super().step(loss_is_finite=loss_is_finite, max_norm=max_norm)
 
 
 def _policy(chunks: list[torch.nn.Module], place: Place) -> Policy:

@@ -355,7 +355,8 @@ class TrainSettings(Section):
     # The run stops when a larger share of the engines' routes disagrees with the trainer's own
     # routing. 1: never.
     max_route_disagreement: Share = 0.5
-    # The run stops after this many consecutive steps with NaN or Inf.
+    # The run stops, or rolls back (guard.nonfinite), after this many consecutive steps with NaN or
+    # Inf.
     max_nonfinite_steps: Positive = 3
 
 
@@ -440,6 +441,41 @@ class RecoverySettings(Section):
     # The longest time that the run waits while no engine, or no collector, serves. Then it saves a
     # checkpoint and ends.
     wait_s: Seconds = 900.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardSettings(Section):
+    """Reactions to numbers that go wrong: loss spikes, collapsing entropy, NaN. See docs/faults.md.
+
+    skip: the update is not applied. rollback: the run goes on from the weights of the last good
+    checkpoint. stop: it ends with code 5.
+    """
+
+    # An optimizer step whose gradients have a norm, before clipping, above spike_factor x the
+    # median of the last `window` ones.
+    spike: Annotated[Literal["off", "skip", "rollback", "stop"], Off] = "off"
+    spike_factor: Annotated[float, Gt(1), Le(10**6)] = 10.0
+    # Optimizer steps. The first 8 are not judged.
+    window: Annotated[int, Ge(8), Le(10**4)] = 32
+    # spike=skip: the run stops after this many consecutive steps with a spike.
+    max_skips: Positive = 10
+    # A mean entropy below min_entropy, in nats per token, in `patience` consecutive steps.
+    entropy: Annotated[Literal["off", "rollback", "stop"], Off] = "off"
+    min_entropy: Annotated[float, Gt(0)] | None = None
+    patience: Positive = 3
+    # NaN or Inf in a loss or in gradients. skip and rollback skip the update, and act after
+    # train.max_nonfinite_steps consecutive steps: the run stops, or rolls back. stop: at the first.
+    # rollback and stop also react to NaN or Inf in weights and in the responses of engines.
+    nonfinite: Literal["skip", "rollback", "stop"] = "skip"
+    # The run stops instead of rolling back more often than this within rollback_window steps.
+    max_rollbacks: Positive = 3
+    rollback_window: Positive = 100
+
+    @property
+    def rollback_keys(self) -> tuple[str, ...]:
+        """The keys that ask for rollbacks."""
+        names = ("spike", "entropy", "nonfinite")
+        return tuple(f"guard.{name}" for name in names if getattr(self, name) == "rollback")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -548,6 +584,7 @@ class Configuration(Section):
     eval: EvalSettings = field(default_factory=EvalSettings)
     sync: SyncSettings = field(default_factory=SyncSettings)
     recovery: RecoverySettings = field(default_factory=RecoverySettings)
+    guard: GuardSettings = field(default_factory=GuardSettings)
     samples: SampleSettings = field(default_factory=SampleSettings)
     run: RunSettings = field(default_factory=RunSettings)
     # train_only trains on rollouts that a run with rollout_only recorded. eval measures the

@@ -35,10 +35,14 @@ class Train(msgspec.Struct, frozen=True, tag="train"):
     """Run one training step.
 
     keep_values: hold the values of every trained token until `GatherSamples`.
+    max_norm: no rank applies an optimizer step whose gradients have a larger norm. None: no limit.
+    check_weights: look for NaN and Inf in the weights afterwards.
     """
 
     plan: StepPlan
     keep_values: bool = False
+    max_norm: float | None = None
+    check_weights: bool = False
 
 
 class SampleSource(msgspec.Struct, frozen=True):
@@ -112,6 +116,18 @@ class WaitForSave(msgspec.Struct, frozen=True, tag="wait_for_save"):
     """Wait for the checkpoint that is being written in the background, if any."""
 
 
+class RollBack(msgspec.Struct, frozen=True, tag="roll_back"):
+    """Load the weights and the optimizer's state of an earlier checkpoint in place.
+
+    It is the newest undamaged one from before step `first_step`. Newer ones are removed.
+
+    max_optimizer_steps: it has at most this many optimizer steps.
+    """
+
+    first_step: Count
+    max_optimizer_steps: Count
+
+
 class Record(msgspec.Struct, frozen=True, tag="record"):
     """Write the rollouts of a batch to a directory. Each node writes the rollouts that it stores.
 
@@ -135,6 +151,7 @@ Command = (
     | Save
     | Checkpoint
     | WaitForSave
+    | RollBack
     | Record
     | Finish
 )

@@ -3,7 +3,7 @@
 The classes are
 
 - trained/mixed, trained/tied, trained/zero_variance: in gradients that were applied.
-- not_applied: planned, but a NaN or Inf occurred before.
+- not_applied: planned, but a NaN, an Inf or a spike of the gradients occurred before.
 - zero_variance_dropped, tied_dropped, tied_reward, too_few_verdicts: in groups without a learning
   signal, or in more of them than may train beside the mixed groups.
 - zero_advantage: with advantage 0 in a mixed group.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
@@ -17,6 +18,7 @@ from megatron_rl.engines.members import Members
 from megatron_rl.engines.node.node_board import NodeBoard
 from megatron_rl.engines.node.node_keeper import NodeKeeper
 from megatron_rl.engines.node.node_processes import NodeProcesses
+from megatron_rl.engines.quantization import engine_quantization
 from megatron_rl.engines.server_places import server_places
 from megatron_rl.engines.token_counter import TokenCounter
 from megatron_rl.engines.url_list import UrlList
@@ -50,7 +52,8 @@ class Engines:
 
     processes: the processes of this node, None on ranks that own none. template: the configuration
     of every collector, without its engines. open_sync: opens weight sync to the members of the run,
-    with a function that logs. stack: closes the connections.
+    with a function that logs. stack: closes the connections. quantization: of every engine, as a
+    `quantization_config`; None for unquantized ones.
     """
 
     def __init__(
@@ -62,6 +65,7 @@ class Engines:
         recovery: RecoverySettings,
         open_sync: WeightSyncOpener,
         stack: contextlib.ExitStack,
+        quantization: Mapping[str, Any] | None = None,
     ) -> None:
         self._job = job
         self._keys = keys
@@ -71,6 +75,7 @@ class Engines:
         self._recovery = recovery
         self._open_sync = open_sync
         self._stack = stack
+        self._quantization = quantization
         self._keeper: NodeKeeper | None = None
 
     def connect(
@@ -166,6 +171,7 @@ class Engines:
                 self._settings.dtype,
                 return_routes=return_routes,
                 model_path=self._template.model_path,
+                quantization=self._quantization,
             )
 
     def _open_token_counter(
@@ -222,6 +228,7 @@ class Engines:
             settings,
             return_routes=return_routes,
             model_path=self._template.model_path,
+            quantization=self._quantization,
         )
         return engines
 
@@ -279,6 +286,7 @@ def open_engines(
     """
     keys = _share_keys(configuration.engine, job)
     template = collector_template(configuration, shape, keys)
+    quantization = engine_quantization(configuration.engine, shape)
     with contextlib.ExitStack() as stack:
         processes = None
         if job.local_rank == 0:
@@ -293,6 +301,7 @@ def open_engines(
                 job,
                 seed=configuration.seed,
                 return_routes=template.routes is not None,
+                quantization=quantization,
             )
             processes.start_engines(configuration.engine, places, keys)
 
@@ -309,7 +318,16 @@ def open_engines(
                 log=log,
             )
 
-        yield Engines(job, keys, processes, template, configuration.recovery, open_sync, stack)
+        yield Engines(
+            job,
+            keys,
+            processes,
+            template,
+            configuration.recovery,
+            open_sync,
+            stack,
+            quantization,
+        )
 
 
 def collector_template(configuration: Configuration, shape: ModelShape, keys: RunKeys) -> Configure:

@@ -2,23 +2,38 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from megatron_rl.config.schema import EngineSettings, ModelSettings
+from megatron_rl.engines.quantization import require_fp8_gpu
 from megatron_rl.mcore.job import Job
 from sglang_bridge.addresses import node_address
 from sglang_bridge.settings import ServerPlace, server_device
 
 
 def server_places(
-    engine: EngineSettings, model: ModelSettings, job: Job, *, seed: int, return_routes: bool
+    engine: EngineSettings,
+    model: ModelSettings,
+    job: Job,
+    *,
+    seed: int,
+    return_routes: bool,
+    quantization: Mapping[str, Any] | None = None,
 ) -> list[ServerPlace]:
     """One place for each managed engine of this node.
 
     With GPUs, each engine gets `engine.tp` devices, behind those of the node's ranks. Every engine
     of the run samples with its own seed, derived from `seed`.
+
+    quantization: the `quantization_config` of every engine, None for unquantized ones. Raises
+    `UnsupportedGpu` if this node's GPUs cannot serve it.
     """
     device = server_device(engine, torch.cuda.device_count())
+    if quantization is not None and device == "cuda":
+        require_fp8_gpu(torch.cuda.get_device_capability(), torch.cuda.get_device_name())
     places = []
     for index in range(engine.count):
         first_gpu = job.local_world_size + index * engine.tp
@@ -31,6 +46,7 @@ def server_places(
             gpus=gpus if device == "cuda" else (),
             return_routes=return_routes,
             load_format="dummy" if model.init == "random" else None,
+            quantization=quantization,
             seed=(seed + job.node * engine.count + index) % 2**32,
         )
         places.append(place)

@@ -42,7 +42,8 @@ class TokenCounter:
 
     A comparison needs the counters of all engines. A reading without one is left out: the next
     comparison covers its tokens too. A counter that went backwards belongs to a server that was
-    started again. Comparisons then begin anew.
+    started again. Comparisons then begin anew, without this server until `set_engines` names it
+    again: its warm-up samples tokens too.
 
     log: writes a line for people. Each problem of an engine is written once.
     """
@@ -77,22 +78,25 @@ class TokenCounter:
         counts = self._read()
         if counts is None:
             return None
-        comparison = self._comparison(counts)
+        earlier_counts = self._counts
+        counted_tokens = self._counted_tokens
         self._counts = counts
         self._counted_tokens = 0
-        return comparison
-
-    def _comparison(self, counts: dict[str, int]) -> TokenComparison | None:
-        earlier_counts = self._counts
         if earlier_counts is None:
             return None
         restarted_urls = [url for url, count in counts.items() if count < earlier_counts[url]]
-        for url in restarted_urls:
-            self._log(f"engine {url} was started again: it counts its tokens from 0")
         if restarted_urls:
+            self._leave_out(restarted_urls, counts)
             return None
         engine_tokens = sum(counts.values()) - sum(earlier_counts.values())
-        return TokenComparison(engine_tokens, engine_tokens - self._counted_tokens)
+        return TokenComparison(engine_tokens, engine_tokens - counted_tokens)
+
+    def _leave_out(self, urls: Sequence[str], counts: dict[str, int]) -> None:
+        """Count the tokens of other engines alone. counts: of all engines."""
+        for url in urls:
+            self._log(f"engine {url} was started again: it counts its tokens from 0")
+        self._engines = [engine for engine in self._engines if engine.url not in urls]
+        self._counts = {url: count for url, count in counts.items() if url not in urls}
 
     def _read(self) -> dict[str, int] | None:
         """Read all counters at the same time. Returns None if one is missing, or there is none."""

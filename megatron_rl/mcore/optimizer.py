@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -55,14 +56,19 @@ class StepResult:
     """The result of one optimizer step.
 
     is_applied: False if some rank had a NaN or Inf, or the gradients were too large. Nothing
-        changed on any rank then, grad_norm is NaN and lr is 0.
-    grad_norm: the norm of all gradients before clipping.
+        changed on any rank then, and lr is 0.
+    grad_norm: the norm of all gradients before clipping. NaN if it is not finite.
     lr: the learning rate of this update.
     """
 
     is_applied: bool
     grad_norm: float
     lr: float
+
+    @property
+    def is_spike(self) -> bool:
+        """True if the step was not applied because the norm exceeds the limit."""
+        return not self.is_applied and math.isfinite(self.grad_norm)
 
 
 class DistributedAdam:
@@ -106,21 +112,39 @@ class DistributedAdam:
             model.zero_grad_buffer()
         self._optimizer.zero_grad()
 
-    def step(self, *, loss_is_finite: bool) -> StepResult:
+    def step(self, *, loss_is_finite: bool, max_norm: float | None = None) -> StepResult:
         """Clip and apply the reduced gradients. Collective over all ranks.
 
         Nothing changes on any rank if the loss or a gradient of one rank is not finite, or if the
         square of the gradients' norm exceeds float32: clipping would make all gradients 0, and
         without clipping second moments would be infinite from then on.
 
-        loss_is_finite: False if this rank's loss is NaN or Inf.
+        loss_is_finite: False if this rank's loss is NaN or Inf. max_norm: nothing changes either
+        if the norm exceeds it on one rank.
         """
-        if not (self._all_finite(loss_is_finite) and self._has_finite_squares()):
+        if not self._all_finite(loss_is_finite):
             return StepResult(is_applied=False, grad_norm=float("nan"), lr=0.0)
+        norm = self._gradient_norm()
+        # The gradients are finite, and the square of none exceeds that of the norm
+        if not _true_on_all_ranks(norm.square().isfinite()):
+            return StepResult(is_applied=False, grad_norm=float("nan"), lr=0.0)
+        if max_norm is not None and not _true_on_all_ranks(norm <= max_norm):
+            return StepResult(is_applied=False, grad_norm=float(norm), lr=0.0)
         self.scheduler.step(1)
         _, grad_norm, _ = self._optimizer.step()
         lr = get_canonical_lr_for_logging(self._optimizer.param_groups)
         return StepResult(is_applied=True, grad_norm=float(grad_norm), lr=lr)
+
+    def weights_are_finite(self) -> bool:
+        """True if no weight of any rank is NaN or Inf. Collective.
+
+        The minimum and maximum of a tensor are NaN if one entry is, and take no memory.
+        """
+        extremes: list[torch.Tensor] = []
+        for model in self._models:
+            for parameter in model.parameters():
+                extremes += torch.aminmax(parameter.detach().view(-1))
+        return _true_on_all_ranks(torch.stack([x.float() for x in extremes]).isfinite().all())
 
     @property
     def steps(self) -> int:
@@ -147,7 +171,7 @@ class DistributedAdam:
         """
         self._optimizer.load_state_dict(state)
         for group in self._optimizer.param_groups:
-            if steps:
+            if steps or "step" in group:
                 group["step"] = steps  # a fused Adam counts there
         self.scheduler.num_steps = 0
         self.scheduler.step(steps)
@@ -172,15 +196,11 @@ class DistributedAdam:
         is_finite = torch.stack(extremes).isfinite().all() & loss_is_finite
         return _true_on_all_ranks(is_finite)
 
-    def _has_finite_squares(self) -> bool:
-        """True if the square of the gradients' norm fits into float32 on all ranks. Collective.
-
-        The gradients must be finite. No gradient's square exceeds the square of the norm.
-        """
+    def _gradient_norm(self) -> torch.Tensor:
+        """Return the norm of all gradients, a float32 scalar. Collective."""
         self._optimizer.prepare_grads()
         device = self._models[0].buffers[0].grad_data.device
-        norm = torch.full((), self._optimizer.get_grad_norm(), dtype=torch.float32, device=device)
-        return _true_on_all_ranks(norm.square().isfinite())
+        return torch.full((), self._optimizer.get_grad_norm(), dtype=torch.float32, device=device)
 
 
 def _true_on_all_ranks(flag: torch.Tensor) -> bool:

@@ -12,30 +12,39 @@ from megatron_rl.records.past_run import Record, RunUnreadable, iterate_metrics
 from megatron_rl.records.starts import read_starts
 
 EFFECTIVE_TIME = "run/effective_time"
+# The step of the checkpoint that a step rolled back to: the steps after it, and itself, are lost
+ROLLED_BACK_TO = "guard/rolled_back_to"
 _SETS = "time/eval/"
 
 
 class EffectiveTime:
     """Measures which share of the time since the first start of a run is in its records.
 
-    Steps and evaluations count. Starts, gaps between starts, checkpoints and steps that were
-    trained again do not.
+    Steps and evaluations count. Starts, gaps between starts, checkpoints, and steps that were
+    trained again or rolled back do not.
 
-    first_start: in seconds since 1970. seconds: those of the steps that the run has kept so far.
+    first_start: in seconds since 1970.
     """
 
-    def __init__(
-        self, first_start: float, seconds: float = 0.0, *, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, first_start: float, *, clock: Callable[[], float] = time.time) -> None:
         self._first_start = first_start
-        self._seconds = seconds
         self._clock = clock
+        self._seconds_by_step: dict[int, float] = {}
 
-    def after(self, record: Mapping[str, float | None]) -> float:
+    def add(self, step: int, record: Mapping[str, float | None]) -> None:
+        """Take the record of a step. Of several records of a step, the last one counts."""
+        self._seconds_by_step[step] = seconds_of_step(record)
+        target = record.get(ROLLED_BACK_TO)
+        if target is not None:
+            self._seconds_by_step = {
+                step: seconds for step, seconds in self._seconds_by_step.items() if step <= target
+            }
+
+    def after(self, step: int, record: Mapping[str, float | None]) -> float:
         """Return the share after a step with this record. NaN when clocks contradict each other."""
-        self._seconds += seconds_of_step(record)
+        self.add(step, record)
         age = self._clock() - self._first_start
-        return min(1.0, self._seconds / age) if age > 0 else math.nan
+        return min(1.0, sum(self._seconds_by_step.values()) / age) if age > 0 else math.nan
 
 
 def open_effective_time(directory: Path) -> EffectiveTime | None:
@@ -43,11 +52,11 @@ def open_effective_time(directory: Path) -> EffectiveTime | None:
     starts = read_starts(directory)
     if not starts:
         return None
-    seconds_by_step: dict[float | None, float] = {}
+    effective_time = EffectiveTime(starts[0].time)
     with contextlib.suppress(RunUnreadable):
         for record in iterate_metrics(directory):
-            seconds_by_step[record.get("step")] = seconds_of_step(record)
-    return EffectiveTime(starts[0].time, sum(seconds_by_step.values()))
+            effective_time.add(round(record.get("step") or 0), record)
+    return effective_time
 
 
 def seconds_of_step(record: Mapping[str, float | None]) -> float:

@@ -53,7 +53,7 @@ class MetricsLog:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append the metrics of one step and flush them. Raises `WriteFailed`."""
         if self._effective_time is not None:
-            values = {**values, EFFECTIVE_TIME: self._effective_time.after(values)}
+            values = {**values, EFFECTIVE_TIME: self._effective_time.after(step, values)}
         record: dict[str, float | None] = {"step": step}
         for name, value in sorted(values.items()):
             record[name] = value if math.isfinite(value) else None

@@ -143,6 +143,8 @@ def describe_update(values: Mapping[str, float]) -> list[str]:
             parts.append(f"{name} {values[f'policy/{name}']:.3f}")
     if values.get("train/nonfinite"):
         parts.append("no update: NaN or Inf")
+    elif "guard/spike_norm" in values:
+        parts.append(f"spike: grad {values['guard/spike_norm']:.2f}")
     elif "train/grad_norm" in values:
         parts.append(f"grad {values['train/grad_norm']:.2f}")
     return parts
@@ -154,7 +156,7 @@ def describe_tokens(values: Mapping[str, float]) -> list[str]:
     total = tokens.pop("generated", 0.0)
     if not total:
         return []
-    for name in ("evaluation", "engine_tokens", "demonstrated"):
+    for name in ("evaluation", "engine_tokens", "demonstrated", "rolled_back"):
         tokens.pop(name, None)
     by_count = sorted(tokens.items(), key=lambda item: (-item[1], item[0]))
     shares = []

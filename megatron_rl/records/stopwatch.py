@@ -19,6 +19,7 @@ SECTIONS = {
     "samples": False,
     "record": False,
     "next_rollouts": False,
+    "rollback": False,
     "sync": True,
 }
 

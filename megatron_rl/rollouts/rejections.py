@@ -17,6 +17,7 @@ from megatron_rl.rollouts.messages import (
 
 NO_VERDICT = "no_verdict"
 SCORER_ABANDONED = "scorer_abandoned"
+NON_FINITE = "logprobs_nonfinite"
 _IGNORED = "and ignored its cancellation: let a call end when it is cancelled"
 _MEANINGS = {
     ENGINE_FAILURE: "no engine answered",
@@ -25,7 +26,7 @@ _MEANINGS = {
     "engine.token_timeout_s if it is slow",
     ENVIRONMENT_FAILURE: "the environment raised an exception",
     ENVIRONMENT_ABANDONED: f"the environment took longer than environment.timeout_s {_IGNORED}",
-    "logprobs_nonfinite": "log-probabilities are NaN or infinite, as the weights may be",
+    NON_FINITE: "log-probabilities are NaN or infinite, as the weights may be",
     ENDLESS: "the environment requested responses without end",
     NO_RESPONSE: "the environment ended without requesting a response",
     NO_VERDICT: "the scorer failed, or took longer than reward.timeout_s",

@@ -12,7 +12,7 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.credit.source_metrics import source_metrics
 from megatron_rl.rewards.runner import ABANDONED
-from megatron_rl.rollouts.rejections import require_usable
+from megatron_rl.rollouts.rejections import NON_FINITE, count_unusable, require_usable
 
 
 class TooManyRejected(Failure):
@@ -105,18 +105,26 @@ class RolloutBatch:
     def require(self, label: str, max_rejected_share: float) -> None:
         """Raise `TooManyRejected` or `UserClassFailed` when too many rollouts are unusable.
 
+        Raises its subclass `NonFiniteResponses` if NaN is the cause of most.
+
         max_rejected_share: largest share of rollouts that may be unusable. It is an error in any
         case if all of them are.
         """
         num_rollouts = sum(len(group.rollouts) for group in self.all_groups)
-        require_usable(
-            self.all_groups,
-            self.rejections.total() + num_rollouts,
-            subject=f"batch {label}",
-            key="rollout.max_rejected_share",
-            limit=max_rejected_share,
-            failure=TooManyRejected,
-        )
+        try:
+            require_usable(
+                self.all_groups,
+                self.rejections.total() + num_rollouts,
+                subject=f"batch {label}",
+                key="rollout.max_rejected_share",
+                limit=max_rejected_share,
+                failure=TooManyRejected,
+            )
+        except TooManyRejected as failure:
+            losses = count_unusable(self.all_groups)
+            if 2 * losses[NON_FINITE] > losses.total():
+                raise NonFiniteResponses(str(failure), self) from None
+            raise
 
     def age_metrics(self, version: int) -> dict[str, float]:
         """Return the ages of the sampled tokens in weight versions, under `rollout/age/`.
@@ -156,6 +164,17 @@ class RolloutBatch:
         values |= source_metrics(self.all_groups)
         values |= {f"rollout/rejected/{reason}": float(n) for reason, n in rejections.items()}
         return values
+
+
+class NonFiniteResponses(TooManyRejected):
+    """Most of the rollouts that cannot be used have log-probabilities that are NaN or infinite.
+
+    batch: the rollouts, which have to be released.
+    """
+
+    def __init__(self, text: str, batch: RolloutBatch) -> None:
+        super().__init__(text)
+        self.batch = batch
 
 
 def merge_groups(first: Group, rest: Group) -> Group:

@@ -16,6 +16,7 @@ from megatron_rl.contracts.commands import (
     GatherSamples,
     Poll,
     Record,
+    RollBack,
     Save,
     Sync,
     Train,
@@ -24,6 +25,7 @@ from megatron_rl.contracts.commands import (
 from megatron_rl.engines.engines import Engines
 from megatron_rl.engines.weight_sync import NamedTensors, Sender
 from megatron_rl.mcore.job import Job
+from megatron_rl.run.checkpoints.rollback import CheckpointLoader
 from megatron_rl.run.checkpoints.saving import CheckpointWriter
 from megatron_rl.run.curriculum import apply_phase
 from megatron_rl.run.modes.record import record_rollouts
@@ -84,6 +86,7 @@ class ModelCommands:
 
     worker: Worker
     checkpoints: CheckpointWriter
+    loader: CheckpointLoader
     phases: tuple[Configuration, ...]
     profiler: StepProfiler | None = None
 
@@ -96,6 +99,7 @@ class ModelCommands:
             Save: lambda command: self.worker.save(Path(command.path)),
             Checkpoint: self.checkpoints.save,
             WaitForSave: self.checkpoints.wait_for_save,
+            RollBack: self.loader.roll_back,
         }
 
     def train(self, command: Train) -> TrainOutcome | LostRollouts:
@@ -105,7 +109,12 @@ class ModelCommands:
             profile = self.profiler.profile_step(command.plan.step)
         with profile:
             try:
-                return self.worker.train(command.plan, keep_values=command.keep_values)
+                return self.worker.train(
+                    command.plan,
+                    keep_values=command.keep_values,
+                    max_norm=command.max_norm,
+                    check_weights=command.check_weights,
+                )
             except RolloutsLost as error:  # on every rank
                 return LostRollouts(error.rollout_ids)
 

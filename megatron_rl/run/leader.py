@@ -9,7 +9,15 @@ from collections.abc import Iterator
 from dataclasses import InitVar, dataclass, field
 from statistics import fmean
 
-from megatron_rl.config.schema import EvalSettings, RunSettings, SyncSettings, TrainSettings
+import msgspec
+
+from megatron_rl.config.schema import (
+    EvalSettings,
+    GuardSettings,
+    RunSettings,
+    SyncSettings,
+    TrainSettings,
+)
 from megatron_rl.contracts.commands import Save, Train
 from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.contracts.run_state import LoopState
@@ -25,7 +33,7 @@ from megatron_rl.rollouts.evaluation import Evaluation
 from megatron_rl.rollouts.queue import CollectorFailed
 from megatron_rl.rollouts.recording.recorded_rollouts import BadRecording
 from megatron_rl.rollouts.rejections import UserClassFailed
-from megatron_rl.rollouts.rollout_batch import RolloutBatch, TooManyRejected
+from megatron_rl.rollouts.rollout_batch import NonFiniteResponses, RolloutBatch, TooManyRejected
 from megatron_rl.rollouts.set_result import measure_set
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 from megatron_rl.run.alarms import (
@@ -36,7 +44,8 @@ from megatron_rl.run.alarms import (
 )
 from megatron_rl.run.checkpoints.manager import CheckpointManager, SavePoint
 from megatron_rl.run.curriculum import Curriculum
-from megatron_rl.run.nonfinite_guard import NonFiniteGuard
+from megatron_rl.run.guards.guards import Guards
+from megatron_rl.run.guards.trouble import Trouble
 from megatron_rl.run.samples.keeper import SampleKeeper
 from megatron_rl.run.step_parts import RolloutHolder, StepParts
 from megatron_rl.run.stopping import AccuracyUnknown, ending_key, is_accuracy_reached
@@ -81,6 +90,7 @@ class Leader:
     curriculum: Curriculum | None = None
     samples: SampleKeeper | None = None
     steps_ahead: StepsAhead = field(default_factory=StepsAhead)
+    guard: GuardSettings = field(default_factory=GuardSettings)
     resume_state: InitVar[LoopState | None] = None
     _first_step: int = 1
     _is_resumed: bool = False
@@ -89,6 +99,7 @@ class Leader:
     _accuracies: deque[float] = field(default_factory=deque)
     _is_synced: bool = False
     _is_untrained: bool = False  # the current step has trained nothing
+    _has_rolled_back: bool = False  # since the last sync
     _unevaluated_metrics: dict[str, float] | None = None
     _audit_obstacle_logged: bool = False
     _unchanged_weights: UnchangedWeightsAlarm = field(default_factory=UnchangedWeightsAlarm)
@@ -97,10 +108,12 @@ class Leader:
     _account: AccountAlarm = field(default_factory=AccountAlarm)
 
     def __post_init__(self, resume_state: LoopState | None) -> None:
-        self._guard = NonFiniteGuard(
-            self.train.max_nonfinite_steps,
-            self.records.directory.rollouts,
-            self.records.progress,
+        self._guards = Guards(
+            self.guard,
+            max_nonfinite_steps=self.train.max_nonfinite_steps,
+            rollouts=self.records.directory.rollouts,
+            progress=self.records.progress,
+            checkpoints=self.checkpoints,
         )
         if resume_state is not None:
             self._restore(resume_state)
@@ -122,7 +135,7 @@ class Leader:
             self._run_step(step)
             self._save_checkpoint(step, last=bool(self._ending_key(step)))
         if not self._is_resumed and not self._num_updates:
-            self._guard.require_update()
+            self._guards.nonfinite.require_update()
         self.save_weights(step)
         self.dispatcher.finish()
         self.holder.stop()
@@ -142,7 +155,8 @@ class Leader:
             version=None if self.weights is None else self.weights.version,
             weights_synced=self._is_synced,
             selection=self.parts.rollouts.state(),
-            nonfinite=self._guard.count,
+            nonfinite=self._guards.nonfinite.count,
+            guard=self._guards.state,
             accuracies=tuple(self._accuracies),
             phase=None if self.curriculum is None else self.curriculum.state,
             unevaluated_metrics=_to_storable(self._unevaluated_metrics),
@@ -157,7 +171,7 @@ class Leader:
         """Sample, credit, plan, train and sync. Adds the metrics of the step to `values`."""
         watch = Stopwatch()
         with watch.section("rollout"), self._abortable():
-            batch = self.steps_ahead.take(step, self.parts.rollouts)
+            batch, trouble = self._sample(step)
             self.steps_ahead.begin_next(step, self._last_step(step), self.parts.rollouts)
         batch, credit, plan, outcome = self._train_batch(step, batch, watch)
         self._expire_sync()
@@ -170,7 +184,10 @@ class Leader:
             self.compare_with_engines(values, self.steps_ahead.count_tokens())
         values |= self._keep_samples(batch, credit, plan, outcome)
         self.holder.release(batch.delivered_ids)
-        self._guard.check(plan, finite=outcome.finite)
+        trouble = self._guards.observe(plan, outcome, values) or trouble
+        if trouble is not None:
+            with watch.section("rollback"):
+                self._roll_back(step, trouble, values)
         with watch.section("sync"):
             if self.sync.when == "step":
                 self.send_weights(values)
@@ -204,6 +221,30 @@ class Leader:
         with watch.section("next_rollouts"):
             self.steps_ahead.complete(self.parts.rollouts, self.holder.can_sample)
 
+    def _sample(self, step: int) -> tuple[RolloutBatch, Trouble | None]:
+        """Sample the batch of a step, and return a reason to roll back after it.
+
+        A batch that is useless because of NaN is trained, so that it is in the account. Its update
+        is rolled back.
+        """
+        try:
+            return self.steps_ahead.take(step, self.parts.rollouts), None
+        except NonFiniteResponses as failure:
+            trouble = self._guards.nonfinite.observe_responses(step, failure)
+            if trouble is None:
+                raise
+            self.parts.rollouts.settle()
+            return failure.batch, trouble
+
+    def _roll_back(self, step: int, trouble: Trouble, values: dict[str, float]) -> None:
+        """Go on from the weights of a good checkpoint. Prompts, beliefs and phases stay."""
+        position = self._guards.roll_back(step, trouble, values)
+        self._accuracies = deque(position.accuracies)  # those of weights that are lost do not count
+        self._has_rolled_back = True
+        num_dropped = self._drop_steps_ahead()
+        if num_dropped:
+            values["account/unfinished"] = float(num_dropped)
+
     def _train_batch(
         self, step: int, batch: RolloutBatch, watch: Stopwatch
     ) -> tuple[RolloutBatch, BatchCredit, StepPlan, TrainOutcome]:
@@ -231,7 +272,12 @@ class Leader:
         keep_values = self.samples is not None and self.samples.is_due(plan.step)
         with self.records.progress.task(f"training on the batch of step {plan.step}"):
             result: TrainOutcome | LostRollouts = self.dispatcher.run(
-                Train(plan, keep_values=keep_values)
+                Train(
+                    plan,
+                    keep_values=keep_values,
+                    max_norm=self._guards.max_norm,
+                    check_weights=self._guards.nonfinite.checks_weights,
+                )
             )
         if isinstance(result, TrainOutcome):
             self._is_untrained = False
@@ -264,6 +310,9 @@ class Leader:
         if self._is_synced or self.weights is None:
             return
         command = self.weights.next_command()
+        if self._has_rolled_back:
+            command = msgspec.structs.replace(command, audit=True)
+            self._has_rolled_back = False
         with self.records.progress.task("sending the weights to the engines"):
             values |= self.dispatcher.run(command)
         if self.weights.audit_obstacle and not self._audit_obstacle_logged:
@@ -327,7 +376,7 @@ class Leader:
     def _restore(self, state: LoopState) -> None:
         self._first_step = state.step + 1
         self._is_resumed = True
-        self._guard.count = state.nonfinite
+        self._guards.restore(state)
         self._accuracies = deque(state.accuracies)
         self._unevaluated_metrics = _from_storable(state.unevaluated_metrics)
         self.parts.rollouts.restore(state.selection)
@@ -357,13 +406,13 @@ class Leader:
                 is_postponed = False
             self._unevaluated_metrics = dict(values) if is_postponed else None
             if self.steps_ahead.is_used and self._ending_key(step):
-                values |= self._drop_steps_ahead()
+                values["account/unfinished"] = float(self._drop_steps_ahead())
 
-    def _drop_steps_ahead(self) -> dict[str, float]:
-        """Drop rollouts that no step will train, because the run ends. Returns metrics."""
+    def _drop_steps_ahead(self) -> int:
+        """Drop rollouts that no step will train. Returns their number of tokens."""
         group_ids, num_tokens = self.steps_ahead.drop()
         self.holder.release(group_ids)
-        return {"account/unfinished": float(num_tokens)}
+        return num_tokens
 
     @contextlib.contextmanager
     def _save_on_failure(

@@ -20,6 +20,7 @@ from megatron_rl.records.run_records import RunRecords
 from megatron_rl.records.trackers import open_trackers
 from megatron_rl.run.build_worker import open_worker
 from megatron_rl.run.checkpoints.disk_space import checkpoint_bytes
+from megatron_rl.run.checkpoints.rollback import CheckpointLoader
 from megatron_rl.run.checkpoints.saving import CheckpointWriter
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.run.command_table import EngineCommands, Export, ModelCommands, command_table
@@ -144,9 +145,10 @@ def _model_commands(setup: RunSetup, worker: Worker | None) -> ModelCommands | N
     if c.run.checkpoint_every and c.run.background_saves:
         timeout = timedelta(seconds=c.parallel.timeout_s)
         background = dist.new_group(backend="gloo", timeout=timeout)
+    store = CheckpointStore(setup.directory.checkpoints)
     writer = CheckpointWriter(
         worker,
-        CheckpointStore(setup.directory.checkpoints),
+        store,
         nbytes=checkpoint_bytes(c, setup.shape),
         keep=c.run.keep_checkpoints,
         background=background,
@@ -154,7 +156,8 @@ def _model_commands(setup: RunSetup, worker: Worker | None) -> ModelCommands | N
         writes_rollouts=setup.job.local_rank == 0,
     )
     phases = tuple(phase.configuration for phase in phases_of(c))
-    return ModelCommands(worker, writer, phases, _step_profiler(setup))
+    loader = CheckpointLoader(worker, store, setup.job)
+    return ModelCommands(worker, writer, loader, phases, _step_profiler(setup))
 
 
 def _step_profiler(setup: RunSetup) -> StepProfiler:

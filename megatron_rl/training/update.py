@@ -27,11 +27,12 @@ def update_policy(
     dp_size: int,
     first_step: bool,
     metrics: MetricSums,
+    max_norm: float | None = None,
 ) -> StepResult:
     """Run one optimizer step: forward, backward, collective check, AdamW.
 
     No rank applies the step if a rank found NaN or Inf, or replayed routes other than the recorded
-    ones.
+    ones, or if the norm of the gradients exceeds `max_norm`.
 
     objectives: of `batches`, in order.
     reference_logprobs: of the trained tokens of each micro-batch, [T]. Empty without a KL penalty.
@@ -67,13 +68,16 @@ def update_policy(
     total = float(sum(losses)) if losses else 0.0  # the host waits for all passes here, once
     if losses:
         metrics.add_mean("train/loss", total, 1.0 / dp_size)
-    result = _apply(policy, optimizer, loss_is_finite=math.isfinite(total))
+    result = _apply(policy, optimizer, loss_is_finite=math.isfinite(total), max_norm=max_norm)
     if result.is_applied:
         metrics.add_mean("train/grad_norm", result.grad_norm, 1.0)
     return result
 
 
-def _apply(policy: Policy, optimizer: DistributedAdam, *, loss_is_finite: bool) -> StepResult:
-    """Apply the gradients unless a loss or a replayed route is at fault. Collective."""
+def _apply(
+    policy: Policy, optimizer: DistributedAdam, *, loss_is_finite: bool, max_norm: float | None
+) -> StepResult:
+    """Apply the gradients unless a loss, a replayed route or the norm is at fault. Collective."""
     has_replay_faults = policy.replay is not None and policy.replay.has_faults
-    return optimizer.step(loss_is_finite=loss_is_finite and not has_replay_faults)
+    is_finite = loss_is_finite and not has_replay_faults
+    return optimizer.step(loss_is_finite=is_finite, max_norm=max_norm)

@@ -22,13 +22,16 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.losses import PolicyLoss
 from megatron_rl.mcore.dtypes import torch_dtype
-from megatron_rl.mcore.optimizer import DistributedAdam
+from megatron_rl.mcore.optimizer import DistributedAdam, StepResult
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.router_target import ReplayError
 from megatron_rl.mcore.weights import (
+    complete,
     fake_quantize,
+    fp8_weights_of,
     iterate_all_stages,
     iterate_hf_weights,
+    quantize_weights,
     save_hf_weights,
 )
 from megatron_rl.models.shape import ModelShape
@@ -70,6 +73,10 @@ class TrainOutcome:
     metrics: of all ranks.
     seconds: durations on this rank, by metric name.
     extremes: indices in the plan of rollouts with extreme values, if values are kept.
+    norms: of the gradients of the applied optimizer steps, before clipping.
+    spike: the norm of an optimizer step beyond the limit, None without one. Then the rest of the
+    step was not applied, and the batch was recorded.
+    weights_finite: False if the weights were checked, and one is NaN or Inf.
     """
 
     finite: bool
@@ -77,6 +84,9 @@ class TrainOutcome:
     metrics: MetricSums
     seconds: dict[str, float]
     extremes: dict[SampleKind, int] = field(default_factory=dict)
+    norms: tuple[float, ...] = ()
+    spike: float | None = None
+    weights_finite: bool = True
 
 
 @dataclass(frozen=True)
@@ -110,10 +120,18 @@ class Worker:
     sync: SyncSettings = field(default_factory=SyncSettings)
     _token_values: TokenValues | None = field(default=None, init=False, repr=False)
 
-    def train(self, plan: StepPlan, *, keep_values: bool = False) -> TrainOutcome:
+    def train(
+        self,
+        plan: StepPlan,
+        *,
+        keep_values: bool = False,
+        max_norm: float | None = None,
+        check_weights: bool = False,
+    ) -> TrainOutcome:
         """Run one planned step. The metrics are merged over all ranks, on all ranks.
 
-        keep_values: hold the values of trained tokens for `gather_samples`.
+        keep_values: hold the values of trained tokens for `gather_samples`. max_norm,
+        check_weights: see the command `Train`.
         Raises on all ranks: `ReplayError` if one of them replayed routes other than the recorded
         ones, `RoutesDisagree` if the recorded routes are implausible.
         """
@@ -126,22 +144,44 @@ class Worker:
             )
             steps = self.batcher.optimizer_steps(plan, self.layout.dp_rank, rollouts)
         global_metrics: dict[str, float] = {}
-        learning_rates = self._run(
-            plan, steps, stopwatch, metrics, global_metrics, keep_values=keep_values
+        results = self._run(
+            plan,
+            steps,
+            stopwatch,
+            metrics,
+            global_metrics,
+            keep_values=keep_values,
+            max_norm=max_norm,
         )
-        if learning_rates:
-            global_metrics["train/lr"] = learning_rates[-1]
+        applied_steps = [result for result in results if result.is_applied]
+        if applied_steps:
+            global_metrics["train/lr"] = applied_steps[-1].lr
         merged_metrics = self._merge(metrics, global_metrics)
-        is_finite = len(learning_rates) == len(plan.optimizer_steps)
+        spikes = [result.grad_norm for result in results if result.is_spike]
+        is_finite = bool(spikes) or len(applied_steps) == len(plan.optimizer_steps)
         self._require_valid_routes(plan, merged_metrics)
         every = self.logger.save_rollouts_every
         if not is_finite:
             self._record(plan, self._fault_directory("nonfinite", plan))
+        elif spikes:
+            self._record(plan, self._fault_directory("spike", plan))
         elif every and plan.step % every == 0:
             self._record(plan, batch_directory(self.rollouts_directory, plan.step))
         extremes = self._merge_extremes() if keep_values else {}
-        seconds = stopwatch.seconds
-        return TrainOutcome(is_finite, len(learning_rates), merged_metrics, seconds, extremes)
+        return TrainOutcome(
+            is_finite,
+            len(applied_steps),
+            merged_metrics,
+            stopwatch.seconds,
+            extremes,
+            norms=tuple(result.grad_norm for result in applied_steps),
+            spike=spikes[0] if spikes else None,
+            weights_finite=not check_weights or self.optimizer.weights_are_finite(),
+        )
+
+    def forget_step(self) -> None:
+        """Free what is left of the last training step."""
+        self._token_values = None
 
     def gather_samples(self, command: GatherSamples) -> list[SamplePart]:
         """Send the samples of the last step to rank 0, and free its values (a collective)."""
@@ -165,9 +205,15 @@ class Worker:
         """
         weights = iterate_hf_weights(self.policy.models, self.shape, torch_dtype(self.engine.dtype))
         weights = fake_quantize(weights, self.engine.fake_quant)
-        return iterate_all_stages(
+        names = fp8_weights_of(self.engine, self.shape)
+        if names is not None:
+            weights = quantize_weights(weights, names)
+        weights = iterate_all_stages(
             weights, self.layout, bucket_bytes=int(self.sync.bucket_mb * 2**20)
         )
+        if names is None or self.layout.rank:
+            return weights
+        return complete(weights, names, torch_dtype(self.engine.dtype))
 
     def save(self, target: Path) -> None:
         """Write the weights with the start checkpoint's tokenizer and configuration."""
@@ -189,8 +235,9 @@ class Worker:
         global_metrics: dict[str, float],
         *,
         keep_values: bool,
-    ) -> list[float]:
-        """Run the passes and return the learning rates of the optimizer steps that were applied.
+        max_norm: float | None,
+    ) -> list[StepResult]:
+        """Run the passes and return the results of the optimizer steps, until one is not applied.
 
         metrics: receives this rank's share.
         global_metrics: receives metrics that are the same on all ranks.
@@ -220,7 +267,7 @@ class Worker:
             with stopwatch.section("reference"):
                 reference_logprobs = compute_reference_logprobs(self.policy, steps)
         with stopwatch.section("train"):
-            return self._update(plan, steps, objectives, reference_logprobs, metrics)
+            return self._update(plan, steps, objectives, reference_logprobs, metrics, max_norm)
 
     def _update(
         self,
@@ -229,12 +276,13 @@ class Worker:
         objectives: Sequence[BatchObjective],
         reference_logprobs: Sequence[torch.Tensor],
         metrics: MetricSums,
-    ) -> list[float]:
+        max_norm: float | None,
+    ) -> list[StepResult]:
         """Run the optimizer steps until one is not applied.
 
         objectives, reference_logprobs: of all micro-batches.
         """
-        learning_rates: list[float] = []
+        results: list[StepResult] = []
         position = 0
         for step, batches in zip(plan.optimizer_steps, steps, strict=True):
             result = update_policy(
@@ -245,14 +293,15 @@ class Worker:
                 step.denominators,
                 reference_logprobs=reference_logprobs[position : position + len(batches)],
                 dp_size=self.layout.dp_size,
-                first_step=not learning_rates,
+                first_step=not results,
                 metrics=metrics,
+                max_norm=max_norm,
             )
             position += len(batches)
+            results.append(result)
             if not result.is_applied:
                 break
-            learning_rates.append(result.lr)
-        return learning_rates
+        return results
 
     def _merge(self, metrics: MetricSums, global_metrics: dict[str, float]) -> MetricSums:
         """Merge the metrics of all ranks (a collective)."""

@@ -163,6 +163,11 @@ _SUMS = {
     "sglang.srt.layers.sampler": "replace_logprobs",
 }
 
+_FP8 = {
+    "sglang.srt.layers.quantization.fp8": "replace_products",
+    "sglang.srt.utils.weight_checker": "list_codes_and_scales",
+}
+
 sys.meta_path[:0] = [
     _ImportHook("sglang.srt.configs", before=_stand_in_for_torchvision),
     _ImportHook("sglang.srt.mem_cache.pool_host.common", after=_allocate_unpinned),
@@ -170,6 +175,10 @@ sys.meta_path[:0] = [
     *(
         _ImportHook(name, after=_call_later("seeded_sampling", function))
         for name, function in _SEEDS.items()
+    ),
+    *(
+        _ImportHook(name, after=_call_later("block_fp8", function))
+        for name, function in _FP8.items()
     ),
 ]
 if os.environ.get("SGLANG_BRIDGE_BATCHED_ATTENTION") != "0":

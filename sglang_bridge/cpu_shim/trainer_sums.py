@@ -8,6 +8,7 @@ equal, and what is not.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -31,11 +32,12 @@ def experts(
     down: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
+    rounding: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Apply experts in Megatron's order: weights before the second product, sums in expert order.
 
     x: [rows, hidden]. gate_up: [experts, 2 * inner, hidden]. down: [experts, hidden, inner].
-    weights, ids: [rows, k].
+    weights, ids: [rows, k]. rounding: of the input of the second product, before it is weighted.
     """
     ids = ids.long()
     if ids.shape[1] > 2:  # the sum of two is the same in either order
@@ -45,7 +47,10 @@ def experts(
     counts = torch.bincount(ids.view(-1), minlength=len(down)).tolist()
     gate, up = _by_expert(x[place // ids.shape[1]], gate_up, counts).chunk(2, dim=-1)
     outputs = x.new_empty(place.shape[0], x.shape[1])
-    outputs[place] = _by_expert(F.silu(gate) * up * weights.view(-1)[place, None], down, counts)
+    inner = F.silu(gate) * up
+    if rounding is not None:
+        inner = rounding(inner)
+    outputs[place] = _by_expert(inner * weights.view(-1)[place, None], down, counts)
     return outputs.view(*ids.shape, -1).sum(dim=1)
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sglang_bridge.server.nccl import nccl_environment
+from sglang_bridge.server.quantization import format_override
 from sglang_bridge.settings import ServerPlace, ServerSettings, kv_cache_slots
 
 # Without a GPU, SGLang uses its own torch fallbacks and cannot overlap scheduling with a device. It
@@ -21,6 +22,8 @@ _CPU_ARGS = (
 # This runner records the experts of every token. SGLang's default for Qwen3-MoE on the newest GPUs
 # does not.
 RECORDING_RUNNER = "triton"
+ROUND_ACTIVATIONS = "SGLANG_BRIDGE_ROUND_ACTIVATIONS"
+"""Environment variable of a CPU server: 0 leaves the inputs of FP8 products as they are."""
 _LOOPBACK = frozenset({"127.0.0.1", "localhost"})
 
 
@@ -52,14 +55,15 @@ def build_argv(
         argv.append(f"--random-seed={place.seed}")
     if settings.count_tokens:
         argv.append("--enable-metrics")
-    if settings.quantization is not None:
-        argv.append(f"--quantization={settings.quantization}")
+    if place.quantization is not None:
+        argv.append(f"--json-model-override-args={format_override(place.quantization)}")
     if place.return_routes:
         argv.append("--enable-return-routed-experts")
         if place.device == "cuda":
             argv.append(f"--moe-runner-backend={RECORDING_RUNNER}")
-    if place.load_format is not None:
-        argv.append(f"--load-format={place.load_format}")
+    if place.load_format is not None or place.quantization is not None:
+        # The files hold no quantized weights. The first weight update brings them.
+        argv.append("--load-format=dummy")
     else:
         # Version 0 is the start checkpoint. Its rollouts may be scored before any weight update.
         argv.append("--weight-version=0")
@@ -91,6 +95,7 @@ def build_environment(
     if place.device == "cpu":
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
         environment["CUDA_VISIBLE_DEVICES"] = ""
+        environment[ROUND_ACTIVATIONS] = str(int(settings.round_activations))
         search.insert(0, str(cpu_shim_path()))
     else:
         environment |= nccl_environment(parent, settings)

@@ -74,6 +74,11 @@ class ManagedEngine:
         refusals = list(server_refusals(settings, place.device))
         if refusals:
             raise ValueError("\n".join(map(str, refusals)))
+        if (settings.quantization is None) != (place.quantization is None):
+            raise ValueError(
+                f"engine.quantization={settings.quantization}: the server's place has "
+                f"quantization={place.quantization}; give both or neither"
+            )
         require_private_address(place.host)
         return cls(settings, place, keys=keys, log_path=log_path, lifeline=lifeline)
 

@@ -9,14 +9,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineUnhealthy, RequestFailed
 from sglang_bridge.keys import RunKeys
 from sglang_bridge.server.command import RECORDING_RUNNER
 from sglang_bridge.server.nccl import require_same_nccl
+from sglang_bridge.server.quantization import read_configuration, require_quantization
 from sglang_bridge.settings import ServerSettings, unsupported_options
 
 _POLL_SECONDS = 0.5
@@ -38,13 +37,15 @@ def require_external_engines(
     *,
     return_routes: bool,
     model_path: str | None = None,
+    quantization: Mapping[str, Any] | None = None,
 ) -> None:
     """Wait until every engine answers, and check that it runs with the declared settings.
 
     The wait is at most `settings.start_timeout_s` for all engines together. While a server loads
     its model, nothing listens on its address: a sixth of that time is allowed for it.
 
-    model_path: the trainer's model; None skips its comparison.
+    model_path: the trainer's model; None skips its comparison. quantization: the
+    `quantization_config` that every engine must have, None for unquantized ones.
 
     Raises `EngineUnhealthy`, which names the URL.
     """
@@ -60,7 +61,12 @@ def require_external_engines(
                 "engine.key_file must hold its keys"
             ) from error
         require_settings(
-            engine, info, settings.dtype, return_routes=return_routes, model_path=model_path
+            engine,
+            info,
+            settings.dtype,
+            return_routes=return_routes,
+            model_path=model_path,
+            quantization=quantization,
         )
 
 
@@ -104,13 +110,15 @@ def require_settings(
     return_routes: bool,
     environment: Mapping[str, str] | None = None,
     model_path: str | None = None,
+    quantization: Mapping[str, Any] | None = None,
 ) -> None:
     """Compare a server's `/server_info` with the declared settings.
 
     It must also run in a way that weight updates support. Raises `EngineUnhealthy`.
 
     environment: the trainer's; None means this process's. model_path: the trainer's model; None
-    skips its comparison.
+    skips its comparison. quantization: the `quantization_config` that the engine must have, None
+    for an unquantized one.
     """
     if return_routes:
         _require_routes(engine, info)
@@ -133,7 +141,7 @@ def require_settings(
             f"engine.dtype={dtype}: {engine.url} runs in {info['dtype']}; "
             f"start it with --dtype {dtype}"
         )
-    _require_unquantized(engine, info)
+    require_quantization(engine, info, quantization)
     if model_path is not None:
         _require_same_model(engine, info, Path(model_path))
     require_same_nccl(engine, info, os.environ if environment is None else environment)
@@ -168,21 +176,6 @@ def _require_supported_options(
         )
 
 
-def _require_unquantized(engine: Engine, info: dict[str, Any]) -> None:
-    quantization = info.get("quantization")
-    if quantization is not None:
-        raise EngineUnhealthy(
-            f"engine.quantization: {engine.url} runs with quantization={quantization}, and weights "
-            "are sent without scales; start it without --quantization"
-        )
-    path = Path(str(info.get("model_path")))
-    if _is_quantized(path / "config.json"):
-        raise EngineUnhealthy(
-            f"engine.urls: {engine.url} serves the quantized checkpoint {path}, and weights are "
-            "sent without scales; start it with the unquantized one"
-        )
-
-
 def _require_same_model(engine: Engine, info: dict[str, Any], model_path: Path) -> None:
     """Compare the configurations of both models, if this machine can read that of the engine.
 
@@ -190,8 +183,8 @@ def _require_same_model(engine: Engine, info: dict[str, Any], model_path: Path) 
     embedding, for example, takes all weights and computes other probabilities.
     """
     engine_path = Path(str(info.get("model_path")))
-    configuration = _read_configuration(model_path / "config.json")
-    engine_configuration = _read_configuration(engine_path / "config.json")
+    configuration = read_configuration(model_path / "config.json")
+    engine_configuration = read_configuration(engine_path / "config.json")
     differences = [
         f"{key}={engine_configuration[key]!r} instead of {configuration[key]!r}"
         for key in sorted(configuration.keys() & engine_configuration.keys() - _NO_MATTER)
@@ -202,20 +195,3 @@ def _require_same_model(engine: Engine, info: dict[str, Any], model_path: Path) 
             f"engine.urls: {engine.url} serves another model, {engine_path}: its config.json has "
             f"{', '.join(differences)}; start it with {model_path}"
         )
-
-
-def _is_quantized(config: Path) -> bool:
-    """True for the configuration of a quantized checkpoint, if this machine can read it.
-
-    SGLang does not report what it reads there.
-    """
-    return bool(_read_configuration(config).get("quantization_config"))
-
-
-def _read_configuration(file: Path) -> dict[str, Any]:
-    """Return the contents of a config.json, empty if this machine cannot read it."""
-    try:
-        content = msgspec.json.decode(file.read_bytes())
-    except (OSError, msgspec.DecodeError):
-        return {}
-    return content if isinstance(content, dict) else {}

@@ -92,8 +92,8 @@ def value_obstacles(engine: Engine) -> list[str]:
     obstacles = []
     if engine.tp > 1 or engine.ep > 1:
         obstacles.append(f"tp={engine.tp} ep={engine.ep} (each rank holds a shard)")
-    if engine.quantization is not None:
-        obstacles.append(f"quantization={engine.quantization} (SGLang hashes dequantized values)")
+    if engine.quantization not in (None, "fp8"):
+        obstacles.append(f"quantization={engine.quantization} (its checksums are not known)")
     return obstacles
 
 

@@ -8,6 +8,7 @@ from typing import Literal
 
 import torch
 
+from sglang_bridge.weights.block_fp8 import Fp8Pairs, Part
 from sglang_bridge.weights.buckets import NamedTensors
 from sglang_bridge.weights.digests import CpuDigest, Digest, GpuDigest
 from sglang_bridge.weights.fused_layout import Slot, engine_dtype, locate_slot, padding_rows
@@ -46,7 +47,8 @@ class _Parameter:
 class WeightExpectation:
     """Predicts SGLang's checksum of every engine parameter from the tensors that are sent.
 
-    A checksum covers the raw bytes in the engine's dtype.
+    A checksum covers the raw bytes in the engine's dtype. That of an FP8 weight covers its values in
+    bfloat16.
 
     dtype: the engine's. num_experts: in each MoE layer. device: the engines' device, which selects
     the kind of checksum. compares_values: False to keep names alone, without checksums. With
@@ -65,6 +67,8 @@ class WeightExpectation:
         self.compares_values = compares_values
         self._dtype = dtype
         self._num_experts = num_experts
+        # Our CPU engines list the checksums of codes and scales (`cpu_shim/block_fp8.py`)
+        self._pairs = Fp8Pairs(lists_exactly=device == "cpu", compares_values=compares_values)
         self._parameters: dict[str, _Parameter] = {}
 
     def observe(self, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
@@ -74,14 +78,22 @@ class WeightExpectation:
             yield name, tensor
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Account for one tensor under its Hugging Face name."""
-        slot = locate_slot(name, num_experts=self._num_experts)
-        parameter = self._parameter(slot)
-        parameter.add_name(slot.index, name)
+        """Account for one tensor under its Hugging Face name.
+
+        FP8 codes and their scales count once both have come.
+        """
+        for part in self._pairs.parts(name, tensor.detach()):
+            self._add_part(part)
+
+    def _add_part(self, part: Part) -> None:
+        slot = locate_slot(part.weight, num_experts=self._num_experts)
+        parameter = self._parameter(slot, part.suffix)
+        parameter.add_name(slot.index, part.name)
         if not self.compares_values:
             return
-        data = tensor.detach().to(engine_dtype(name, self._dtype)).contiguous()
-        extra = padding_rows(name, data.shape[0])
+        dtype = part.dtype or engine_dtype(part.name, self._dtype)
+        data = part.tensor.to(dtype).contiguous()
+        extra = padding_rows(part.name, data.shape[0])
         if extra:
             data = torch.cat([data, data.new_zeros(extra, *data.shape[1:])])
         parameter.add_data(slot.index, data.view(-1).view(torch.uint8))
@@ -98,6 +110,7 @@ class WeightExpectation:
             for name, parameter in self._parameters.items()
             if len(parameter.names) < parameter.count
         ]
+        gaps += self._pairs.gaps
         if gaps:
             raise ValueError(f"the weights sent are incomplete: {', '.join(gaps)}")
         return {
@@ -119,10 +132,11 @@ class WeightExpectation:
         names = self._parameters[parameter].names
         return tuple(names[index] for index in sorted(names))
 
-    def _parameter(self, slot: Slot) -> _Parameter:
-        if slot.parameter not in self._parameters:
-            self._parameters[slot.parameter] = _Parameter(slot.count, self._make_digest())
-        return self._parameters[slot.parameter]
+    def _parameter(self, slot: Slot, suffix: str) -> _Parameter:
+        name = slot.parameter + suffix
+        if name not in self._parameters:
+            self._parameters[name] = _Parameter(slot.count, self._make_digest())
+        return self._parameters[name]
 
     def _make_digest(self) -> Digest | None:
         if not self.compares_values:

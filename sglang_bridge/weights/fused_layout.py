@@ -22,6 +22,13 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str, dict[str, int]], ...] = (
 _EXPERT = re.compile(
     r"(.*\.(?:mlp|block_sparse_moe)\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.weight"
 )
+# Of names without ".weight"
+_UNITS = (
+    (re.compile(r"(.*\.self_attn)\.[qkv]_proj"), "qkv_proj"),
+    (re.compile(r"(.*\.self_attn)\.(?:q_a_proj|kv_a_proj_with_mqa)"), "fused_qkv_a_proj_with_mqa"),
+    (re.compile(r"(.*\.(?:mlp|shared_experts|experts\.\d+))\.(?:gate|up)_proj"), "gate_up_proj"),
+    (re.compile(r"(.*\.experts\.\d+)\.w[13]"), "w13"),
+)
 _PLACES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
 # SGLang pads the vocabulary to a multiple of this at tensor-parallel size 1, with zero rows.
 _VOCABULARY_MULTIPLE = 64
@@ -63,6 +70,21 @@ def _expert_slot(name: str, prefix: str, expert: int, kind: str, num_experts: in
     if kind not in _PLACES:
         return Slot(f"{prefix}.w2_weight", expert, num_experts)
     return Slot(f"{prefix}.w13_weight", 2 * expert + _PLACES[kind], 2 * num_experts)
+
+
+def update_unit(name: str) -> str:
+    """Name the tensors that must reach an engine in one update, because it fuses them.
+
+    These are q, k and v; gate and up, also of one expert; and the first projections of latent
+    attention, of which SGLang forgets one that comes alone (0.5.23,
+    `models/deepseek_common/deepseek_weight_loader.py`). A scale belongs to its weight.
+    """
+    tensor = name.removesuffix("_scale_inv").removesuffix(".weight").removesuffix(".bias")
+    for pattern, unit in _UNITS:
+        match = pattern.fullmatch(tensor)
+        if match is not None:
+            return f"{match[1]}.{unit}"
+    return tensor
 
 
 def padding_rows(name: str, rows: int) -> int:

@@ -65,18 +65,6 @@ def test_float32_engines_have_no_kernels_on_gpus(checkpoint: Path) -> None:
     assert accept(checkpoint).engine.dtype == "float32"
 
 
-@pytest.mark.parametrize("facts", [LaunchFacts(), NODE])
-@pytest.mark.parametrize("mode", [(), ("engine=external", "engine.urls=['http://127.0.0.1:3']")])
-def test_quantized_engines_are_refused(
-    checkpoint: Path, facts: LaunchFacts, mode: tuple[str, ...]
-) -> None:
-    results = refusals(
-        checkpoint, *mode, "engine.dtype=bfloat16", "engine.quantization=fp8", facts=facts
-    )
-    (refusal,) = [refusal for refusal in results if refusal.key == "engine.quantization"]
-    assert "unquantized" in refusal.rule and "null" in refusal.remedy
-
-
 def test_the_key_value_cache_of_a_gpu_is_sized_by_sglang(checkpoint: Path) -> None:
     """The default of 16,384 slots for CPUs would be too few for a large GPU."""
     longer = ("rollout.max_new_tokens=20000", "data.max_prompt_tokens=16")

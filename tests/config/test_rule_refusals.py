@@ -38,7 +38,20 @@ ENGINES = [
     ("engine.urls=[http://127.0.0.1:3]", "engine.urls=['http://127.0.0.1:3']", "managed"),
     ("engine.ep=2", "engine.ep=2", "engine.tp=1"),
     ("engine.device=cuda", "engine.device=cuda", "CUDA"),
-    ("engine.quantization=fp8", "engine.quantization=fp8", "unquantized"),
+    ("engine.quantization=fp8", "engine.quantization=fp8", "hidden_size=64 is no multiple of 128"),
+    ("engine.quantization=fp8", "engine.quantization=fp8", "engine.fake_quant=fp8_blockwise"),
+    ("engine.quantization=fp4", "engine.quantization=fp4", "fp8"),
+    (
+        "engine.unquantized_first_layers=1",
+        "engine.unquantized_first_layers=1",
+        "for quantized engines",
+    ),
+    ("engine.round_activations=false", "engine.round_activations=false", "for quantized engines"),
+    (
+        "engine.extra_args=['--json-model-override-args={}']",
+        "engine.extra_args=['--json-model-override-args={}']",
+        "--json-model-override-args",
+    ),
     ("engine.max_total_tokens=32", "engine.max_total_tokens=32", "66 slots"),
     ("data.max_prompt_tokens=300", "rollout.max_new_tokens=32", "256 positions"),
     ("engine.extra_args=['']", "engine.extra_args=['']", "empty"),
@@ -278,7 +291,48 @@ LOGGER = [
     ("logger.profile_steps=[1,999]", "logger.profile_steps=[1, 999]", "train.total_steps"),
     ("logger.profile_steps=[1] mode=eval", "logger.profile_steps=[1]", "mode=eval"),
 ]
-CASES = PARALLEL + ENGINES + DATA + METHOD + REGULARIZATION + MODES + CREDIT + SELECTION + LOGGER
+NONFINITE = "guard.nonfinite=rollback run.checkpoint_every=1"
+ENTROPY = "guard.entropy=rollback guard.min_entropy=0.1"
+GUARD = [
+    ("guard.spike=rollback", "guard.spike=rollback", "run.checkpoint_every=N"),
+    ("guard.nonfinite=rollback", "guard.nonfinite=rollback", "guard.nonfinite=skip"),
+    (ENTROPY, "guard.entropy=rollback", "guard.entropy=stop"),
+    ("guard.entropy=skip", "guard.entropy=skip", "off, rollback, stop"),
+    ("guard.entropy=stop", "guard.min_entropy=null", "nats per token"),
+    ("guard.entropy=stop guard.min_entropy=0", "guard.min_entropy=0", "greater than 0"),
+    ("guard.spike=skip guard.spike_factor=1", "guard.spike_factor=1", "greater than 1"),
+    ("guard.spike=skip guard.window=7", "guard.window=7", "at least 8"),
+    ("guard.spike=skip guard.max_skips=0", "guard.max_skips=0", "at least 1"),
+    ("guard.spike_factor=9", "guard.spike_factor=9.0", NO_EFFECT),
+    ("guard.window=9", "guard.window=9", NO_EFFECT),
+    ("guard.spike=stop guard.max_skips=9", "guard.max_skips=9", "guard.spike=skip"),
+    ("guard.min_entropy=0.1", "guard.min_entropy=0.1", NO_EFFECT),
+    ("guard.patience=2", "guard.patience=2", NO_EFFECT),
+    ("guard.spike=skip guard.max_rollbacks=2", "guard.max_rollbacks=2", NO_EFFECT),
+    ("guard.rollback_window=9", "guard.rollback_window=9", NO_EFFECT),
+    (NONFINITE, "run.keep_checkpoints=2", "Give at least 3"),
+    (f"{NONFINITE} train.max_nonfinite_steps=5", "run.keep_checkpoints=2", "at least 5"),
+    (f"{ENTROPY} run.checkpoint_every=2", "run.keep_checkpoints=2", "Give at least 3"),
+    ("mode=eval guard.spike=stop", "guard.spike=stop", "mode=eval"),
+    ("mode=rollout_only guard.nonfinite=stop", "guard.nonfinite=stop", "mode=rollout_only"),
+    (
+        "mode=profile data.pass_rates=a guard.entropy=stop guard.min_entropy=0.1",
+        "guard.entropy=stop",
+        "mode=profile",
+    ),
+]
+CASES = (
+    PARALLEL
+    + ENGINES
+    + DATA
+    + METHOD
+    + REGULARIZATION
+    + MODES
+    + CREDIT
+    + SELECTION
+    + LOGGER
+    + GUARD
+)
 
 
 @pytest.mark.parametrize(

@@ -75,9 +75,9 @@ class RecordingAdam(DistributedAdam):
         self.routers = RouterCalls(models)
         self.router_gradients: list[float] = []
 
-    def step(self, *, loss_is_finite: bool) -> StepResult:
+    def step(self, *, loss_is_finite: bool, max_norm: float | None = None) -> StepResult:
         self.router_gradients += self.routers.gradients()
-        self.results.append(super().step(loss_is_finite=loss_is_finite))
+        self.results.append(super().step(loss_is_finite=loss_is_finite, max_norm=max_norm))
         return self.results[-1]
 
 

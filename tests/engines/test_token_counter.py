@@ -63,16 +63,39 @@ def test_a_counter_that_does_not_answer_for_a_while_loses_nothing() -> None:
     assert len(lines) == 1 and "engine http://a: " in lines[0] and "no answer" in lines[0]
 
 
-def test_a_counter_that_goes_backwards_starts_again() -> None:
-    engine = CountingEngine("http://a", 1000)
-    counter, lines = counter_of(engine)
-    engine.reading = 30  # it was started again during the step
+def test_a_server_that_starts_again_is_left_out_until_it_joins() -> None:
+    """Its warm-up samples tokens that belong to no step."""
+    steady = CountingEngine("http://a", 10)
+    restarted = CountingEngine("http://b", 1000)
+    counter, lines = counter_of(steady, restarted)
+    steady.reading = 60
+    restarted.reading = 0  # its server starts
     assert counter.compare(50) is None
-    engine.reading = 70
+    steady.reading = 100
+    restarted.reading = 1  # it warms up
     comparison = counter.compare(40)
     assert comparison is not None
     assert (comparison.engine_tokens, comparison.uncounted_tokens) == (40, 0)
-    assert len(lines) == 1 and "http://a was started again" in lines[0]
+    counter.set_engines([steady, restarted])
+    assert counter.compare(5) is None
+    steady.reading = 110
+    restarted.reading = 31
+    comparison = counter.compare(40)
+    assert comparison is not None
+    assert (comparison.engine_tokens, comparison.uncounted_tokens) == (40, 0)
+    assert len(lines) == 1 and "http://b was started again" in lines[0]
+
+
+def test_the_only_server_starts_again() -> None:
+    engine = CountingEngine("http://a", 1000)
+    counter, _ = counter_of(engine)
+    engine.reading = 1
+    assert [counter.compare(50), counter.compare(0)] == [None, None]
+    counter.set_engines([engine], have_sampled=False)
+    engine.reading = 41
+    comparison = counter.compare(40)
+    assert comparison is not None
+    assert (comparison.engine_tokens, comparison.uncounted_tokens) == (40, 0)
 
 
 def test_comparisons_begin_with_the_first_reading_of_all_engines() -> None:

@@ -252,6 +252,75 @@ def test_infinite_norm_on_another_rank_skips_the_step(
     assert all(torch.equal(p, before[name]) for name, p in snapshot(models).items())
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_norm_above_the_limit_skips_the_step(megatron: Any, checkpoint: Path, dtype: str) -> None:
+    """The next step equals that of an optimizer that never saw the spike, bit for bit."""
+    weights = []
+    for has_spike in (True, False):
+        models, _ = build(checkpoint, dtype=dtype)
+        optimizer = adam(models, warmup_steps=5, clip_grad=1.0)
+        step_with_gradient(models, optimizer, 1.0)
+        before = snapshot(models)
+        count = sum(parameter.numel() for parameter in models[0].parameters())
+        if has_spike:
+            optimizer.zero_grad()
+            for parameter in models[0].parameters():
+                parameter.main_grad.fill_(2.0)
+            norm = 2.0 * math.sqrt(count)
+            result = optimizer.step(loss_is_finite=True, max_norm=0.999 * norm)
+            assert result.is_spike and (result.is_applied, result.lr) == (False, 0.0)
+            assert result.grad_norm == pytest.approx(norm, rel=1e-5) and optimizer.steps == 1
+            assert all(torch.equal(p, before[name]) for name, p in snapshot(models).items())
+        step_with_gradient(models, optimizer, 0.5)
+        weights.append(snapshot(models))
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+def test_a_norm_below_the_limit_is_applied_and_nan_is_no_spike(
+    megatron: Any, checkpoint: Path
+) -> None:
+    models, replay = build(checkpoint)
+    optimizer = adam(models)
+    train_pass(models, replay)
+    result = optimizer.step(loss_is_finite=True, max_norm=1e6)
+    assert result.is_applied and not result.is_spike
+    result = optimizer.step(loss_is_finite=False, max_norm=1e-6)
+    assert not result.is_applied and not result.is_spike
+
+
+def test_a_spike_on_another_rank_skips_the_step(
+    megatron: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from megatron_rl.mcore import optimizer as module
+
+    flags: list[int] = []
+
+    def fail_the_third(flag: torch.Tensor, op: Any = module.dist.ReduceOp.SUM, **_: Any) -> None:
+        if op == module.dist.ReduceOp.MIN:
+            flags.append(int(flag))
+            flag.fill_(len(flags) < 3)
+
+    models, replay = build(checkpoint)
+    optimizer = adam(models)
+    train_pass(models, replay)
+    monkeypatch.setattr(module.dist, "all_reduce", fail_the_third)
+    assert optimizer.step(loss_is_finite=True, max_norm=1e6).is_spike
+    assert flags == [1, 1, 1]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_one_weight_that_is_not_finite_is_found(
+    megatron: Any, checkpoint: Path, value: float, dtype: str
+) -> None:
+    models, _ = build(checkpoint, dtype=dtype)
+    optimizer = adam(models)
+    assert optimizer.weights_are_finite()
+    last_parameter = list(models[0].parameters())[-1]
+    last_parameter.data.view(-1)[-1] = value
+    assert not optimizer.weights_are_finite()
+
+
 def random_params(generator: torch.Generator) -> list[torch.Tensor]:
     shapes = ((40, 33), (7,), (1000,), (3, 3))
     params = [torch.randn(shape, generator=generator).requires_grad_() for shape in shapes]

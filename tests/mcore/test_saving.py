@@ -198,6 +198,47 @@ def test_step_after_a_resume_is_bit_exact(megatron: Any, tmp_path: Path, dtype: 
         assert weight.dtype == getattr(torch, dtype) and weight.equal(weights[name]), name
 
 
+def moments(optimizer: DistributedAdam) -> list[torch.Tensor]:
+    """All float32 weights and moments of the optimizer."""
+    tensors = []
+    for inner in optimizer._optimizer.chained_optimizers:
+        for group in inner.optimizer.param_groups:
+            for param in group["params"]:
+                tensors += [param.detach(), *inner.optimizer.state[param].values()]
+    return tensors
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 3])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_checkpoint_loads_in_place_over_nan_bit_for_bit(
+    megatron: Any, tmp_path: Path, dtype: str, num_steps: int
+) -> None:
+    """The weights, the optimizer's state and the next step are those of the checkpoint.
+
+    The learning rate is that of the step, with the peak that was set since.
+    """
+    models, optimizer = random_models(1, dtype)
+    for seed in range(num_steps):
+        step(models, optimizer, seed)
+    write_tensors(gather_tensors(models, optimizer), tmp_path, dist.group.WORLD)
+    saved_weights = [weight.detach().clone() for weight in models[0].parameters()]
+    saved_moments = [tensor.clone() for tensor in moments(optimizer)]
+    optimizer.set_peak_lr(0.02)
+    step(models, optimizer, 7)
+    next_weights = [weight.detach().clone() for weight in models[0].parameters()]
+    next_moments = [tensor.clone() for tensor in moments(optimizer)]
+    step(models, optimizer, 8)
+    for tensor in (*models[0].parameters(), *moments(optimizer)):
+        tensor.data.fill_(float("nan"))
+    load_tensors(models, optimizer, tmp_path, optimizer_steps=num_steps)
+    assert optimizer.steps == num_steps
+    assert all(map(torch.equal, models[0].parameters(), saved_weights))
+    assert all(map(torch.equal, moments(optimizer), saved_moments))
+    step(models, optimizer, 7)
+    assert all(map(torch.equal, models[0].parameters(), next_weights))
+    assert all(map(torch.equal, moments(optimizer), next_moments))
+
+
 def test_reading_a_checkpoint_warns_of_nothing_that_needs_no_action(
     worker: Any, tmp_path: Path
 ) -> None:

@@ -21,15 +21,15 @@ def test_steps_and_evaluations_count_and_checkpoints_and_starts_do_not() -> None
     effective_time = EffectiveTime(start, clock=clock)
     clock.now += 40  # the start of the engines
     clock.now += 10
-    assert effective_time.after({"time/step": 10.0}) == 0.2
+    assert effective_time.after(1, {"time/step": 10.0}) == 0.2
     clock.now += 50
     record = {"time/step": 20.0, "time/eval": 5.0, "time/eval/hard": 5.0, "time/checkpoint": 20.0}
-    assert effective_time.after(record) == 0.4
+    assert effective_time.after(2, record) == 0.4
 
 
 def test_clocks_that_contradict_each_other_give_no_impossible_share() -> None:
-    assert EffectiveTime(10.0, clock=lambda: 11.0).after({"time/step": 5.0}) == 1.0
-    assert math.isnan(EffectiveTime(10.0, clock=lambda: 9.0).after({"time/step": 5.0}))
+    assert EffectiveTime(10.0, clock=lambda: 11.0).after(1, {"time/step": 5.0}) == 1.0
+    assert math.isnan(EffectiveTime(10.0, clock=lambda: 9.0).after(1, {"time/step": 5.0}))
 
 
 def test_a_resumed_run_counts_kept_steps_and_all_time_since_its_first_start(
@@ -48,6 +48,24 @@ def test_a_resumed_run_counts_kept_steps_and_all_time_since_its_first_start(
     assert read_metrics(tmp_path)[-1]["run/effective_time"] == 0.5
     line = "effective training time 50% of the time since the first start"
     assert line in summarize_run(tmp_path).lines()
+
+
+def test_steps_that_were_rolled_back_do_not_count(tmp_path: Path) -> None:
+    """Step 4 returns to step 2. Steps 1, 2 and 5 are kept: 30 of 100 seconds."""
+    records = [{"time/step": 10.0} for _ in range(5)]
+    records[3]["guard/rolled_back_to"] = 2.0
+    effective_time = EffectiveTime(0.0, clock=lambda: 100.0)
+    for step, record in enumerate(records, 1):
+        share = effective_time.after(step, record)
+    assert share == 0.3
+    write_starts(tmp_path, [Start(0.0, 1)])
+    with MetricsLog(RunDirectory(tmp_path), QUIET) as metrics:
+        for step, record in enumerate(records, 1):
+            metrics.write(step, record)
+    resumed_time = open_effective_time(tmp_path)
+    assert resumed_time is not None
+    resumed_time._clock = lambda: 100.0
+    assert resumed_time.after(6, {"time/step": 10.0}) == 0.4
 
 
 def test_a_directory_without_starts_measures_nothing(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from megatron_rl.engines.token_counter import TokenComparison
 from megatron_rl.records.progress import Progress
 from megatron_rl.rollouts.evaluation import EvaluationFailed
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
-from megatron_rl.run.nonfinite_guard import NonFiniteRun
+from megatron_rl.run.guards.nonfinite import NonFiniteRun
 from megatron_rl.run.stopping import AccuracyUnknown, is_accuracy_reached
 from tests.support.checkpoints import make_state
 from tests.support.groups import group

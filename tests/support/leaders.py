@@ -15,6 +15,7 @@ from megatron_rl.config.schema import (
     Configuration,
     CreditSettings,
     EvalSettings,
+    GuardSettings,
     ParallelSettings,
     RunSettings,
     SyncSettings,
@@ -46,6 +47,7 @@ class ScriptedParts:
     finite, accuracies: the outcome of each update and evaluation. num_lost: responses lost in each
     evaluation. on_sample, on_train: called with the step.
     lost_rollouts: those that are gone at each attempt to train.
+    norms: of the gradients of each trained step. One above the limit is a spike. Empty: no norm.
     """
 
     audit_obstacle = ""
@@ -61,6 +63,7 @@ class ScriptedParts:
         on_sample: Callable[[int], object] = lambda step: None,
         on_train: Callable[[int], object] = lambda step: None,
         lost_rollouts: Sequence[tuple[str, ...]] = (),
+        norms: Sequence[float] = (),
     ) -> None:
         self.cursor = PromptCursor(epoch=0, position=0, digest="d")
         self.calls: list[str] = []
@@ -78,6 +81,8 @@ class ScriptedParts:
         self._accuracies = iter(accuracies)
         self._lost_rollouts = iter(lost_rollouts)
         self._open_step: int | None = None
+        self._norms = iter(norms)
+        self.audits: list[int] = []
         self._groups = tuple(groups) or (group(1.0, 0.0, name="g"),)
 
     def state(self) -> SelectorState:
@@ -105,6 +110,9 @@ class ScriptedParts:
         step = self._open_step
         self._open_step = None
         return self.sample(step)
+
+    def settle(self) -> None:
+        pass
 
     def replace_lost(self, batch: RolloutBatch) -> RolloutBatch:
         return batch
@@ -152,6 +160,7 @@ class ScriptedParts:
         match command:
             case Sync(version):
                 self.calls.append(f"sync {version}")
+                self.audits += [version] if command.audit else []
                 return {"sync/version": float(version)}
             case Train(plan):
                 self.calls.append(f"train {plan.step}")
@@ -159,13 +168,26 @@ class ScriptedParts:
                 if lost_rollouts := next(self._lost_rollouts, ()):
                     return LostRollouts(lost_rollouts)
                 is_finite = next(self._finite, True)
-                steps = len(plan.optimizer_steps) if is_finite else 0
-                return TrainOutcome(is_finite, steps, MetricSums(), self.extra_metrics)
+                return self._outcome(command, is_finite)
             case EnterPhase(index):
                 self.calls.append(f"enter {index}")
             case Save(path):
                 self.calls.append(f"save {path.rsplit('/', 1)[1]}")
         return None
+
+    def _outcome(self, command: Train, is_finite: bool) -> TrainOutcome:
+        norm = next(self._norms, None)
+        limit = command.max_norm
+        spike = norm if norm is not None and limit is not None and norm > limit else None
+        is_applied = is_finite and spike is None
+        return TrainOutcome(
+            is_finite,
+            len(command.plan.optimizer_steps) if is_applied else 0,
+            MetricSums(),
+            self.extra_metrics,
+            norms=() if norm is None or not is_applied else (norm,),
+            spike=spike,
+        )
 
     def set_version(self, version: int) -> None:
         self.version = version
@@ -198,6 +220,7 @@ def lead(
     credit: CreditSettings | None = None,
     phases: Sequence[Phase] = (),
     samples: Any = None,
+    guard: GuardSettings | None = None,
     **train: Any,
 ) -> ScriptedParts:
     """Run a leader over `parts` to its end.
@@ -233,6 +256,7 @@ def lead(
         checkpoints=checkpoints,
         curriculum=Curriculum(phases, open_parts, stand_in, progress.log) if phases else None,
         samples=samples,
+        guard=guard or GuardSettings(),
         resume_state=resume_state,
     )
     leader.lead()

@@ -65,7 +65,7 @@ class Weights:
     def zero_grad(self) -> None:
         pass
 
-    def step(self, *, loss_is_finite: bool) -> StepResult:
+    def step(self, *, loss_is_finite: bool, max_norm: float | None = None) -> StepResult:
         self.offset += self.shift
         return StepResult(is_applied=loss_is_finite, grad_norm=1.0, lr=0.1)
 

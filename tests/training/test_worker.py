@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -65,12 +66,19 @@ class Passes:
     """Replaces both passes and records the updates.
 
     differing: percentage of rows where the trainer's routers choose other experts.
-    bad_step: index of the optimizer step that is not applied.
+    bad_step: index of the optimizer step that is not applied. bad_norm: the norm of its gradients.
     """
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, *, differing: int = 0, bad_step: int | None = None
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        *,
+        differing: int = 0,
+        bad_step: int | None = None,
+        bad_norm: float = math.nan,
     ) -> None:
+        self.limits: list[float | None] = []
+        self._bad_norm = bad_norm
         self.updates: list[tuple[list[str], list[str], int, bool]] = []
         self._differing = differing
         self._bad_step = bad_step
@@ -96,11 +104,13 @@ class Passes:
         dp_size: int,
         first_step: bool,
         metrics: MetricSums,
+        max_norm: float | None,
     ) -> StepResult:
         self.updates.append((batches, objectives, denominators.sequences, first_step))
         is_applied = len(self.updates) - 1 != self._bad_step
         lr = len(self.updates) / 8 if is_applied else 0.0
-        return StepResult(is_applied, grad_norm=1.0, lr=lr)
+        self.limits.append(max_norm)
+        return StepResult(is_applied, grad_norm=1.0 if is_applied else self._bad_norm, lr=lr)
 
 
 def make_worker(
@@ -162,6 +172,28 @@ def test_a_nonfinite_optimizer_step_ends_the_training_step(
     assert (outcome.finite, outcome.optimizer_steps) == (False, 1)
     assert outcome.metrics.values()["train/lr"] == 1 / 8  # of the step that was applied
     assert folders(tmp_path) == ["nonfinite-step-3"]
+
+
+def test_a_spike_ends_the_training_step_and_its_batch_is_recorded(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    passes = Passes(monkeypatch, bad_step=1, bad_norm=77.0)
+    outcome = make_worker(tmp_path).train(make_plan(1, 1, 1), max_norm=5.0)
+    assert passes.limits == [5.0, 5.0]
+    assert (outcome.finite, outcome.optimizer_steps, outcome.spike) == (True, 1, 77.0)
+    assert outcome.norms == (1.0,)
+    assert folders(tmp_path) == ["spike-step-3"]
+
+
+@pytest.mark.parametrize("check_weights", [True, False])
+def test_weights_are_checked_on_request(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, check_weights: bool
+) -> None:
+    Passes(monkeypatch)
+    worker = make_worker(tmp_path)
+    worker.optimizer.weights_are_finite = lambda: False  # type: ignore[method-assign]
+    outcome = worker.train(make_plan(1), check_weights=check_weights)
+    assert outcome.weights_finite is not check_weights
 
 
 def store_batch(store: RolloutStore, count: int = 6) -> tuple[list[RolloutRef], list[Rollout]]:

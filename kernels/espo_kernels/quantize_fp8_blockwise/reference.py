@@ -21,7 +21,7 @@ def quantize_reference(
     padded_weight = pad(weight.float(), (0, columns * block - N, 0, rows * block - M))
     blocks = padded_weight.view(*stack, rows, block, columns, block)
     scale_inv = block_scale(blocks.abs().amax(dim=(-3, -1)), power_of_two_scales)
-    quotients = blocks * scale_inv.reciprocal()[..., :, None, :, None]
+    quotients = blocks / scale_inv[..., :, None, :, None]
     fp8 = quotients.to(torch.float8_e4m3fn).view(*stack, rows * block, columns * block)
     return fp8[..., :M, :N].contiguous(), scale_inv
 

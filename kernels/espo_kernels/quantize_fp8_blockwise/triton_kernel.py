@@ -71,7 +71,7 @@ def quantize_fp8_blockwise_kernel(
     at = m * N + n
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     scale = _block_scale(w, POWER_OF_TWO)
-    y = w * tl.div_rn(1.0, scale)
+    y = tl.div_rn(w, scale)
     tl.store(fp8 + at, _to_fp8(y, EMULATE), mask=inside)
     row = matrix * tl.num_programs(1) + tl.program_id(1)
     tl.store(scale_inv + row * tl.num_programs(0) + tl.program_id(0), scale)

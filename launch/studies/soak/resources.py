@@ -128,14 +128,14 @@ def kind_of(line: str) -> str:
 def descriptor_targets(pid: int) -> Counter[str]:
     """Count the open files of a process by what they refer to, such as `socket`.
 
-    Numbers in a name are left out, so that files of one kind count together.
+    Numbers and random parts of a name are left out, so that files of one kind count together.
     """
     targets = Counter[str]()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(OSError):
             target = os.readlink(descriptor).removesuffix(" (deleted)")
             name = target if target.startswith("/") else target.partition(":[")[0]
-            targets[re.sub(r"\d+", "N", name)] += 1
+            targets[re.sub(r"[0-9a-f]{8,}|\d+", "N", name)] += 1
     return targets
 
 

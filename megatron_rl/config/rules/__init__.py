@@ -10,6 +10,7 @@ from megatron_rl.config.rules.broken_rule import BrokenRule
 from megatron_rl.config.rules.data import check_data, check_pass_rates
 from megatron_rl.config.rules.evaluation import check_evaluation
 from megatron_rl.config.rules.grid import check_grid, check_split
+from megatron_rl.config.rules.guard import check_guard
 from megatron_rl.config.rules.logger import check_logger
 from megatron_rl.config.rules.machine import (
     check_engine,
@@ -23,6 +24,7 @@ from megatron_rl.config.rules.method import (
     check_method,
     check_replay,
 )
+from megatron_rl.config.rules.quantization import check_blocks, check_quantization
 from megatron_rl.config.rules.recompute import check_recompute, check_recomputed_modules
 from megatron_rl.config.rules.regularization import check_regularization
 from megatron_rl.config.rules.staleness import check_staleness
@@ -75,12 +77,14 @@ def _check_settings(
     yield from check_data(c, keys)
     yield from check_environment(c)
     yield from check_mode(c)
+    yield from check_guard(c, keys)
     yield from check_evaluation(c)
     yield from check_selection(c, keys)
     yield from check_credit(c)
     yield from check_layer_spec(c.model, facts)
     yield from check_resume(c)
     yield from check_engine(c.engine, facts)
+    yield from check_quantization(c, facts)
     yield from check_grid(c.parallel, facts)
     yield from check_formats_and_timeouts(c)
     yield from check_run(c.run)
@@ -98,6 +102,7 @@ def _check_model(
     if shape is None:
         return
     yield from check_split(c.parallel, c.engine, shape)
+    yield from check_blocks(c.engine, shape)
     yield from check_sequence_length(c, shape, facts)
     yield from check_recomputed_modules(c.model, shape)
     has_engines = c.mode != "train_only"

@@ -18,13 +18,19 @@ from sglang_bridge.addresses import repeated_url_refusals, url_refusal
 from sglang_bridge.keys import key_file_refusal
 from sglang_bridge.settings import (
     kv_cache_slots,
-    quantization_refusals,
     server_device,
     server_refusals,
 )
 
 # Settings for starting a server, which is not done with engine.mode=external.
-_START_SETTINGS = ("count", "device", "max_total_tokens", "threads", "extra_args")
+_START_SETTINGS = (
+    "count",
+    "device",
+    "max_total_tokens",
+    "threads",
+    "round_activations",
+    "extra_args",
+)
 _ALL_ON_CPU = 'run everything on the CPU: CUDA_VISIBLE_DEVICES=""'
 
 
@@ -149,8 +155,6 @@ def _check_external(engine: EngineSettings) -> Iterator[BrokenRule]:
         *repeated_url_refusals(engine.urls),
     ):
         yield BrokenRule(refusal.key, f"{refusal.rule} ({refusal.value})", refusal.remedy)
-    for refusal in quantization_refusals(engine.quantization):
-        yield _from_refusal(refusal)
     if engine.key_file is not None:
         problem = key_file_refusal(Path(engine.key_file))
         if problem is not None:

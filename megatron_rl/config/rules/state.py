@@ -18,11 +18,11 @@ _CHECKPOINT_KEYS = (
 _SAMPLE_KEYS = ("samples.groups", "samples.max_mb")
 # Values that request nothing, such as eval.every=0.
 _EMPTY_VALUES: tuple[object, ...] = (None, False, 0, "", "off", [], {})
-_TRAINING_KEYS = ("eval.every", "eval.start_step", "run.save_weights", "samples.")
+_TRAINING_KEYS = ("eval.every", "eval.start_step", "run.save_weights", "samples.", "guard.")
 # The keys, or the beginnings of keys, that a mode does not read.
 _UNREAD_KEYS = {
     "train_only": ("engine.", "eval."),
-    "rollout_only": ("eval.", "run.save_weights", "samples."),
+    "rollout_only": ("eval.", "run.save_weights", "samples.", "guard."),
     "eval": _TRAINING_KEYS,
     "profile": _TRAINING_KEYS,
 }

@@ -19,6 +19,8 @@ _MAX_EVENTS = 60
 # Metrics that say that something went wrong in a step, with their meaning
 _FAULTS = {
     "train/nonfinite": "no update, because of NaN or Inf",
+    "guard/skipped": "an update skipped, because of a spike",
+    "account/rolled_back": "rolled back to a checkpoint: trained tokens lost",
     "rollout/rejected": "rollouts rejected",
     "rollout/engines_left_out": "engines left out",
     "reward/no_verdict": "responses without a verdict",

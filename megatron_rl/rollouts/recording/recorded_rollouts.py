@@ -194,6 +194,9 @@ class RecordedRollouts:
         self._position += 1
         return batch
 
+    def settle(self) -> None:
+        """Do nothing: the position counts the batches that were read."""
+
     def replace_lost(self, batch: RolloutBatch) -> RolloutBatch:
         """Return the batch: this process holds its rollouts, so they cannot be gone."""
         return batch

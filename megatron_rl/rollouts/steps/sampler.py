@@ -79,7 +79,12 @@ class RolloutSampler:
             return None
         batch = self._without_lost_groups(self._end(sampling))
         batch.require(sampling.label, self.settings.max_rejected_share)
+        self.settle()
         return batch
+
+    def settle(self) -> None:
+        """Count the last step as sampled, although its batch cannot be used."""
+        self._state_before = None
 
     def sample_again(self, batch: RolloutBatch, rollout_ids: Sequence[str]) -> RolloutBatch:
         """Replace the groups of these rollouts, which are gone, and others that are gone too.
@@ -104,10 +109,8 @@ class RolloutSampler:
         return self._without_lost_groups(batch)
 
     def state(self) -> SelectorState:
-        """Return the selector's state, before the open step if there is one."""
-        if self._sampling is not None and self._state_before is not None:
-            return self._state_before
-        return self.selector.state()
+        """Return the selector's state, before the step that is open or has failed, if any."""
+        return self._state_before or self.selector.state()
 
     def restore(self, state: SelectorState) -> None:
         """Restore the selector's state."""
@@ -120,7 +123,6 @@ class RolloutSampler:
     def _end(self, sampling: StepSampling) -> RolloutBatch:
         """End the selection of a step, and return its batch."""
         self._sampling = None
-        self._state_before = None
         selection = sampling.selection
         result = selection.result()
         num_repeated = self.queue.num_repeated - self._num_repeated

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
-from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.rollout_batch import NonFiniteResponses, RolloutBatch, TooManyRejected
 
 
 class StepSource(Protocol):
@@ -23,6 +23,10 @@ class StepSource(Protocol):
 
     def finish_step(self, can_continue: Callable[[], bool] | None = None) -> RolloutBatch | None:
         """Wait for the batch of the open step. Returns None once `can_continue` returns False."""
+        ...
+
+    def settle(self) -> None:
+        """Count the last step as sampled, although its batch cannot be used."""
         ...
 
     def replace_lost(self, batch: RolloutBatch) -> RolloutBatch:
@@ -44,6 +48,7 @@ class StepsAhead:
     def __init__(self, max_staleness: int = 0) -> None:
         self._max_staleness = max_staleness
         self._batches: dict[int, RolloutBatch] = {}  # by step
+        self._failure: TooManyRejected | None = None  # of the step after the last one taken
         self._num_uncounted_tokens = 0
 
     @property
@@ -61,10 +66,16 @@ class StepsAhead:
         self._batches = dict(batches)
 
     def take(self, step: int, source: StepSource) -> RolloutBatch:
-        """Return the batch of a step, which is sampled now if it was not before."""
+        """Return the batch of a step, which is sampled now if it was not before.
+
+        Raises `TooManyRejected`, also for a batch that was sampled ahead.
+        """
         batch = self._batches.pop(step, None)
         if batch is not None:
             return source.replace_lost(batch)
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
         if source.open_step is None:
             source.begin_step(step)
         batch = source.finish_step()
@@ -86,11 +97,17 @@ class StepsAhead:
         """Wait for the rollouts of the step that has begun, if one has.
 
         can_continue: the wait ends without them once it returns False.
+
+        A batch that cannot be used is an error of its own step: `take` raises it.
         """
         step = source.open_step
         if step is None:
             return
-        batch = source.finish_step(can_continue)
+        try:
+            batch = source.finish_step(can_continue)
+        except TooManyRejected as failure:
+            self._failure = failure
+            return
         if batch is not None:
             self._num_uncounted_tokens += batch.generated_tokens
             self._batches[step] = batch
@@ -101,7 +118,10 @@ class StepsAhead:
 
     def drop(self) -> tuple[list[str], int]:
         """Drop all batches. Returns the ids of their groups, and their number of tokens."""
-        batches = self._batches.values()
+        batches = list(self._batches.values())
+        if isinstance(self._failure, NonFiniteResponses):
+            batches.append(self._failure.batch)
+        self._failure = None
         group_ids = [group_id for batch in batches for group_id in batch.delivered_ids]
         num_tokens = sum(batch.generated_tokens for batch in batches)
         self._batches = {}

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import RunSettings
-from megatron_rl.contracts.commands import BatchAhead, Checkpoint, WaitForSave
+from megatron_rl.contracts.commands import BatchAhead, Checkpoint, RollBack, WaitForSave
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.run_state import LoopState, RunState
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.run.checkpoints.best import BestCheckpoint
+from megatron_rl.run.checkpoints.resume import ResumePoint
 from megatron_rl.run.checkpoints.saving import SaveResult
 from megatron_rl.run.checkpoints.state_file import encode_state
 from megatron_rl.run.supervision.stop_request import StopRequest
@@ -70,6 +71,7 @@ class CheckpointManager:
     reference: str = ""
     best: BestCheckpoint | None = None
     _is_saving: bool = False
+    _has_rolled_back: bool = False
 
     @property
     def stop_requested(self) -> bool:
@@ -77,14 +79,18 @@ class CheckpointManager:
         return self.settings.checkpoint_every > 0 and bool(self._stop_source)
 
     def is_due(self, step: int, *, last: bool) -> bool:
-        """True when a checkpoint must be saved after `step`. last: it is the last step."""
+        """True when a checkpoint must be saved after `step`. last: it is the last step.
+
+        So after a rollback, which a resumed run need not repeat then.
+        """
         every = self.settings.checkpoint_every
         if last or self.stop_requested:
             self.wait_for_save()
         if every == 0 or step == self.last_saved_step:
             return False
         is_best = self.best is not None and self.best.is_waiting(step)
-        return last or step % every == 0 or is_best or self.stop_requested
+        is_regular = last or step % every == 0
+        return is_regular or is_best or self.stop_requested or self._has_rolled_back
 
     def observe_evaluation(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """Take the metrics of an evaluated step, which may be the best one so far.
@@ -122,10 +128,26 @@ class CheckpointManager:
             command = Checkpoint(state.step, encode_state(state), in_background, best, batches)
             result: SaveResult | None = self.dispatcher.run(command)
         self._is_saving = in_background
+        self._has_rolled_back = False
         values = watch.seconds | values
         if result is not None:
             values |= self._report(result)
         return values
+
+    def roll_back(self, first_step: int, max_optimizer_steps: int) -> ResumePoint:
+        """Load the newest checkpoint from before `first_step` on all ranks.
+
+        The point has no checkpoint if none fits; then nothing has changed. Raises
+        `CheckpointNotSaved`, `CheckpointUnusable`.
+        """
+        self.wait_for_save()
+        point: ResumePoint = self.dispatcher.run(RollBack(first_step, max_optimizer_steps))
+        if point.state is not None:
+            self.last_saved_step = point.state.step
+            self._has_rolled_back = True
+            if self.best is not None:
+                self.best.restore(point.state.best)
+        return point
 
     def wait_for_save(self) -> dict[str, float]:
         """Wait for the save in the background, if there is one; returns its metrics.

@@ -15,7 +15,12 @@ from megatron_rl.mcore import parallel
 from megatron_rl.mcore.checkpoint import SavedWeights
 from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.job import Job
-from megatron_rl.mcore.weights import fake_quantize
+from megatron_rl.mcore.weights import (
+    complete,
+    fake_quantize,
+    fp8_weights_of,
+    quantize_weights,
+)
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.run_records import RunRecords
 from megatron_rl.records.stopwatch import Stopwatch
@@ -184,7 +189,11 @@ def checkpoint_weights(
 
     def weights() -> NamedTensors:
         with explained_load_errors(checkpoint):
-            tensors = saved_weights.all(torch_dtype(c.engine.dtype))
-            yield from fake_quantize(tensors, c.engine.fake_quant)
+            dtype = torch_dtype(c.engine.dtype)
+            tensors = fake_quantize(saved_weights.all(dtype), c.engine.fake_quant)
+            names = fp8_weights_of(c.engine, shape)
+            if names is not None:
+                tensors = complete(quantize_weights(tensors, names), names, dtype)
+            yield from tensors
 
     return weights

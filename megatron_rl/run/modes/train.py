@@ -60,6 +60,7 @@ class TrainingMode:
             eval=c.eval,
             sync=c.sync,
             run=c.run,
+            guard=c.guard,
             parts=open_parts(c),
             holder=parts.connections,
             weights=parts.connections.weights,

@@ -39,6 +39,7 @@ class TrainOnlyMode:
             eval=c.eval,
             sync=c.sync,
             run=c.run,
+            guard=c.guard,
             parts=step_parts,
             holder=recording,
             weights=None,

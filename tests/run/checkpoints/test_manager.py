@@ -16,7 +16,7 @@ from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
 from megatron_rl.run.checkpoints.manager import CheckpointNotSaved, SavePoint, StoppedAfterSave
 from megatron_rl.run.checkpoints.saving import SaveResult
-from megatron_rl.run.nonfinite_guard import NonFiniteRun
+from megatron_rl.run.guards.nonfinite import NonFiniteRun
 from megatron_rl.run.supervision.stop_request import StepAborted, StopRequest
 from tests.support.checkpoint_managers import (
     FakeRanks,

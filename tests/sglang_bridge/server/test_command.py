@@ -1,5 +1,6 @@
 """An engine's command line and environment."""
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_bridge.server.command import (
+    ROUND_ACTIVATIONS,
     build_argv,
     build_environment,
     cpu_shim_path,
@@ -54,6 +56,21 @@ def test_engines_count_their_tokens_unless_they_shall_not() -> None:
 def test_load_format_is_the_checkpoint_or_dummy() -> None:
     assert not any(argument.startswith("--load-format") for argument in argv_of())
     assert "--load-format=dummy" in argv_of(replace(PLACE, load_format="dummy"))
+
+
+def test_quantized_engines_start_without_weights() -> None:
+    """The checkpoint holds unquantized weights, which SGLang would load without scales."""
+    config = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    argv = argv_of(replace(PLACE, quantization=config), quantization="fp8")
+    (override,) = [argument for argument in argv if argument.startswith("--json-model")]
+    assert json.loads(override.partition("=")[2]) == {"quantization_config": config}
+    assert argv.count("--load-format=dummy") == 1
+    assert not any(argument.startswith(("--quantization", "--weight-version")) for argument in argv)
+
+
+def test_cpu_engines_round_activations_unless_they_shall_not() -> None:
+    assert environment_of({})[ROUND_ACTIVATIONS] == "1"
+    assert environment_of({}, round_activations=False)[ROUND_ACTIVATIONS] == "0"
 
 
 def test_start_checkpoint_has_weight_version_0() -> None:

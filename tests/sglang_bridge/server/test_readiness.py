@@ -154,31 +154,6 @@ def test_dtype_must_match_the_server(server: Any) -> None:
         check(server.server_port, dtype="bfloat16")
 
 
-def test_quantized_server_is_refused(server: Any) -> None:
-    server.answer = (200, {**INFO, "quantization": "fp8"})
-    with pytest.raises(
-        EngineUnhealthy, match=r"engine\.quantization.*127\.0\.0\.1.*quantization=fp8.*without"
-    ):
-        check(server.server_port)
-    server.answer = (200, {**INFO, "quantization": None})
-    check(server.server_port)
-
-
-def test_server_of_a_quantized_checkpoint_is_refused(server: Any, tmp_path: Path) -> None:
-    """SGLang uses the checkpoint's quantization without showing it in its settings."""
-    server.answer = (200, {**INFO, "quantization": None, "model_path": str(tmp_path)})
-    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "fp8"}}')
-    with pytest.raises(
-        EngineUnhealthy, match=r"engine\.urls.*serves the quantized checkpoint .*unquantized one"
-    ):
-        check(server.server_port)
-    for harmless in ("{}", "not json", "[]"):
-        (tmp_path / "config.json").write_text(harmless)
-        check(server.server_port)
-    server.answer = (200, {**INFO, "model_path": "on/another/machine"})
-    check(server.server_port)
-
-
 @pytest.mark.parametrize(
     "backend", ["flashinfer_trtllm", "experimental_sgl_trtllm", "triton_kernel"]
 )

@@ -132,7 +132,7 @@ def test_engine_on_a_gpu_is_compared_by_value() -> None:
             "flashinfer_trtllm",
         ),
         ("cpu", {"device": "cpu"}, {"tp": 2, "ep": 2}, "tp=2 ep=2"),
-        ("cpu", {"device": "cpu"}, {"quantization": "fp8"}, "quantization=fp8"),
+        ("cpu", {"device": "cpu"}, {"quantization": "awq"}, "quantization=awq"),
     ],
 )
 def test_engines_whose_checksums_cannot_be_predicted_are_compared_by_name(

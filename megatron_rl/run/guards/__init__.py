@@ -1,0 +1,1 @@
+"""Reactions to numbers that go wrong: loss spikes, collapsing entropy, NaN (`guard.*`)."""
