@@ -89,7 +89,7 @@ class Node:
         the command ends, with its code, or with -9 if the node was killed.
         """
         return subprocess.Popen(
-            [*self._entry(), *command],
+            [*self.entry(), *command],
             env={**os.environ, **(environment or {}), "TMPDIR": "/var/tmp"},
             text=True,
             **options,
@@ -155,7 +155,8 @@ class Node:
         self._network.kill()
         self._network.wait()
 
-    def _entry(self) -> list[str]:
+    def entry(self) -> list[str]:
+        """Return the command that runs the command after it on the node, until the next boot."""
         assert self._init is not None, f"{self.name} is off"
         spaces = ["--net", "--mount", "--uts", "--ipc", "--pid"]
         return [
