@@ -7,13 +7,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 
 from launch.studies.faults.evidence import digest_weights
-from launch.testbed.jobs import ROOT, last_step, start_job
+from launch.testbed.jobs import ROOT, start_job
 from megatron_rl.records.past_run import read_metrics
 from megatron_rl.records.starts import read_starts
 from tests.support.comparable import metrics_of
@@ -117,50 +117,63 @@ class NodeSlurm:
         return True
 
 
-def wait_until(condition: Callable[[], bool], job: subprocess.Popen[str], slurm: NodeSlurm) -> None:
+def kill_in_job(
+    slurm: NodeSlurm, job: subprocess.Popen[str], victim: Node, checkpoint: Path
+) -> None:
+    """Kill a node once there is a checkpoint, and wait until the job is queued again."""
     deadline = time.monotonic() + _STEP_SECONDS
-    while not condition():
+    while not checkpoint.exists():
         assert job.poll() is None and time.monotonic() < deadline, slurm.output
         time.sleep(0.1)
-
-
-def test_slurm_requeues_a_run_whose_node_dies_and_it_ends_exactly(
-    tmp_path: Path, can_have_nodes: None
-) -> None:
-    """A dead node is replaced, also that of rank 0 and that where the ranks meet."""
-    reference = start_job(tmp_path / "one-node", *SETTINGS, "engine.count=2", ranks=2)
-    output, _ = reference.communicate(timeout=900)
-    assert reference.returncode == 0, output[-4000:]
-    root = tmp_path / "shared"
-    root.mkdir()
-    overrides = settings_of(root, *SETTINGS, "run.resume=auto")
-    slurm = NodeSlurm(root)
-    with open_nodes(tmp_path, "node-1", "node-2", "node-3") as nodes:
-        strikes = ((("node-1", "node-2"), "node-1", 1), (("node-3", "node-2"), "node-3", 3))
-        for names, victim, step in strikes:
-            job = slurm.start([nodes[name] for name in names], *overrides)
-            wait_until((root / f"job/checkpoints/iter_{step:07d}").exists, job, slurm)
-            moment = time.monotonic()
-            nodes[victim].kill()
-            job.wait(timeout=MAX_SECONDS)
-            print(f"| kill of {victim} | {time.monotonic() - moment:.0f} s | until the requeue |")
-            assert slurm.take_requeue(), slurm.output
-            assert_nothing_runs(nodes, victim)
-            nodes[victim].boot()
-        job = slurm.start([nodes["node-1"], nodes["node-2"]], *overrides)
-        assert job.wait(timeout=900) == 0, slurm.output
-        assert not slurm.take_requeue()
-    run = root / "job"
-    assert [record["step"] for record in read_metrics(run)] == list(range(STEPS + 1))
-    assert last_step(run / "metrics.jsonl") == STEPS
-    assert metrics_of(run) == metrics_of(tmp_path / "one-node/job")
-    assert digest_weights(run) == digest_weights(tmp_path / "one-node/job") != ""
-    starts = read_starts(run)
-    assert [start.host for start in starts] == ["node-1", "node-2", "node-1"]
-    assert [start.end and start.end.code for start in starts] == [7, 7, None]
+    moment = time.monotonic()
+    victim.kill()
+    job.wait(timeout=MAX_SECONDS)
+    assert slurm.take_requeue(), slurm.output
+    print(f"| SIGKILL {victim.name} | queued again after {time.monotonic() - moment:.0f} s |")
 
 
 def assert_nothing_runs(nodes: Nodes, victim: str) -> None:
     """No engine of the earlier start is left on the other nodes."""
     names = [p.name() for node in nodes if node.name != victim for p in node.processes()]
     assert names == []
+
+
+def assert_equal(run: Path, reference: Path) -> None:
+    """Compare the steps, metrics and weights of two runs."""
+    assert [record["step"] for record in read_metrics(run)] == list(range(STEPS + 1))
+    assert metrics_of(run) == metrics_of(reference)
+    assert digest_weights(run) == digest_weights(reference) != ""
+
+
+@pytest.fixture
+def reference(tmp_path: Path) -> Path:
+    """Give the directory of an undisturbed run on one node."""
+    job = start_job(tmp_path / "one-node", *SETTINGS, "engine.count=2", ranks=2)
+    output, _ = job.communicate(timeout=900)
+    assert job.returncode == 0, output[-4000:]
+    return tmp_path / "one-node/job"
+
+
+def test_slurm_requeues_a_run_whose_node_dies_and_it_ends_exactly(
+    tmp_path: Path, can_have_nodes: None, reference: Path
+) -> None:
+    """A dead node is replaced: first that of rank 0, then that where the ranks meet."""
+    root = tmp_path / "shared"
+    root.mkdir()
+    run = root / "job"
+    overrides = settings_of(root, *SETTINGS, "run.resume=auto")
+    slurm = NodeSlurm(root)
+    with open_nodes(tmp_path, "node-1", "node-2", "node-3") as nodes:
+        one, two, three = nodes
+        for step, (victim, other) in ((1, (one, two)), (3, (three, two))):
+            job = slurm.start([victim, other], *overrides)
+            kill_in_job(slurm, job, victim, run / f"checkpoints/iter_{step:07d}")
+            assert_nothing_runs(nodes, victim.name)
+            victim.boot()
+        job = slurm.start([one, two], *overrides)
+        assert job.wait(timeout=900) == 0, slurm.output
+        assert not slurm.take_requeue()
+    assert_equal(run, reference)
+    starts = read_starts(run)
+    assert [start.host for start in starts] == ["node-1", "node-2", "node-1"]
+    assert [start.end and start.end.code for start in starts] == [7, 7, None]

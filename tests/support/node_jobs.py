@@ -86,10 +86,6 @@ class NodeJob:
         logs = {node.name: self.log(node).read_text()[-4000:] for node in self.nodes}
         return "\n".join(f"--- {name}\n{text}" for name, text in logs.items())
 
-    def says(self, text: str) -> bool:
-        """True once a node has printed a text."""
-        return any(text in self.log(node).read_text() for node in self.nodes)
-
     @property
     def is_running(self) -> bool:
         """True while torchrun runs on all nodes."""
@@ -131,7 +127,7 @@ class NodeJob:
             (self.root / f"hold-{place}").unlink()
 
     def _rendezvous(self, node: Node) -> list[str]:
-        """How torchrun finds the other nodes."""
+        """Options with which torchrun finds the other nodes."""
         first = self.nodes[0]
         num_nodes = f"--nnodes={len(self.nodes)}"
         if self._restarts:

@@ -279,9 +279,9 @@ def _hold_network() -> subprocess.Popen[str]:
     process = subprocess.Popen(
         ["unshare", "--net", "sleep", "infinity"], text=True, preexec_fn=_end_with_parent
     )
-    own = os.readlink("/proc/self/ns/net")
+    host_network = os.readlink("/proc/self/ns/net")
     deadline = time.monotonic() + _END_SECONDS
-    while os.readlink(f"/proc/{process.pid}/ns/net") == own:
+    while os.readlink(f"/proc/{process.pid}/ns/net") == host_network:
         assert time.monotonic() < deadline, "unshare does not start"
         time.sleep(0.01)
     return process
