@@ -486,6 +486,11 @@ class SyncSettings(Section):
     # no engine samples.
     when: Literal["step", "evaluation"] = "step"
     transport: Literal["distributed", "disk"] = "distributed"
+    # For transport=disk: only the bytes that changed since the last sync travel, compressed. Each
+    # node with engines rebuilds the weights on a disk of its own.
+    delta: bool = False
+    # That disk: a directory, which all nodes have. null: the one for temporary files. For delta.
+    local_directory: str | None = None
     bucket_mb: Annotated[float, Ge(0.001)] = 256.0
     # Syncs between audits of the engines' weights. The first sync is always audited. 0: only that
     # one.

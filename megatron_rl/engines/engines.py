@@ -10,7 +10,12 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.config.schema import Configuration, EngineSettings, RecoverySettings
+from megatron_rl.config.schema import (
+    Configuration,
+    EngineSettings,
+    RecoverySettings,
+    SyncSettings,
+)
 from megatron_rl.engines.connections import EngineConnections
 from megatron_rl.engines.engine_prober import EngineProber
 from megatron_rl.engines.fleet import Fleet, managed_name
@@ -18,11 +23,12 @@ from megatron_rl.engines.members import Members
 from megatron_rl.engines.node.node_board import NodeBoard
 from megatron_rl.engines.node.node_keeper import NodeKeeper
 from megatron_rl.engines.node.node_processes import NodeProcesses
+from megatron_rl.engines.node.weight_copies import RemoteWeightCopies, WeightCopyKeeper
 from megatron_rl.engines.quantization import engine_quantization
 from megatron_rl.engines.server_places import server_places
 from megatron_rl.engines.token_counter import TokenCounter
 from megatron_rl.engines.url_list import UrlList
-from megatron_rl.engines.weight_sync import WeightSync, open_weight_sync
+from megatron_rl.engines.weight_sync import WeightCopies, WeightSync, open_weight_sync
 from megatron_rl.mcore.job import Job
 from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.shape import ModelShape
@@ -33,6 +39,8 @@ from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 from sglang_bridge.addresses import node_address, require_private_address
 from sglang_bridge.admin import AdminClient
+from sglang_bridge.deltas.scratch import open_scratch
+from sglang_bridge.deltas.weight_copy import WeightCopy
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.keys import RunKeys, create_keys, read_keys
@@ -304,6 +312,8 @@ def open_engines(
                 quantization=quantization,
             )
             processes.start_engines(configuration.engine, places, keys)
+            if configuration.sync.delta:
+                _keep_weight_copy(configuration.sync, job, stack)
 
         def open_sync(members: Members, log: Callable[[str], None]) -> WeightSync:
             return open_weight_sync(
@@ -316,6 +326,7 @@ def open_engines(
                 model_path=Path(configuration.model.path),
                 device=job.device,
                 log=log,
+                copies=_weight_copies(configuration.sync, members, job, stack, log),
             )
 
         yield Engines(
@@ -328,6 +339,38 @@ def open_engines(
             stack,
             quantization,
         )
+
+
+def _keep_weight_copy(settings: SyncSettings, job: Job, stack: contextlib.ExitStack) -> None:
+    """Keep a copy of the weights on this node, which follows the orders of rank 0."""
+    scratch = stack.enter_context(open_scratch(_local_directory(settings)))
+    keeper = WeightCopyKeeper(job.node, WeightCopy(scratch), NodeBoard(job.store()))
+    stack.callback(keeper.close)
+
+
+def _weight_copies(
+    settings: SyncSettings,
+    members: Members,
+    job: Job,
+    stack: contextlib.ExitStack,
+    log: Callable[[str], None],
+) -> WeightCopies | None:
+    """Return the copies of the weights on all nodes, None without sync.delta."""
+    if not settings.delta:
+        return None
+    on_nodes = RemoteWeightCopies(
+        sorted({member.engine.node for member in members}),
+        NodeBoard(job.store()),
+        timeout_seconds=settings.timeout_s,
+        log=log,
+    )
+    return WeightCopies(on_nodes, stack.enter_context(open_scratch(_local_directory(settings))))
+
+
+def _local_directory(settings: SyncSettings) -> Path | None:
+    if settings.local_directory is None:
+        return None
+    return Path(settings.local_directory).expanduser()
 
 
 def collector_template(configuration: Configuration, shape: ModelShape, keys: RunKeys) -> Configure:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Protocol
-
-import torch
+from typing import NamedTuple, Protocol
 
 from megatron_rl.config.schema import EngineSettings, SyncSettings
 from megatron_rl.contracts.commands import Sync
 from megatron_rl.engines.members import Member, Members, MemberState
+from megatron_rl.engines.rank_part import open_rank_part
 from megatron_rl.mcore.dtypes import torch_dtype
+from megatron_rl.mcore.job import Job
 from megatron_rl.models.shape import ModelShape
 from sglang_bridge.admin import AdminClient
+from sglang_bridge.deltas.transport import DeltaTransport, NodeCopies
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import (
     AuditUnsupported,
@@ -24,20 +26,20 @@ from sglang_bridge.errors import (
 )
 from sglang_bridge.keys import RunKeys
 from sglang_bridge.weights.audit import audit_engine, value_obstacles
-from sglang_bridge.weights.disk import DiskTransport
-from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.expectation import WeightExpectation
-from sglang_bridge.weights.transport import WeightTransport
+from sglang_bridge.weights.part import RankPart
+from sglang_bridge.weights.source import WeightSource
 from sglang_bridge.weights.updater import WeightUpdater
 
-NamedTensors = Iterator[tuple[str, torch.Tensor]]
+# More links are not listed one by one
+_MAX_LINKS = 64
 
 
 class Sender(Protocol):
-    """A rank's part in a collective export of the weights. Every rank consumes the export."""
+    """A rank's side of a weight sync, which all ranks execute together."""
 
-    def send(self, command: Sync, weights: NamedTensors) -> dict[str, float]:
-        """Consume the export; returns metrics."""
+    def send(self, command: Sync, source: WeightSource) -> dict[str, float]:
+        """Send what this rank owns; returns metrics."""
         ...
 
 
@@ -48,16 +50,25 @@ class MakeExpectation(Protocol):
 
 
 class FollowerSync:
-    """Takes part in the export on all ranks but rank 0, and sends nothing."""
+    """Sends what a rank owns, on all ranks but rank 0, which leads."""
 
-    def send(self, command: Sync, weights: NamedTensors) -> dict[str, float]:
-        """Consume the export without keeping a tensor. Returns no metrics."""
-        collections.deque(weights, maxlen=0)
+    def __init__(self, part: RankPart) -> None:
+        self._part = part
+
+    def send(self, command: Sync, source: WeightSource) -> dict[str, float]:
+        """Follow rank 0 through a sync. Returns no metrics."""
+        self._part.follow(source)
+        if command.audit:
+            collections.deque(source.gathered(), maxlen=0)
         return {}
+
+    def close(self) -> None:
+        """Disconnect from every engine."""
+        self._part.close()
 
 
 class WeightSync:
-    """Sends the weights from rank 0 to the engines of the run.
+    """Leads weight syncs to the engines of the run, on rank 0.
 
     Versions count up by one from 0, the start checkpoint, which every engine receives before its
     first prompt. An engine that does not take the weights, or holds others afterwards, is out. It
@@ -66,7 +77,8 @@ class WeightSync:
     members: the engines of the run. Only those that hold the sent weights serve afterwards.
     make_expectation: makes an empty record of the weights that engines must hold, for one audit.
         Its argument is False if names alone are compared.
-    open_admin: opens the control client of an engine. log: writes a line for people.
+    open_admin: opens the control client of an engine. log: writes a line for people. measure:
+        returns the transport's metrics of the last sync.
     audit_obstacle: the reason why an audit compared names only. The reason stays the same, so that
         all further audits compare names only.
     is_current: the engines hold the trainer's weights. `expire` ends that.
@@ -81,6 +93,7 @@ class WeightSync:
         make_expectation: MakeExpectation,
         open_admin: Callable[[Engine], AdminClient],
         log: Callable[[str], None] = print,
+        measure: Callable[[], Mapping[str, float]] = dict,
     ) -> None:
         self._updater = updater
         self._settings = settings
@@ -88,6 +101,7 @@ class WeightSync:
         self._make_expectation = make_expectation
         self._open_admin = open_admin
         self._log = log
+        self._measure = measure
         # By name: the epoch and the client for it
         self._admins: dict[str, tuple[int, AdminClient]] = {}
         self._num_mismatches = collections.Counter[str]()  # in a row, by name
@@ -129,8 +143,11 @@ class WeightSync:
         """Note that the trainer's weights have changed since the last sync."""
         self.is_current = False
 
-    def send(self, command: Sync, weights: NamedTensors) -> dict[str, float]:
-        """Send one export to engines, and audit it if the command says so.
+    def send(self, command: Sync, source: WeightSource) -> dict[str, float]:
+        """Send the weights to engines, and audit them if the command says so.
+
+        An audit streams the weights once more to this rank, in the order in which an engine's
+        parameters are hashed.
 
         Returns metrics. In the first sync, it raises `WeightUpdateFailed` and `WeightMismatch`.
         Later it raises `WeightMismatch` for an engine that holds other weights twice in a row while
@@ -138,15 +155,16 @@ class WeightSync:
         """
         is_first = self._members.version is None
         targets = self._targets(command)
-        expectation = None
-        if command.audit and targets:
-            expectation = self._make_expectation(compares_values=self._can_compare_values(targets))
-            weights = expectation.observe(weights)
-        failures = self._push(targets, weights, command.version, is_first=is_first)
+        failures, error = self._push(targets, source, command.version)
+        start = time.perf_counter()
+        expectation = self._observe(targets, source) if command.audit else None
+        if error is not None and is_first:
+            raise error
         num_compared = 0
         for member in targets:
             if member.url not in failures and expectation is not None:
                 num_compared += self._audit(member, expectation, command.version, is_first)
+        audit_seconds = time.perf_counter() - start
         for member in targets:
             if member.url in failures:
                 self._exclude(member, failures[member.url])
@@ -154,7 +172,10 @@ class WeightSync:
                 self._members.admit(member.name, member.epoch, command.version)
         if command.only is None:
             self.is_current = True
-        return self._values(command, num_compared)
+        values = self._values(command, num_compared) | self._costs()
+        if command.audit:
+            values["time/sync/audit"] = audit_seconds
+        return values
 
     def close(self) -> None:
         """Disconnect from every engine."""
@@ -167,18 +188,27 @@ class WeightSync:
         return [member for member in self._members.waiting if member.name in command.only]
 
     def _push(
-        self, targets: Sequence[Member], weights: NamedTensors, version: int, *, is_first: bool
-    ) -> Mapping[str, str]:
-        """Send the weights; returns the reasons of failures by URL."""
+        self, targets: Sequence[Member], source: WeightSource, version: int
+    ) -> tuple[Mapping[str, str], WeightUpdateFailed | None]:
+        """Send the weights; returns the reasons of failures by URL, and the error about them."""
         admins = [self._admin(member) for member in targets]
         self._drop_old_admins()
         try:
-            self._updater.push(weights, version, admins)
+            self._updater.push(source, version, admins)
         except WeightUpdateFailed as error:
-            if is_first:
-                raise
-            return error.failures
-        return {}
+            return error.failures, error
+        return {}, None
+
+    def _observe(self, targets: Sequence[Member], source: WeightSource) -> WeightExpectation | None:
+        """Compute what the engines must hold; None without engines. A collective."""
+        weights = source.gathered()
+        if not targets:
+            collections.deque(weights, maxlen=0)
+            return None
+        expectation = self._make_expectation(compares_values=self._can_compare_values(targets))
+        for name, tensor in weights:
+            expectation.add(name, tensor)
+        return expectation
 
     def _admin(self, member: Member) -> AdminClient:
         """Return the control client of an engine. A new start of the engine has a new one."""
@@ -230,6 +260,20 @@ class WeightSync:
         self._num_mismatches.pop(member.name, None)
         return report.num_compared
 
+    def _costs(self) -> dict[str, float]:
+        """The seconds of the last update by part, and the bytes by owner and engine."""
+        summary = self._updater.summary
+        values = {f"time/sync/{part}": seconds for part, seconds in summary.seconds.items()}
+        values["sync/bytes"] = float(sum(summary.bytes_sent.values()))
+        by_rank = collections.Counter[int]()
+        for (rank, _), count in summary.bytes_sent.items():
+            by_rank[rank] += count
+        values |= {f"sync/bytes/{rank}": float(count) for rank, count in by_rank.items()}
+        if len(summary.bytes_sent) <= _MAX_LINKS:
+            for (rank, url), count in summary.bytes_sent.items():
+                values[f"sync/bytes/{rank}/{url.removeprefix('http://')}"] = float(count)
+        return values
+
     def _exclude(self, member: Member, reason: str) -> None:
         self._members.fail(member.name, member.epoch, reason)
         self._log(f"engine {member.name} is out: {reason}")
@@ -238,11 +282,23 @@ class WeightSync:
         values = {
             "sync/version": float(command.version),
             "sync/engines": float(len(self._members.serving)),
+            **self._measure(),
         }
         if command.audit and num_compared and not self.audit_obstacle:
             values["sync/audit_mismatches"] = float(sum(self._num_mismatches.values()))
             values["sync/audit_compared"] = float(num_compared)
         return values
+
+
+class WeightCopies(NamedTuple):
+    """Places of complete weights, for sync.delta.
+
+    on_nodes: the copies on the nodes with engines. scratch: a directory of rank 0 for what it sent
+    last.
+    """
+
+    on_nodes: NodeCopies
+    scratch: Path
 
 
 def open_weight_sync(
@@ -254,27 +310,38 @@ def open_weight_sync(
     *,
     directory: Path,
     model_path: Path,
-    device: torch.device,
+    job: Job,
     log: Callable[[str], None],
+    copies: WeightCopies | None = None,
 ) -> WeightSync:
-    """Open weight sync from this process to `members`, over the transport of `sync.transport`.
+    """Open weight sync from all ranks to `members`, which this rank leads.
 
-    directory: for the disk transport, on a file system that the engines share. device: the device
-    of this rank. log: writes a line for people.
+    directory: for the disk transport, on a file system that ranks and engines share. log: writes a
+    line for people. copies: for sync.delta.
     """
-    on_gpu = device.type == "cuda"
-    if settings.transport == "disk":
-        transport: WeightTransport = DiskTransport(
-            directory=directory, config_from=model_path, timeout_seconds=settings.timeout_s
-        )
-    else:
-        transport = DistributedTransport(
-            backend="nccl" if on_gpu else "gloo",
+    measure: Callable[[], Mapping[str, float]] = dict
+    transport = None
+    if copies is not None:
+        transport = DeltaTransport(
+            directory=directory,
+            scratch=copies.scratch,
+            config_from=model_path,
+            copies=copies.on_nodes,
             timeout_seconds=settings.timeout_s,
-            device=device if on_gpu else None,
+            log=log,
         )
-    bucket_bytes = int(settings.bucket_mb * 2**20)
-    updater = WeightUpdater(transport=transport, bucket_bytes=bucket_bytes)
+        measure = transport.measure
+    part = open_rank_part(
+        job,
+        keys,
+        settings,
+        engine_settings,
+        directory=directory,
+        model_path=model_path,
+        log=log,
+        transport=transport,
+    )
+    on_gpu = job.device.type == "cuda"
 
     def make_expectation(*, compares_values: bool) -> WeightExpectation:
         return WeightExpectation(
@@ -288,10 +355,11 @@ def open_weight_sync(
         return AdminClient(engine, keys, timeout=settings.timeout_s)
 
     return WeightSync(
-        updater,
+        WeightUpdater(part),
         settings,
         members,
         make_expectation=make_expectation,
         open_admin=open_admin,
         log=log,
+        measure=measure,
     )

@@ -47,7 +47,7 @@ class _Parameter:
 class WeightExpectation:
     """Predicts SGLang's checksum of every engine parameter from the tensors that are sent.
 
-    A checksum covers the raw bytes in the engine's dtype. That of an FP8 weight covers its values in
+    A checksum covers the raw bytes in the engine's dtype, and for FP8 weights their values in
     bfloat16.
 
     dtype: the engine's. num_experts: in each MoE layer. device: the engines' device, which selects

@@ -31,6 +31,13 @@ PARALLEL = [
     ("parallel.first_stage_layers=2", "parallel.first_stage_layers=2", "every layer"),
     ("parallel.timeout_s=180", "engine.start_timeout_s=180.0", "parallel.timeout_s=180"),
     ("engine.start_timeout_s=601", "engine.start_timeout_s=601.0", COLLECTIVE),
+    ("sync.delta=true", "sync.delta=true", "sync.transport=distributed sends all weights"),
+    (
+        "sync.delta=true sync.transport=disk engine=external engine.urls=[http://10.0.0.7:30000]",
+        "sync.delta=true",
+        "no process on the nodes of external engines",
+    ),
+    ("sync.local_directory=/disk", "sync.local_directory=/disk", "only sync.delta=true"),
     ("sync.timeout_s=600", "sync.timeout_s=600.0", COLLECTIVE),
 ]
 ENGINES = [

@@ -89,7 +89,7 @@ class Node:
         the command ends, with its code, or with -9 if the node was killed.
         """
         return subprocess.Popen(
-            [*self._entry(), *command],
+            [*self.entry(), *command],
             env={**os.environ, **(environment or {}), "TMPDIR": "/var/tmp"},
             text=True,
             **options,
@@ -155,7 +155,8 @@ class Node:
         self._network.kill()
         self._network.wait()
 
-    def _entry(self) -> list[str]:
+    def entry(self) -> list[str]:
+        """Return the command that runs the command after it on the node, until the next boot."""
         assert self._init is not None, f"{self.name} is off"
         spaces = ["--net", "--mount", "--uts", "--ipc", "--pid"]
         return [
@@ -278,9 +279,9 @@ def _hold_network() -> subprocess.Popen[str]:
     process = subprocess.Popen(
         ["unshare", "--net", "sleep", "infinity"], text=True, preexec_fn=_end_with_parent
     )
-    own = os.readlink("/proc/self/ns/net")
+    host_network = os.readlink("/proc/self/ns/net")
     deadline = time.monotonic() + _END_SECONDS
-    while os.readlink(f"/proc/{process.pid}/ns/net") == own:
+    while os.readlink(f"/proc/{process.pid}/ns/net") == host_network:
         assert time.monotonic() < deadline, "unshare does not start"
         time.sleep(0.01)
     return process

@@ -29,6 +29,7 @@ from megatron_rl.config.rules.recompute import check_recompute, check_recomputed
 from megatron_rl.config.rules.regularization import check_regularization
 from megatron_rl.config.rules.staleness import check_staleness
 from megatron_rl.config.rules.state import check_mode, check_resume, check_unread_keys
+from megatron_rl.config.rules.sync import check_sync
 from megatron_rl.config.rules.zero_variance import check_credit, check_selection
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.launch_facts import LaunchFacts
@@ -85,6 +86,7 @@ def _check_settings(
     yield from check_resume(c)
     yield from check_engine(c.engine, facts)
     yield from check_quantization(c, facts)
+    yield from check_sync(c)
     yield from check_grid(c.parallel, facts)
     yield from check_formats_and_timeouts(c)
     yield from check_run(c.run)

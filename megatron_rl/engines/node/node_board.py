@@ -62,6 +62,15 @@ class NodeBoard:
         values = self._get([f"members/orders/{node}"])
         return _orders_decoder.decode(values[0]) if values else NodeOrders()
 
+    def write(self, key: str, value: bytes) -> None:
+        """Replace another value that nodes share."""
+        self._set(key, value)
+
+    def read(self, key: str) -> bytes | None:
+        """Return another value that nodes share, None before it was written."""
+        values = self._get([key])
+        return values[0] if values else None
+
     def _set(self, key: str, value: bytes) -> None:
         # torch's type declarations know only text
         self._call(lambda: self._store.set(key, value))  # type: ignore[arg-type]

@@ -65,7 +65,9 @@ def required_bytes(
     if c.mode == "rollout_only":
         sizes["mode=rollout_only"] = _recording_bytes(c, shape)
     if c.sync.transport == "disk" and _sends_weights(c):
-        sizes["sync.transport=disk"] = parameters * BYTES[c.engine.dtype]
+        # A node whose copy cannot take a change gets complete weights beside it
+        pushes = 2 if c.sync.delta else 1
+        sizes["sync.transport=disk"] = pushes * parameters * BYTES[c.engine.dtype]
     return sizes
 
 

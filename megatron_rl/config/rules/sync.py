@@ -1,0 +1,24 @@
+"""Rules about the transport of weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megatron_rl.config.rules.broken_rule import BrokenRule
+from megatron_rl.config.schema import Configuration
+
+
+def check_sync(c: Configuration) -> Iterator[BrokenRule]:
+    """Yield broken rules about weights of which only the changes travel."""
+    if c.sync.delta and c.sync.transport != "disk":
+        rule = f"Changes travel in files, and sync.transport={c.sync.transport} sends all weights"
+        yield BrokenRule("sync.delta", rule, "Use sync.transport=disk, or sync.delta=false")
+    elif c.sync.delta and c.engine.mode == "external":
+        rule = (
+            "The run has no process on the nodes of external engines, so nothing there could "
+            "rebuild the weights"
+        )
+        yield BrokenRule("sync.delta", rule, "Use sync.delta=false, or engine=managed")
+    if c.sync.local_directory is not None and not c.sync.delta:
+        rule = "This has no effect: only sync.delta=true keeps copies of the weights on nodes"
+        yield BrokenRule("sync.local_directory", rule, "Remove it, or use sync.delta=true")

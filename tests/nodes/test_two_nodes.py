@@ -1,0 +1,289 @@
+"""Runs over two nodes with a rank, an engine and a collector each: they train as one node does.
+
+Nodes are killed and cut off meanwhile. `make test-all TESTS=tests/nodes` runs all of it, and
+`-rP` after it prints the seconds.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from launch.studies.faults.evidence import digest_weights
+from launch.testbed.jobs import last_step, start_job, survivors
+from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.records.exit_record import read_exit_record
+from megatron_rl.records.past_run import read_metrics
+from megatron_rl.records.starts import read_starts
+from tests.support.comparable import metrics_of
+from tests.support.exactness import EXACT
+from tests.support.node_jobs import NodeJob
+from tests.support.nodes import Node, Nodes
+
+pytestmark = [
+    pytest.mark.chaos,
+    pytest.mark.engine,
+    pytest.mark.distributed,
+    pytest.mark.timeout(1800),
+    pytest.mark.skipif(
+        not EXACT, reason="MKL's sums depend on the batch on a processor without AVX-512"
+    ),
+]
+DTYPES = ("float32", "bfloat16")
+DAILY_DTYPES = ("float32", pytest.param("bfloat16", marks=pytest.mark.nightly))
+SHORT = 3
+LONG = 8
+# Long enough for an engine and a collector that are cut off and come back
+VERY_LONG = 30
+# Until a run has ended, or goes on without the time in which an engine starts
+MAX_SECONDS = 90.0
+# Waits of ranks and of syncs, where a test waits for them
+TIMEOUT = 100.0
+TIMEOUTS = (
+    f"parallel.timeout_s={TIMEOUT}",
+    f"engine.start_timeout_s={TIMEOUT - 1}",
+    "sync.timeout_s=20",
+)
+
+SHORT_CUT = 5.0
+# They tell of faults that a run outlives
+FAULT_METRICS = (
+    "sync/engines",
+    "sync/audit_compared",
+    "rollout/engines_left_out",
+    "rollout/repeated",
+    "account/engine_tokens",
+    "account/unaccounted",
+)
+
+ReferenceOf = Callable[[str, int], Path]
+
+
+def settings_of(dtype: str, steps: int) -> list[str]:
+    return [
+        "parallel=ep2",
+        f"train.total_steps={steps}",
+        f"model.dtype={dtype}",
+        f"engine.dtype={dtype}",
+        "run.save_weights=true",
+        "logger.progress=true",
+    ]
+
+
+@pytest.fixture(scope="module")
+def reference_of(tmp_path_factory: pytest.TempPathFactory, can_have_nodes: None) -> ReferenceOf:
+    """Give the directory of an undisturbed run on one node, for each type and number of steps.
+
+    It has two engines, as the two nodes have together. Their number changes no response.
+    """
+
+    @functools.cache
+    def run(dtype: str, steps: int) -> Path:
+        root = tmp_path_factory.mktemp(f"one-node-{dtype}-{steps}")
+        job = start_job(root, *settings_of(dtype, steps), "engine.count=2", ranks=2)
+        output, _ = job.communicate(timeout=900)
+        assert job.returncode == 0, output[-4000:]
+        return root / "job"
+
+    return run
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """The directory that the nodes share."""
+    path = tmp_path / "shared"
+    path.mkdir()
+    return path
+
+
+def assert_equal(
+    run: Path, reference: Path, steps: int, *, except_for: tuple[str, ...] = ()
+) -> None:
+    """Compare the weights and metrics of a run with those of an undisturbed one.
+
+    except_for: the metrics that tell of faults.
+    """
+    assert [record["step"] for record in read_metrics(run)] == list(range(steps + 1))
+    assert digest_weights(run) == digest_weights(reference) != ""
+    for record, other in zip(metrics_of(run), metrics_of(reference), strict=True):
+        names = [n for n in record.keys() | other.keys() if n not in except_for]
+        assert {n: record.get(n) for n in names} == {n: other.get(n) for n in names}
+
+
+@pytest.mark.parametrize("dtype", DAILY_DTYPES)
+def test_two_nodes_train_three_steps_as_one_node_does(
+    nodes: Nodes, root: Path, reference_of: ReferenceOf, dtype: str
+) -> None:
+    job = NodeJob(root, [*nodes], *settings_of(dtype, SHORT))
+    job.wait_for_step(0)
+    for node in nodes:
+        kinds = ("held_run.py", "sglang.launch_server", "megatron_rl.rollouts")
+        assert all(job.find(node, kind) for kind in kinds)
+    assert job.wait() == {"node-1": 0, "node-2": 0}, job.output
+    assert_equal(job.run, reference_of(dtype, SHORT), SHORT)
+    assert [process.name() for node in nodes for process in node.processes()] == []
+
+
+def processes_of_the_run(node: Node) -> list[psutil.Process]:
+    """All processes of a node but those that start torchrun again."""
+    return [process for process in node.processes() if process.name() != "sh"]
+
+
+def end_of_start(run: Path) -> str:
+    """The code and reason with which the last start ended."""
+    record = read_exit_record(run)
+    assert record is not None
+    return f"{record.code}: {record.reason}"
+
+
+def print_row(*cells: object) -> None:
+    """Print a row of the table in docs/faults.md."""
+    print(f"| {' | '.join(map(str, cells))} |")
+
+
+def kill_and_return(job: NodeJob, node: Node, survivor: Node, place: str) -> str:
+    """Kill all processes of a node at once, and start the node again when the run has ended.
+
+    On the other node nothing of the run is left. Returns what the run did and how long it took.
+    """
+    num_starts = len(read_starts(job.run))
+    with job.hold(place):
+        last_processes = processes_of_the_run(survivor)
+        step = last_step(job.run / "metrics.jsonl")
+        moment = time.monotonic()
+        node.kill()
+    job.launchers.pop(node.name)
+    assert survivors(last_processes, MAX_SECONDS) == []
+    seconds = time.monotonic() - moment
+    end = end_of_start(job.run)
+    assert end.startswith(f"{int(ExitCode.PEER_FAILED)}: ")
+    node.boot()
+    job.start(node)
+    until_start = job.wait_until(lambda: len(read_starts(job.run)) > num_starts, MAX_SECONDS)
+    until_step = until_start + job.wait_for_step(step + 1)
+    return f"{seconds:.0f} s | {end} | {until_start:.0f} s | {until_step:.0f} s"
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_run_resumes_once_a_killed_node_is_back(
+    nodes: Nodes, root: Path, reference_of: ReferenceOf, dtype: str
+) -> None:
+    """torchrun is a service of each node. That of the other node waits for the killed one."""
+    one, two = nodes
+    settings = [*settings_of(dtype, LONG), "run.checkpoint_every=1", "run.resume=auto"]
+    job = NodeJob(root, [one, two], *settings, is_service=True)
+    places = ("sampling", "training", "syncing", "saving")
+    for step, place in enumerate(places, 1):
+        job.wait_for_step(step)
+        node, survivor = (two, one) if step % 2 else (one, two)
+        effect = kill_and_return(job, node, survivor, place)
+        print_row(dtype, f"SIGKILL {node.name} while {place}", effect)
+    assert job.wait() == {"node-1": 0, "node-2": 0}, job.output
+    assert_equal(job.run, reference_of(dtype, LONG), LONG)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_link_that_is_down_for_seconds_changes_nothing(
+    nodes: Nodes, root: Path, reference_of: ReferenceOf, dtype: str
+) -> None:
+    job = NodeJob(root, [*nodes], *settings_of(dtype, LONG), "run.checkpoint_every=1")
+    for step, place in enumerate(("sampling", "training", "syncing", "saving"), 1):
+        job.wait_for_step(step)
+        with job.hold(place):
+            nodes.cut(nodes["node-2"])
+        time.sleep(SHORT_CUT)
+        nodes.join(nodes["node-2"])
+        seconds = job.wait_for_step(last_step(job.run / "metrics.jsonl") + 1)
+        print_row(dtype, f"link down for {SHORT_CUT:.0f} s while {place}", f"{seconds:.0f} s")
+    assert job.wait() == {"node-1": 0, "node-2": 0}, job.output
+    assert_equal(job.run, reference_of(dtype, LONG), LONG)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("place", ["sampling", "training"])
+def test_a_run_with_a_node_that_is_cut_off_ends_and_resumes(
+    nodes: Nodes, root: Path, reference_of: ReferenceOf, place: str
+) -> None:
+    one, two = nodes
+    settings = [*settings_of("float32", LONG), "run.checkpoint_every=1", "run.resume=auto"]
+    job = NodeJob(root, [one, two], *settings, *TIMEOUTS, is_service=True)
+    job.wait_for_step(2)
+    with job.hold(place):
+        last_processes = [p for node in nodes for p in processes_of_the_run(node)]
+        nodes.cut(two)
+        moment = time.monotonic()
+    assert survivors(last_processes, TIMEOUT + MAX_SECONDS) == []
+    seconds = time.monotonic() - moment
+    end = end_of_start(job.run)
+    nodes.join(two)
+    going_on = job.wait_until(lambda: len(read_starts(job.run)) == 2, 300)
+    print_row("float32", f"cut off while {place}", f"{seconds:.0f} s", end, f"{going_on:.0f} s")
+    assert end.startswith(f"{int(ExitCode.PEER_FAILED)}: ")
+    assert seconds < TIMEOUT + 30
+    assert job.wait() == {"node-1": 0, "node-2": 0}, job.output
+    assert_equal(job.run, reference_of("float32", LONG), LONG)
+
+
+def service_ports(job: NodeJob, node: Node, peer: Node) -> list[int]:
+    """The ports over which a node's engine and collector speak with a peer."""
+    ports = set()
+    for process in job.find(node, "sglang") + job.find(node, "megatron_rl.rollouts"):
+        for connection in process.net_connections("tcp4"):
+            if connection.raddr and connection.raddr.ip == peer.address:
+                ports |= {connection.laddr.port, connection.raddr.port}
+            elif connection.status == psutil.CONN_LISTEN:
+                ports.add(connection.laddr.port)
+    return sorted(ports)
+
+
+def is_connected(job: NodeJob, node: Node, peer: Node) -> bool:
+    """True if the collector of a node is connected to a peer."""
+    connections = [c for p in job.find(node, "megatron_rl.rollouts") for c in p.net_connections()]
+    places = [c.raddr.ip for c in connections if c.status == psutil.CONN_ESTABLISHED]
+    return peer.address in places
+
+
+@pytest.mark.nightly
+def test_a_run_goes_on_while_the_engine_and_collector_of_a_node_are_cut_off(
+    nodes: Nodes, root: Path, reference_of: ReferenceOf
+) -> None:
+    """The ranks still reach each other. Both come back with the current weights."""
+    one, two = nodes
+    settings = settings_of("float32", VERY_LONG)
+    job = NodeJob(root, [one, two], *settings, *TIMEOUTS)
+    job.wait_for_step(2)
+    nodes.cut_ports(service_ports(job, two, one))
+    seconds = job.wait_for_step(last_step(job.run / "metrics.jsonl") + 2)
+    time.sleep(max(0.0, 60 - seconds))
+    nodes.join_ports()
+    returns = job.wait_until(
+        lambda: read_metrics(job.run)[-1]["sync/engines"] == 2 and is_connected(job, two, one), 300
+    )
+    print_row("float32", "engine and collector cut off", f"{seconds:.0f} s", f"{returns:.0f} s")
+    assert job.wait() == {"node-1": 0, "node-2": 0}, job.output
+    assert_equal(job.run, reference_of("float32", VERY_LONG), VERY_LONG, except_for=FAULT_METRICS)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_an_engine_and_a_collector_of_the_second_node_are_replaced(
+    nodes: Nodes, root: Path, reference_of: ReferenceOf, dtype: str
+) -> None:
+    job = NodeJob(root, [*nodes], *settings_of(dtype, LONG))
+    for step, part in ((1, "megatron_rl.rollouts"), (3, "sglang::scheduler")):
+        job.wait_for_step(step)
+        with job.hold("sampling"):
+            (process,) = job.find(nodes["node-2"], part)
+            process.kill()
+        seconds = job.wait_for_step(last_step(job.run / "metrics.jsonl") + 1)
+        print_row(dtype, f"SIGKILL {part} of node-2", f"{seconds:.0f} s")
+        assert seconds < 60
+    assert job.wait() == {"node-1": 0, "node-2": 0}, job.output
+    assert_equal(job.run, reference_of(dtype, LONG), LONG, except_for=FAULT_METRICS)
