@@ -110,6 +110,8 @@ def describe_batch(values: Mapping[str, float], *, is_sampled: bool) -> list[str
     tokens = values["rollout/tokens"]
     if not is_sampled:
         return [reward, f"{tokens:.0f} recorded tokens"]
+    if values.get("rollout/age/max", 0.0):
+        return [reward, f"{tokens:.0f} tokens of age {values['rollout/age/mean']:.2g}"]
     rollout_seconds = values.get("time/rollout", 0.0)
     tokens_per_second = tokens / rollout_seconds if rollout_seconds else 0.0
     return [reward, f"{tokens:.0f} tokens at {tokens_per_second:.0f}/s"]

@@ -44,6 +44,44 @@ def test_order_of_calls_in_a_run(tmp_path: Path) -> None:
     assert parts.metrics[1]["sync/version"] == 1 and parts.metrics[2]["eval/accuracy"] == 0.5
 
 
+def test_the_next_step_is_sampled_before_the_engines_get_new_weights(tmp_path: Path) -> None:
+    parts = lead(ScriptedParts(), tmp_path, steps=3, max_staleness=1)
+    assert parts.calls == [
+        "sync 0",
+        "evaluate 0 at version 0",
+        "sample step-1",
+        "train 1",
+        "sample step-2",
+        "sync 1",
+        "train 2",
+        "sample step-3",
+        "sync 2",
+        "train 3",
+        "sync 3",
+        "evaluate 3 at version 3",
+        "save step-3",
+        "finish",
+        "stop",
+    ]
+    assert parts.begun_steps == [1, 2, 3]
+    # Of the evaluation, of two steps, and of one step each
+    assert parts.counted_tokens == [5, 16, 8, 0, 5]
+    assert parts.metrics[3]["account/unfinished"] == 0.0
+
+
+def test_rollouts_of_a_step_that_is_never_trained_are_unfinished(tmp_path: Path) -> None:
+    parts = lead(
+        ScriptedParts(accuracies=[0.1, 0.9]),
+        tmp_path,
+        steps=9,
+        max_staleness=1,
+        evals={"every": 2, "stop_at": 0.8, "stop_average": 1},
+    )
+    assert [call for call in parts.calls if call.startswith("train")] == ["train 1", "train 2"]
+    assert parts.metrics[2]["account/unfinished"] == 8.0
+    assert parts.released_groups == ["g", "g", "g"]
+
+
 def test_every_long_command_says_what_it_waits_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

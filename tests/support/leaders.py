@@ -32,6 +32,7 @@ from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.records.run_records import RunRecords
 from megatron_rl.rollouts.evaluation import Accuracy
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 from megatron_rl.run.checkpoints.manager import CheckpointManager
 from megatron_rl.run.curriculum import Curriculum
 from megatron_rl.run.leader import Leader
@@ -81,6 +82,7 @@ class ScriptedParts:
         self._accuracies = iter(accuracies)
         self._lost_rollouts = iter(lost_rollouts)
         self._open_step: int | None = None
+        self.begun_steps: list[int] = []
         self._norms = iter(norms)
         self.audits: list[int] = []
         self._groups = tuple(groups) or (group(1.0, 0.0, name="g"),)
@@ -104,6 +106,7 @@ class ScriptedParts:
 
     def begin_step(self, step: int) -> None:
         self._open_step = step
+        self.begun_steps.append(step)
 
     def finish_step(self, can_continue: Callable[[], bool] | None = None) -> RolloutBatch:
         assert self._open_step is not None
@@ -221,6 +224,7 @@ def lead(
     phases: Sequence[Phase] = (),
     samples: Any = None,
     guard: GuardSettings | None = None,
+    max_staleness: int = 0,
     **train: Any,
 ) -> ScriptedParts:
     """Run a leader over `parts` to its end.
@@ -257,6 +261,7 @@ def lead(
         curriculum=Curriculum(phases, open_parts, stand_in, progress.log) if phases else None,
         samples=samples,
         guard=guard or GuardSettings(),
+        steps_ahead=StepsAhead(max_staleness),
         resume_state=resume_state,
     )
     leader.lead()

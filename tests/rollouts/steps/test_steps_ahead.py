@@ -1,0 +1,264 @@
+"""Steps that are sampled ahead: each group is trained once, at the right age, in any order."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launch.testbed.rollout_refs import make_ref
+from megatron_rl.config.schema import DataSettings, RolloutSettings, SelectionSettings
+from megatron_rl.contracts.group import Group, RolloutRef
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.prompts.selection.factory import open_selector
+from megatron_rl.prompts.source import PromptSource
+from megatron_rl.rollouts.messages import GroupRequest
+from megatron_rl.rollouts.rollout_batch import RolloutBatch, TooManyRejected
+from megatron_rl.rollouts.steps.sampler import RolloutSampler
+from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
+from tests.support.rollouts import make_rollout
+
+PROMPTS = [Prompt(id=f"p{n}", token_ids=(1, 2), answer="3", task="t") for n in range(40)]
+REF = make_ref(make_rollout(2, 3))
+
+
+class NothingArrives(Exception):
+    """The queue waits for an engine, which never comes."""
+
+
+@dataclass
+class SimulatedQueue:
+    """Answers requests in a random order, with the version that serves at that time.
+
+    A rollout is correct or not by its prompt and number alone. Nothing is answered while `serves`
+    is False.
+    """
+
+    order: random.Random
+    version: int = 0
+    serves: bool = True
+    num_repeated: int = 0
+    engines_left_out: tuple[str, ...] = ()
+    lost_ids: set[str] = field(default_factory=set)
+    deliveries: Counter[str] = field(default_factory=Counter)
+    _outstanding: dict[str, GroupRequest] = field(default_factory=dict)
+    _delivered: dict[str, GroupRequest] = field(default_factory=dict)
+
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        for request in requests:
+            assert request.group_id not in self._outstanding | self._delivered
+            self._outstanding[request.group_id] = request
+
+    def as_completed(self, idle: Callable[[], None]) -> Iterator[Group]:
+        while self._outstanding:
+            idle()
+            if not self.serves:
+                raise NothingArrives
+            yield self._answer(self.order.choice(sorted(self._outstanding)))
+
+    def tokens_of(self, group_id: str) -> int:
+        return 3 * self._delivered[group_id].num_samples
+
+    def lost_groups(self, group_ids: Sequence[str]) -> list[str]:
+        return [group_id for group_id in group_ids if group_id in self.lost_ids]
+
+    def request_again(self, group_ids: Sequence[str]) -> None:
+        self.num_repeated += len(group_ids)
+        self.lost_ids -= set(group_ids)
+        self.submit([self._delivered.pop(group_id) for group_id in group_ids])
+
+    def release(self, group_ids: Sequence[str]) -> None:
+        for group_id in group_ids:
+            del self._delivered[group_id]
+
+    @property
+    def held_ids(self) -> list[str]:
+        return sorted(self._delivered)
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._outstanding
+
+    def _answer(self, group_id: str) -> Group:
+        request = self._outstanding.pop(group_id)
+        self._delivered[group_id] = request
+        self.deliveries[group_id] += 1
+        first = request.first_sample
+        refs = tuple(
+            self._rollout(request, number) for number in range(first, first + request.num_samples)
+        )
+        return Group(group_id=group_id, prompt=request.prompt, rollouts=refs)
+
+    def _rollout(self, request: GroupRequest, number: int) -> RolloutRef:
+        is_correct = float((int(request.prompt.id[1:]) * 7 + number * number) % 3 == 0)
+        verdict = msgspec.structs.replace(REF.verdict, reward=is_correct, correctness=is_correct)
+        return msgspec.structs.replace(
+            REF,
+            rollout_id=f"{request.group_id}/{number}",
+            prompt_id=request.prompt.id,
+            sample_index=number,
+            num_generated=3,
+            verdict=verdict,
+            tokens_by_version=((self.version, 3),),
+        )
+
+
+@dataclass
+class SimulatedRun:
+    """Trains `steps` steps with faults, and notes which rollouts each of them trains."""
+
+    queue: SimulatedQueue
+    sampler: RolloutSampler
+    ahead: StepsAhead
+    trained: dict[int, list[str]] = field(default_factory=dict)
+    ages: Counter[int] = field(default_factory=Counter)
+
+    def run(self, steps: int, faults: dict[int, str]) -> SimulatedRun:
+        for step in range(1, steps + 1):
+            batch = self.ahead.take(step, self.sampler)
+            self.ahead.begin_next(step, steps, self.sampler)
+            fault = faults.get(step, "")
+            if fault == "collector ends" and self.queue.held_ids:
+                lost_id = self.queue.order.choice(self.queue.held_ids)
+                self.queue.lost_ids.add(lost_id)
+            if lost_ids := self.queue.lost_groups(batch.delivered_ids):
+                lost = [r.rollout_id for i in lost_ids for r in batch.parts[i].rollouts]
+                batch = self.sampler.sample_again(batch, lost)
+            self._train(step, batch)
+            self.queue.serves = fault != "no engine"
+            self.ahead.complete(self.sampler, lambda: self.queue.serves)
+            self.queue.version += 1
+            self.queue.serves = True
+            self.ahead.complete(self.sampler)
+            assert self.queue.is_empty
+        return self
+
+    def _train(self, step: int, batch: RolloutBatch) -> None:
+        rollouts = [rollout for group in batch.all_groups for rollout in group.rollouts]
+        self.trained[step] = sorted(rollout.rollout_id for rollout in rollouts)
+        for rollout in rollouts:
+            self.ages[self.queue.version - rollout.tokens_by_version[0][0]] += 1
+        self.queue.release(batch.delivered_ids)
+
+
+def make_run(name: str, *, max_staleness: int, seed: int) -> SimulatedRun:
+    rollout = RolloutSettings(
+        max_new_tokens=8, prompts_per_step=4, samples_per_prompt=4, max_staleness=max_staleness
+    )
+    source = PromptSource(PROMPTS, PROMPTS[:1], DataSettings(source="column_addition"))
+    selector = open_selector(source, rollout, SelectionSettings(name=name, probe_samples=2), seed=0)
+    queue: Any = SimulatedQueue(random.Random(seed))
+    sampler = RolloutSampler(queue, rollout, selector, (1,), lambda: None)
+    return SimulatedRun(queue, sampler, StepsAhead(max_staleness))
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    name=st.sampled_from(["uniform", "oversample", "belief"]),
+    max_staleness=st.integers(0, 2),
+    seed=st.integers(0, 2**20),
+    faults=st.dictionaries(
+        st.integers(1, 12), st.sampled_from(["no engine", "collector ends"]), max_size=5
+    ),
+)
+def test_every_group_is_trained_once_and_never_too_old(
+    name: str, max_staleness: int, seed: int, faults: dict[int, str]
+) -> None:
+    undisturbed = make_run(name, max_staleness=max_staleness, seed=0).run(12, {})
+    run = make_run(name, max_staleness=max_staleness, seed=seed).run(12, faults)
+    assert run.trained == undisturbed.trained
+    ids = [rollout_id for ids in run.trained.values() for rollout_id in ids]
+    assert len(ids) == len(set(ids))
+    assert max(run.ages) <= min(max_staleness, 1)
+    assert run.queue.held_ids == [] and not run.queue.lost_ids
+    if not faults:
+        assert set(run.queue.deliveries.values()) == {1}
+        assert set(run.ages) == ({0, 1} if max_staleness else {0})
+
+
+def test_a_step_is_sampled_while_the_one_before_trains() -> None:
+    run = make_run("uniform", max_staleness=1, seed=0)
+    batch = run.ahead.take(1, run.sampler)
+    assert [group.group_id for group in batch.groups] == [f"step-1-{n}" for n in range(4)]
+    run.ahead.begin_next(1, 3, run.sampler)
+    assert run.sampler.open_step == 2 and not run.queue.is_empty
+    run.ahead.complete(run.sampler)
+    assert list(run.ahead.batches) == [2] and run.queue.is_empty
+    assert run.ahead.count_tokens() == 2 * 48
+    assert run.ahead.count_tokens() == 0
+
+
+def test_no_step_is_sampled_beyond_the_last_one() -> None:
+    run = make_run("uniform", max_staleness=2, seed=0)
+    run.ahead.take(3, run.sampler)
+    run.ahead.begin_next(3, 3, run.sampler)
+    assert run.sampler.open_step is None
+
+
+def test_without_an_engine_the_next_step_stays_open() -> None:
+    run = make_run("uniform", max_staleness=1, seed=0)
+    run.ahead.take(1, run.sampler)
+    state = run.sampler.state()
+    run.ahead.begin_next(1, 9, run.sampler)
+    assert run.sampler.selector.state() != state
+    run.ahead.complete(run.sampler, lambda: False)
+    assert run.sampler.open_step == 2 and not run.ahead.batches
+    assert run.sampler.state() == state  # a resumed run selects the same prompts
+    run.ahead.complete(run.sampler)
+    assert list(run.ahead.batches) == [2]
+    assert run.sampler.state() != state
+
+
+def test_a_batch_that_cannot_be_used_is_an_error_of_its_own_step(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = make_run("uniform", max_staleness=1, seed=0)
+    run.ahead.take(1, run.sampler)
+    state = run.sampler.state()
+    run.ahead.begin_next(1, 9, run.sampler)
+
+    def refuse(batch: RolloutBatch, label: str, share: float) -> None:
+        raise TooManyRejected(label)
+
+    monkeypatch.setattr(RolloutBatch, "require", refuse)
+    run.ahead.complete(run.sampler)
+    assert not run.ahead.batches
+    assert run.sampler.state() == state
+    with pytest.raises(TooManyRejected, match="step-2"):
+        run.ahead.take(2, run.sampler)
+    run.sampler.settle()
+    assert run.sampler.state() != state
+
+
+def test_batches_that_are_dropped_are_counted() -> None:
+    run = make_run("uniform", max_staleness=1, seed=0)
+    batch = run.ahead.take(1, run.sampler)
+    run.ahead.begin_next(1, 9, run.sampler)
+    run.ahead.complete(run.sampler)
+    group_ids, num_tokens = run.ahead.drop()
+    assert (sorted(group_ids), num_tokens) == ([f"step-2-{n}" for n in range(4)], 48)
+    run.queue.release([*group_ids, *batch.delivered_ids])
+    assert run.queue.held_ids == [] and not run.ahead.batches
+
+
+def test_ages_count_the_tokens_of_each_version() -> None:
+    def group_of(*versions: tuple[int, int]) -> Group:
+        ref = msgspec.structs.replace(REF, tokens_by_version=versions)
+        return Group(group_id="g", prompt=PROMPTS[0], rollouts=(ref,))
+
+    batch = RolloutBatch((group_of((3, 10), (4, 6)), group_of((5, 4))), 20)
+    assert batch.age_metrics(5) == {
+        "rollout/age/mean": (2 * 10 + 1 * 6) / 20,
+        "rollout/age/max": 2.0,
+        "rollout/age/2": 10.0,
+        "rollout/age/1": 6.0,
+        "rollout/age/0": 4.0,
+    }
+    assert RolloutBatch((), 0).age_metrics(5) == {}
