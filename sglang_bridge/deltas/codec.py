@@ -16,7 +16,7 @@ import zstandard
 from sglang_bridge.errors import EngineError
 
 Bytes = npt.NDArray[np.uint8]
-# Higher levels take several times as long and save little (docs/weight_sync.md)
+# The fastest of the ordinary levels: changes are mostly zeros
 _LEVEL = 1
 _MAX_WINDOW_BYTES = 2**27
 
