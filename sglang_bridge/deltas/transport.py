@@ -18,8 +18,9 @@ from sglang_bridge.admin import AdminClient
 from sglang_bridge.deltas.codec import Bytes, compress_change, digest
 from sglang_bridge.deltas.manifest import CONFIG, INDEX, Manifest, StoredFile, write_manifest
 from sglang_bridge.deltas.weight_copy import map_bytes
-from sglang_bridge.weights.buckets import Bucket
+from sglang_bridge.weights.buckets import Bucket, NamedTensors, iterate_buckets
 from sglang_bridge.weights.calls import Failures, call_each
+from sglang_bridge.weights.crew import SendReport
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class DeltaTransport:
         self._scratch = scratch
         self._config_from = config_from
         self._copies = copies
-        self._timeout = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._log = log
         self._stream = uuid.uuid4().hex
         self._last_sequence = 0
@@ -96,16 +97,11 @@ class DeltaTransport:
         self._push = _Push(0, None)
         self._last_push: _Push | None = None
 
-    @property
-    def device(self) -> torch.device:
-        """The device on which buckets must be."""
-        return torch.device("cpu")
-
     def connect(self, admins: Sequence[AdminClient]) -> Failures:
         """Do nothing: files need no connection."""
         return {}
 
-    def begin(self, admins: Sequence[AdminClient], version: int) -> Failures:
+    def begin(self, admins: Sequence[AdminClient], version: int, deadline: float) -> Failures:
         """Start an empty directory."""
         # An update that broke leaves its number unused
         self._last_sequence += 1
@@ -117,8 +113,28 @@ class DeltaTransport:
         self._local(self._push.sequence).mkdir(parents=True)
         return {}
 
-    def send(self, bucket: Bucket, admins: Sequence[AdminClient], version: int) -> Failures:
-        """Write one bucket as one file: its change, or all of it if that is smaller."""
+    def send(
+        self,
+        tensors: NamedTensors,
+        admins: Sequence[AdminClient],
+        version: int,
+        *,
+        bucket_bytes: int,
+        deadline: float,
+    ) -> SendReport:
+        """Write each bucket as one file. Rank 0 sends all tensors, and nobody else any."""
+        push = self._push
+        for bucket in iterate_buckets(
+            tensors, bucket_bytes=bucket_bytes, device=torch.device("cpu")
+        ):
+            self._write(bucket)
+        return SendReport(
+            num_tensors=len(push.shard_of),
+            bytes_sent={admin.url: push.num_stored for admin in admins},
+        )
+
+    def _write(self, bucket: Bucket) -> None:
+        """Write a bucket's change, or all of it if that is smaller."""
         push = self._push
         name = f"model-{len(push.files):05d}.safetensors"
         tensors = dict(bucket.tensors())
@@ -126,9 +142,8 @@ class DeltaTransport:
         data.tofile(self._local(push.sequence) / name)
         push.shard_of |= dict.fromkeys(tensors, name)
         self._store(name, data)
-        return {}
 
-    def end(self, admins: Sequence[AdminClient], version: int) -> Failures:
+    def end(self, admins: Sequence[AdminClient], version: int, deadline: float) -> Failures:
         """Let every node rebuild the weights, and every engine load those of its node."""
         push = self._push
         manifest = self._manifest(version, push.base, push.files)
@@ -148,10 +163,9 @@ class DeltaTransport:
         return failures | call_each(
             ready,
             lambda admin: admin.update_weights_from_disk(
-                replies[admin.engine.node].path,
-                weight_version=str(version),
-                timeout=self._timeout,
+                replies[admin.engine.node].path, timeout=self.timeout_seconds
             ),
+            deadline=deadline,
         )
 
     def forget(self, admin: AdminClient) -> None:

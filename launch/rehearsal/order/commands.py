@@ -26,14 +26,12 @@ from megatron_rl.contracts.commands import (
     Finish,
     Poll,
     Save,
-    Sync,
     Train,
     WaitForSave,
 )
 from megatron_rl.contracts.group import RolloutLocation, RolloutRef, Verdict
 from megatron_rl.contracts.rollout import FinishReason, Rollout
 from megatron_rl.contracts.step_plan import Denominators, OptimizerStep, StepPlan
-from megatron_rl.engines.weight_sync import FollowerSync
 from megatron_rl.losses import open_loss
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.checkpoint import tensors
@@ -89,8 +87,6 @@ class RankCommands:
         self._store.folder.mkdir()
         checkpoints = saving.CheckpointWriter(self._worker, self._store, nbytes=0, keep=1)
         table = dict(ModelCommands(self._worker, checkpoints, (c,)).table())
-        # Rank 0's talk with the engines is between no ranks
-        table[Sync] = lambda command: FollowerSync().send(command, self._worker.export())
         table[Poll] = lambda command: None
         self._dispatcher = Dispatcher(self._layout.control_group, table)
         self._answer_host_memory()
@@ -102,10 +98,8 @@ class RankCommands:
         if (self._c.parallel.vpp or 1) > 1:  # the interleaved schedule needs a multiple
             fills_pipeline = 2 * self._c.parallel.pp
             few = self._c.parallel.pp
-        self._execute("export", Sync(version=0, audit=True))
         self._execute("evaluation", Poll())
         self._train("step", fills_pipeline)
-        self._execute("export after a step", Sync(version=1))
         self._train("step with NaN", few, answers=_NAN)
         self._train("step with infinite gradients", few, answers=_NOT_APPLIED)
         self._train("step with too large gradients", few, answers=_OVERFLOW)

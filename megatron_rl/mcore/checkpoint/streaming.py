@@ -6,7 +6,7 @@ parameter (tests/mcore/test_streaming.py::test_export_holds_one_bucket_at_a_time
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,11 @@ from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.mcore.checkpoint.tensor_reader import TensorReader
 from megatron_rl.mcore.model import build_models
 from megatron_rl.mcore.weights.export import NamedTensors, hf_tensors
-from megatron_rl.mcore.weights.parameters import PlacedParameter, placed_parameters
+from megatron_rl.mcore.weights.parameters import (
+    PlacedParameter,
+    in_update_order,
+    placed_parameters,
+)
 from megatron_rl.mcore.weights.quantised import quantize_weights
 from megatron_rl.mcore.weights.save import open_barrier
 from megatron_rl.models.fp8_weights import Fp8Weights
@@ -59,7 +63,8 @@ class SavedWeights:
         with torch.device("meta"):  # only names, shapes and places are needed
             models: list[Any] = build_models(shape, local_model, ParallelSettings(), on_gpu=False)
         self._places: dict[str, Any] = models[0].sharded_state_dict()
-        self.buckets = list(_fill_buckets(placed_parameters(models, shape), bucket_bytes))
+        parameters = in_update_order(placed_parameters(models, shape))
+        self.buckets = list(_fill_buckets(parameters, bucket_bytes))
 
     def all(self, dtype: torch.dtype) -> NamedTensors:
         """Yield every tensor of the model by its Hugging Face name, as `dtype`.
@@ -175,7 +180,7 @@ def _pieces_of(
     return pieces
 
 
-def _fill_buckets(parameters: Iterator[PlacedParameter], bucket_bytes: int) -> Iterator[Bucket]:
+def _fill_buckets(parameters: Iterable[PlacedParameter], bucket_bytes: int) -> Iterator[Bucket]:
     """Group parameters in their order into buckets of at most `bucket_bytes`."""
     bucket: list[PlacedParameter] = []
     size = 0
