@@ -89,6 +89,12 @@ def test_settings_that_contradict_fp8_are_named(
     assert results and reason in results[0].rule
 
 
+def test_the_mismatch_of_bfloat16_is_for_quantized_engines(divided: Path) -> None:
+    (refusal,) = refusals(divided, "guard.bf16_mismatch=0.002")
+    assert refusal.key == "guard.bf16_mismatch" and "not quantized" in refusal.rule
+    assert accept(divided, FP8, "guard.bf16_mismatch=0.002").guard.bf16_mismatch == 0.002
+
+
 def test_gpus_round_activations_always(divided: Path) -> None:
     (refusal,) = refusals(divided, FP8, BF16, "engine.round_activations=false", facts=NODE)
     assert refusal.key == "engine.round_activations" and refusal.remedy == "Use true"
