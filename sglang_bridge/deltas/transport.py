@@ -141,7 +141,8 @@ class DeltaTransport:
         data = np.frombuffer(save(tensors), dtype=np.uint8)
         data.tofile(self._local(push.sequence) / name)
         push.shard_of |= dict.fromkeys(tensors, name)
-        self._store(name, data)
+        width = max(tensors.values(), key=lambda tensor: tensor.nbytes).itemsize
+        self._store(name, data, width=1 if len(data) % width else width)
 
     def end(self, admins: Sequence[AdminClient], version: int, deadline: float) -> Failures:
         """Let every node rebuild the weights, and every engine load those of its node."""
@@ -189,20 +190,22 @@ class DeltaTransport:
             values["sync/delta/changed"] = push.num_changed / push.num_bytes
         return values
 
-    def _store(self, name: str, data: Bytes) -> None:
-        """Write what travels of one file, and note it."""
+    def _store(self, name: str, data: Bytes, *, width: int) -> None:
+        """Write what travels of one file, and note it. width: as in `compress_change`."""
         push = self._push
         base = self._base_file(name, len(data))
         encoding: Literal["whole", "change"] = "whole"
         payload: bytes | memoryview = data.data
         push.num_changed += len(data)
         if base is not None:
-            change = compress_change(data, base)
+            change = compress_change(data, base, width=width)
             push.num_changed += change.num_changed - len(data)
             if len(change.data) < len(data):
                 encoding = "change"
                 payload = change.data
-        file = StoredFile(name=name, size=len(data), digest=digest(data), encoding=encoding)
+        file = StoredFile(
+            name=name, size=len(data), digest=digest(data), encoding=encoding, width=width
+        )
         (self._push_path("push") / file.stored_name).write_bytes(payload)
         push.files.append(file)
         push.num_bytes += len(data)

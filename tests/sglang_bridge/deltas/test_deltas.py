@@ -26,20 +26,36 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 
 
 @given(
-    st.integers(1, 3000).flatmap(
-        lambda size: st.tuples(
-            arrays.arrays(np.uint8, size),
-            arrays.arrays(np.uint8, size),
+    st.tuples(st.integers(1, 700), st.sampled_from([1, 2, 4, 8])).flatmap(
+        lambda sizes: st.tuples(
+            arrays.arrays(np.uint8, sizes[0] * sizes[1]),
+            arrays.arrays(np.uint8, sizes[0] * sizes[1]),
+            st.just(sizes[1]),
         )
     )
 )
 def test_a_change_restores_every_bit_pattern(
-    versions: tuple[np.ndarray, np.ndarray],
+    versions: tuple[np.ndarray, np.ndarray, int],
 ) -> None:
-    base, new = versions
-    change = compress_change(new, base)
-    assert np.array_equal(apply_change(change.data, base), new)
+    base, new, width = versions
+    change = compress_change(new, base, width=width)
+    assert np.array_equal(apply_change(change.data, base, width=width), new)
     assert change.num_changed == sum(a != b for a, b in zip(base, new, strict=True))
+
+
+def test_changes_of_low_bytes_cost_less_where_bytes_lie_by_significance() -> None:
+    base = np.zeros(2**16, dtype=np.uint8)
+    new = base.copy()
+    new[::2] = np.random.default_rng(0).integers(0, 8, 2**15)
+    sizes = [len(compress_change(new, base, width=width).data) for width in (1, 2)]
+    # Three bits of every second byte are 12,288 bytes.
+    assert 12288 < sizes[1] < 0.85 * sizes[0]
+
+
+def test_a_width_that_does_not_divide_the_file_is_refused() -> None:
+    base = np.zeros(10, dtype=np.uint8)
+    with pytest.raises(BrokenDelta, match="values of 4 bytes do not fill a file of 10"):
+        apply_change(compress_change(base, base).data, base, width=4)
 
 
 def test_equal_files_cost_nearly_nothing() -> None:
@@ -395,6 +411,7 @@ def test_an_update_that_broke_is_no_base(scene: Scene) -> None:
         ("size", -1),
         ("digest", "x"),
         ("encoding", "pickle"),
+        ("width", 0),
     ],
 )
 def test_a_manifest_that_names_other_files_is_refused(
