@@ -72,6 +72,7 @@ def test_expert_parallel_engines_are_the_remedy(make_checkpoint: MakeCheckpoint)
             "engine.unquantized_last_layers",
             "4 layers",
         ),
+        (("engine.tp=2", "engine.ep=2"), "engine.tp", "not been tried"),
         (("engine.fake_quant=fp8_blockwise",), "engine.fake_quant", "rounded twice"),
         (("mode=eval",), "engine.quantization", "sends no weights"),
         (
