@@ -44,6 +44,7 @@ _EXPORT = """Write the model of a training checkpoint in Hugging Face format.
     python launch/checkpoint.py export runs/NAME --out exported
     torchrun --nproc-per-node 4 launch/checkpoint.py export \\
         runs/NAME/checkpoints/iter_0000010 --out exported --dtype bfloat16
+    python launch/checkpoint.py export runs/NAME --out exported-fp8 --dtype bfloat16 --fp8
 
 CHECKPOINT is the directory of a run, whose newest complete checkpoint is exported, or of one
 checkpoint, whatever its parallel layout. All files are compared with their hashes first. A rank
@@ -84,6 +85,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 source=options.checkpoint,
                 out=options.out,
                 dtype=options.dtype,
+                fp8=options.fp8,
+                unquantized_first=options.unquantized_first,
+                unquantized_last=options.unquantized_last,
                 model=options.model,
                 bucket_mib=options.bucket_mib,
             )
@@ -125,6 +129,20 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model", type=Path, help="start checkpoint, if model.path of the run has moved"
     )
+    parser.add_argument(
+        "--fp8",
+        action="store_true",
+        help="write FP8 weights with scales for blocks of 128 x 128, as engine.quantization=fp8 "
+        "sends them; --dtype is that of the other tensors",
+    )
+    for end in ("first", "last"):
+        parser.add_argument(
+            f"--unquantized-{end}",
+            type=int,
+            default=0,
+            metavar="LAYERS",
+            help=f"with --fp8: layers at the {end} end that stay in --dtype (default: 0)",
+        )
     parser.add_argument(
         "--bucket-mib",
         type=float,

@@ -159,11 +159,10 @@ class AdminClient:
         dtypes: list[str],
         shapes: list[list[int]],
         group_name: str,
-        weight_version: str | None,
         timeout: float,
     ) -> None:
         """Let the engine receive one flattened bucket by broadcast, and wait until it is loaded."""
-        body: dict[str, Any] = {
+        body = {
             "names": names,
             "dtypes": dtypes,
             "shapes": shapes,
@@ -171,19 +170,25 @@ class AdminClient:
             "load_format": "flattened_bucket",
             "flush_cache": False,
         }
-        if weight_version is not None:
-            body["weight_version"] = weight_version
         self._post("/update_weights_from_distributed", body, timeout=timeout)
 
-    def update_weights_from_disk(
-        self, model_path: str, *, weight_version: str, timeout: float
-    ) -> None:
+    def set_weight_version(self, version: str) -> None:
+        """Give the weights that the engine holds a version. Responses carry it from now on."""
+        body = {"new_version": version, "abort_all_requests": False}
+        self._post("/update_weight_version", body)
+
+    def weight_version(self) -> str:
+        """The version that the engine gives its weights."""
+        status, body = self._exchange("GET", "/model_info", None, admin=False)
+        self._require_ok("/model_info", status, body)
+        return str(msgspec.json.decode(body, type=dict[str, Any]).get("weight_version"))
+
+    def update_weights_from_disk(self, model_path: str, *, timeout: float) -> None:
         """Let the engine load a directory in Hugging Face format."""
         body = {
             "model_path": model_path,
             # Without it, the engine would use the format it was started with, such as "dummy".
             "load_format": "auto",
-            "weight_version": weight_version,
             "flush_cache": False,
         }
         self._post("/update_weights_from_disk", body, timeout=timeout)

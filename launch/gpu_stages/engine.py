@@ -82,7 +82,7 @@ def engine(setting: Setting, report: Report) -> None:
             shape,
             directory=setting.scratch / "sync",
             model_path=setting.scratch / "start",
-            device=worker.layout.device,
+            job=worker.layout,
             log=print,
         )
         for step in (0, 1):

@@ -30,7 +30,6 @@ from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses import open_loss
 from megatron_rl.mcore import compat
-from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.job import Job
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
@@ -163,7 +162,6 @@ class RankStep:
     def run(self, workload: Workload) -> RankReport:
         """Run a step, an export, and a save if the run saves checkpoints."""
         from megatron_rl.mcore.checkpoint import gather_tensors
-        from megatron_rl.mcore.weights import iterate_hf_weights
 
         worker = self._worker
         mode = self._mode
@@ -176,9 +174,8 @@ class RankStep:
         self._train(batches)
         del batches
         self._begin(EXPORT)
-        dtype = torch_dtype(self._c.engine.dtype)
-        for _ in iterate_hf_weights(worker.policy.models, self._shape, dtype):
-            pass  # the stages' buckets for rank 0 are not rehearsed
+        for _ in worker.export().owned():
+            pass  # its buckets are not rehearsed
         if self._c.run.checkpoint_every:
             self._begin(SAVE)
             gather_tensors(worker.policy.models, worker.optimizer, check_places=False)

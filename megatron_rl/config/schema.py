@@ -467,6 +467,9 @@ class GuardSettings(Section):
     # train.max_nonfinite_steps consecutive steps: the run stops, or rolls back. stop: at the first.
     # rollback and stop also react to NaN or Inf in weights and in the responses of engines.
     nonfinite: Literal["skip", "rollback", "stop"] = "skip"
+    # engine.quantization=fp8 only: mismatch/k3_kl of the same model with bfloat16 engines. The run
+    # warns when a step's exceeds five times it. null: it does not compare them.
+    bf16_mismatch: Annotated[float, Gt(0)] | None = None
     # The run stops instead of rolling back more often than this within rollback_window steps.
     max_rollbacks: Positive = 3
     rollback_window: Positive = 100

@@ -25,10 +25,16 @@ from megatron_rl.engines.node.node_keeper import NodeKeeper
 from megatron_rl.engines.node.node_processes import NodeProcesses
 from megatron_rl.engines.node.weight_copies import RemoteWeightCopies, WeightCopyKeeper
 from megatron_rl.engines.quantization import engine_quantization
+from megatron_rl.engines.rank_part import open_rank_part
 from megatron_rl.engines.server_places import server_places
 from megatron_rl.engines.token_counter import TokenCounter
 from megatron_rl.engines.url_list import UrlList
-from megatron_rl.engines.weight_sync import WeightCopies, WeightSync, open_weight_sync
+from megatron_rl.engines.weight_sync import (
+    FollowerSync,
+    WeightCopies,
+    WeightSync,
+    open_weight_sync,
+)
 from megatron_rl.mcore.job import Job
 from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.shape import ModelShape
@@ -45,6 +51,7 @@ from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.keys import RunKeys, create_keys, read_keys
 from sglang_bridge.server.readiness import require_external_engines, require_settings
+from sglang_bridge.weights.part import RankPart
 
 _HUB_SECONDS = 60.0
 _ABORT_SECONDS = 5.0
@@ -53,6 +60,7 @@ _COUNT_SECONDS = 5.0
 _PROBE_SECONDS = 10.0
 
 WeightSyncOpener = Callable[[Members, Callable[[str], None]], WeightSync]
+RankPartOpener = Callable[[Callable[[str], None]], RankPart]
 
 
 class Engines:
@@ -60,8 +68,9 @@ class Engines:
 
     processes: the processes of this node, None on ranks that own none. template: the configuration
     of every collector, without its engines. open_sync: opens weight sync to the members of the run,
-    with a function that logs. stack: closes the connections. quantization: of every engine, as a
-    `quantization_config`; None for unquantized ones.
+    with a function that logs. open_part: opens another rank's part in it. stack: closes the
+    connections. quantization: of every engine, as a `quantization_config`; None for unquantized
+    ones.
     """
 
     def __init__(
@@ -72,6 +81,7 @@ class Engines:
         template: Configure,
         recovery: RecoverySettings,
         open_sync: WeightSyncOpener,
+        open_part: RankPartOpener,
         stack: contextlib.ExitStack,
         quantization: Mapping[str, Any] | None = None,
     ) -> None:
@@ -82,9 +92,19 @@ class Engines:
         self._settings = template.engine
         self._recovery = recovery
         self._open_sync = open_sync
+        self._open_part = open_part
         self._stack = stack
         self._quantization = quantization
         self._keeper: NodeKeeper | None = None
+
+    def open_follower(self, log: Callable[[str], None]) -> FollowerSync:
+        """Open this rank's side of weight syncs, which rank 0 leads.
+
+        log: writes a line about a long wait.
+        """
+        follower = FollowerSync(self._open_part(log))
+        self._stack.callback(follower.close)
+        return follower
 
     def connect(
         self, log: Callable[[str], None] | None = None, *, sends_weights: bool = True
@@ -324,9 +344,20 @@ def open_engines(
                 shape,
                 directory=directory.path / "sync",
                 model_path=Path(configuration.model.path),
-                device=job.device,
+                job=job,
                 log=log,
                 copies=_weight_copies(configuration.sync, members, job, stack, log),
+            )
+
+        def open_part(log: Callable[[str], None]) -> RankPart:
+            return open_rank_part(
+                job,
+                keys,
+                configuration.sync,
+                configuration.engine,
+                directory=directory.path / "sync",
+                model_path=Path(configuration.model.path),
+                log=log,
             )
 
         yield Engines(
@@ -336,6 +367,7 @@ def open_engines(
             template,
             configuration.recovery,
             open_sync,
+            open_part,
             stack,
             quantization,
         )

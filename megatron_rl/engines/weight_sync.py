@@ -172,7 +172,7 @@ class WeightSync:
                 self._members.admit(member.name, member.epoch, command.version)
         if command.only is None:
             self.is_current = True
-        values = self._values(command, num_compared) | self._costs()
+        values = self._values(command, num_compared) | self._costs(targets)
         if command.audit:
             values["time/sync/audit"] = audit_seconds
         return values
@@ -260,8 +260,9 @@ class WeightSync:
         self._num_mismatches.pop(member.name, None)
         return report.num_compared
 
-    def _costs(self) -> dict[str, float]:
+    def _costs(self, targets: Sequence[Member]) -> dict[str, float]:
         """The seconds of the last update by part, and the bytes by owner and engine."""
+        names = {member.url: member.name.removeprefix("http://") for member in targets}
         summary = self._updater.summary
         values = {f"time/sync/{part}": seconds for part, seconds in summary.seconds.items()}
         values["sync/bytes"] = float(sum(summary.bytes_sent.values()))
@@ -271,7 +272,7 @@ class WeightSync:
         values |= {f"sync/bytes/{rank}": float(count) for rank, count in by_rank.items()}
         if len(summary.bytes_sent) <= _MAX_LINKS:
             for (rank, url), count in summary.bytes_sent.items():
-                values[f"sync/bytes/{rank}/{url.removeprefix('http://')}"] = float(count)
+                values[f"sync/bytes/{rank}/{names[url].replace(' ', '_')}"] = float(count)
         return values
 
     def _exclude(self, member: Member, reason: str) -> None:

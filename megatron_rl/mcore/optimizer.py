@@ -124,12 +124,12 @@ class DistributedAdam:
         """
         if not self._all_finite(loss_is_finite):
             return StepResult(is_applied=False, grad_norm=float("nan"), lr=0.0)
-        norm = self._gradient_norm()
-        # The gradients are finite, and the square of none exceeds that of the norm
-        if not _true_on_all_ranks(norm.square().isfinite()):
+        self._optimizer.prepare_grads()
+        norm = float(self._optimizer.get_grad_norm())
+        if not self._has_finite_squares(norm):
             return StepResult(is_applied=False, grad_norm=float("nan"), lr=0.0)
-        if max_norm is not None and not _true_on_all_ranks(norm <= max_norm):
-            return StepResult(is_applied=False, grad_norm=float(norm), lr=0.0)
+        if max_norm is not None and not self._is_at_most(norm, max_norm):
+            return StepResult(is_applied=False, grad_norm=norm, lr=0.0)
         self.scheduler.step(1)
         _, grad_norm, _ = self._optimizer.step()
         lr = get_canonical_lr_for_logging(self._optimizer.param_groups)
@@ -196,11 +196,21 @@ class DistributedAdam:
         is_finite = torch.stack(extremes).isfinite().all() & loss_is_finite
         return _true_on_all_ranks(is_finite)
 
-    def _gradient_norm(self) -> torch.Tensor:
-        """Return the norm of all gradients, a float32 scalar. Collective."""
-        self._optimizer.prepare_grads()
+    def _has_finite_squares(self, norm: float) -> bool:
+        """True if the square of the gradients' norm fits into float32 on all ranks. Collective.
+
+        The gradients must be finite. No gradient's square exceeds the square of the norm.
+        """
+        return _true_on_all_ranks(self._on_device(norm).square().isfinite())
+
+    def _is_at_most(self, norm: float, limit: float) -> bool:
+        """True if the norm is at most the limit on all ranks. Collective."""
+        return _true_on_all_ranks(self._on_device(norm) <= limit)
+
+    def _on_device(self, value: float) -> torch.Tensor:
+        """Return a float32 scalar on the device of the gradients."""
         device = self._models[0].buffers[0].grad_data.device
-        return torch.full((), self._optimizer.get_grad_norm(), dtype=torch.float32, device=device)
+        return torch.full((), value, dtype=torch.float32, device=device)
 
 
 def _true_on_all_ranks(flag: torch.Tensor) -> bool:

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 _MIN_ADVANTAGE_RATIO = 0.02
 _MAX_ADVANTAGE_RATIO = 0.5
 _WARN_AFTER_STEPS = 3
+# Of KL(engine || trainer) in FP8 over that in bfloat16
+_MAX_MISMATCH_RATIO = 5.0
 # A request that ends just after the counters were read belongs to the next step
 _MAX_UNACCOUNTED_SHARE = 0.01
 _SUPERVISED_START = (
@@ -68,6 +70,39 @@ class ZeroVarianceBalanceAlarm:
             f"warning: the advantages in zero-variance groups are {ratio:.3g} times those in "
             f"other groups (policy/advantage_zero_variance {zero_variance:.3g}, "
             f"policy/advantage_mixed {others:.3g}). {advice}"
+        )
+
+
+class MismatchAlarm:
+    """Compares the mismatch of quantized engines with that of bfloat16 engines.
+
+    bf16_mismatch: mismatch/k3_kl with bfloat16 engines; None without a comparison.
+    """
+
+    def __init__(self, bf16_mismatch: float | None) -> None:
+        self._bf16_mismatch = bf16_mismatch
+        self._exceeds = False
+
+    def observe(self, values: Mapping[str, float]) -> str | None:
+        """Read the metrics of one step.
+
+        Returns a warning when mismatch/k3_kl exceeds five times that of bfloat16 engines, and None
+        while it stays above.
+        """
+        mismatch = values.get("mismatch/k3_kl")
+        if self._bf16_mismatch is None or mismatch is None:
+            return None
+        exceeded = self._exceeds
+        ratio = mismatch / self._bf16_mismatch
+        self._exceeds = not ratio <= _MAX_MISMATCH_RATIO  # also NaN
+        if exceeded or not self._exceeds:
+            return None
+        return (
+            f"warning: mismatch/k3_kl {mismatch:.3g} is {ratio:.3g} times that of bfloat16 engines "
+            f"(guard.bf16_mismatch={self._bf16_mismatch:g}); up to {_MAX_MISMATCH_RATIO:g} is "
+            "usual in FP8. Check sync/audit_mismatches, keep layers unquantized "
+            "(engine.unquantized_first_layers, engine.unquantized_last_layers), replay routes "
+            "(train.replay=rollout), or use engine.quantization=null"
         )
 
 

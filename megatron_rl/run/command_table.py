@@ -23,7 +23,7 @@ from megatron_rl.contracts.commands import (
     WaitForSave,
 )
 from megatron_rl.engines.engines import Engines
-from megatron_rl.engines.weight_sync import NamedTensors, Sender
+from megatron_rl.engines.weight_sync import Sender
 from megatron_rl.mcore.job import Job
 from megatron_rl.run.checkpoints.rollback import CheckpointLoader
 from megatron_rl.run.checkpoints.saving import CheckpointWriter
@@ -34,8 +34,9 @@ from megatron_rl.run.supervision.stop_request import StopRequest
 from megatron_rl.training.dispatcher import CommandTable as Table
 from megatron_rl.training.exchange.rollout_exchange import RolloutsLost
 from megatron_rl.training.worker import LostRollouts, TrainOutcome, Worker
+from sglang_bridge.weights.source import WeightSource
 
-Export = Callable[[], NamedTensors]
+Export = Callable[[], WeightSource]
 
 
 @dataclass(frozen=True)

@@ -38,6 +38,7 @@ from megatron_rl.rollouts.set_result import measure_set
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 from megatron_rl.run.alarms import (
     AccountAlarm,
+    MismatchAlarm,
     SelectionAlarm,
     UnchangedWeightsAlarm,
     ZeroVarianceBalanceAlarm,
@@ -115,6 +116,7 @@ class Leader:
             progress=self.records.progress,
             checkpoints=self.checkpoints,
         )
+        self._mismatch = MismatchAlarm(self.guard.bf16_mismatch)
         if resume_state is not None:
             self._restore(resume_state)
 
@@ -558,7 +560,13 @@ class Leader:
                 values[name] = values.get(name, 0.0) + tokens
 
     def _report_alarms(self, values: dict[str, float]) -> None:
-        alarms = (self._unchanged_weights, self._balance, self._selection, self._account)
+        alarms = (
+            self._unchanged_weights,
+            self._balance,
+            self._selection,
+            self._account,
+            self._mismatch,
+        )
         self._report_warnings(*(alarm.observe(values) for alarm in alarms))
 
     def report_account(self, values: dict[str, float]) -> None:

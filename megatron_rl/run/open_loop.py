@@ -12,7 +12,7 @@ from megatron_rl.config.curriculum import phases_of
 from megatron_rl.contracts.commands import Poll
 from megatron_rl.engines.connections import EngineConnections
 from megatron_rl.engines.engines import Engines, name_external_engines
-from megatron_rl.engines.weight_sync import FollowerSync
+from megatron_rl.engines.weight_sync import Sender
 from megatron_rl.records.effective_time import open_effective_time
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.progress import Progress
@@ -119,11 +119,20 @@ def _engine_commands(
         return None
     return EngineCommands(
         engines=engines,
-        sender=FollowerSync() if connections is None else connections.weights,
+        sender=_open_sender(setup, engines, connections),
         export=_open_export(setup, worker),
         stop=supervision.stop,
         job=setup.job,
     )
+
+
+def _open_sender(
+    setup: RunSetup, engines: Engines, connections: EngineConnections | None
+) -> Sender:
+    """Return this rank's side of weight syncs. Rank 0 leads."""
+    if connections is None:
+        return engines.open_follower(setup.progress.log)
+    return connections.weights
 
 
 def _open_export(setup: RunSetup, worker: Worker | None) -> Export | None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,11 +26,10 @@ from megatron_rl.mcore.optimizer import DistributedAdam, StepResult
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.router_target import ReplayError
 from megatron_rl.mcore.weights import (
+    OwnedWeights,
     complete,
     fake_quantize,
     fp8_weights_of,
-    iterate_all_stages,
-    iterate_hf_weights,
     quantize_weights,
     save_hf_weights,
 )
@@ -55,6 +54,7 @@ from megatron_rl.training.replay.update_routes import with_update_routes
 from megatron_rl.training.samples.gathering import gather_samples
 from megatron_rl.training.samples.token_values import TokenValues, merge_extremes
 from megatron_rl.training.update import update_policy
+from sglang_bridge.weights.buckets import NamedTensors
 
 
 class RoutesDisagree(Failure):
@@ -119,6 +119,7 @@ class Worker:
     rollouts_directory: Path
     sync: SyncSettings = field(default_factory=SyncSettings)
     _token_values: TokenValues | None = field(default=None, init=False, repr=False)
+    _weights: OwnedWeights | None = field(default=None, init=False, repr=False)
 
     def train(
         self,
@@ -198,22 +199,11 @@ class Worker:
         self.policy = replace(self.policy, loss=loss, logprobs=logprobs)
         self.optimizer.set_peak_lr(lr)
 
-    def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights for the engines under Hugging Face names, all of them on rank 0.
-
-        Every rank must exhaust the iterator.
-        """
-        weights = iterate_hf_weights(self.policy.models, self.shape, torch_dtype(self.engine.dtype))
-        weights = fake_quantize(weights, self.engine.fake_quant)
-        names = fp8_weights_of(self.engine, self.shape)
-        if names is not None:
-            weights = quantize_weights(weights, names)
-        weights = iterate_all_stages(
-            weights, self.layout, bucket_bytes=int(self.sync.bucket_mb * 2**20)
-        )
-        if names is None or self.layout.rank:
-            return weights
-        return complete(weights, names, torch_dtype(self.engine.dtype))
+    def export(self) -> OwnedWeights:
+        """Return the weights for the engines under Hugging Face names, as each rank owns them."""
+        if self._weights is None:
+            self._weights = self._open_weights()
+        return self._weights
 
     def save(self, target: Path) -> None:
         """Write the weights with the start checkpoint's tokenizer and configuration."""
@@ -224,6 +214,27 @@ class Worker:
             source=Path(self.model.path),
             target=target,
             dtype=dtype,
+        )
+
+    def _open_weights(self) -> OwnedWeights:
+        dtype = torch_dtype(self.engine.dtype)
+        names = fp8_weights_of(self.engine, self.shape)
+
+        def transform(weights: NamedTensors) -> NamedTensors:
+            weights = fake_quantize(weights, self.engine.fake_quant)
+            return weights if names is None else quantize_weights(weights, names)
+
+        def check(weights: NamedTensors) -> NamedTensors:
+            return weights if names is None else complete(weights, names, dtype)
+
+        return OwnedWeights(
+            self.policy.models,
+            self.shape,
+            self.layout,
+            dtype,
+            transform,
+            bucket_bytes=int(self.sync.bucket_mb * 2**20),
+            complete=check,
         )
 
     def _run(

@@ -6,6 +6,7 @@ every dtype and every bit pattern, NaN included, because it never looks at value
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 import numpy as np
@@ -16,8 +17,9 @@ import zstandard
 from sglang_bridge.errors import EngineError
 
 Bytes = npt.NDArray[np.uint8]
-# Higher levels take several times as long and save little (docs/weight_sync.md)
+# The fastest of the ordinary levels: changes are mostly zeros
 _LEVEL = 1
+_MAX_THREADS = 8
 _MAX_WINDOW_BYTES = 2**27
 
 
@@ -32,14 +34,20 @@ class Change(NamedTuple):
     num_changed: int
 
 
-def compress_change(new: Bytes, base: Bytes) -> Change:
-    """Compress the change from `base` to `new`: uint8 [n], of equal length."""
+def compress_change(new: Bytes, base: Bytes, *, width: int = 1) -> Change:
+    """Compress the change from `base` to `new`: uint8 [n], of equal length.
+
+    width: bytes of most values in the file, which divides n. Bytes of equal significance are laid
+    side by side, because the lower ones change more often.
+    """
     change = np.bitwise_xor(new, base)
-    compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True)
-    return Change(compressor.compress(change.data), int(np.count_nonzero(change)))
+    planes = np.ascontiguousarray(change.reshape(-1, width).T)
+    threads = min(len(os.sched_getaffinity(0)), _MAX_THREADS)
+    compressor = zstandard.ZstdCompressor(level=_LEVEL, write_checksum=True, threads=threads)
+    return Change(compressor.compress(planes.data), int(np.count_nonzero(change)))
 
 
-def apply_change(data: bytes, base: Bytes) -> Bytes:
+def apply_change(data: bytes, base: Bytes, *, width: int = 1) -> Bytes:
     """Return the new version: uint8 [n], as long as `base`.
 
     Memory is bounded by the length of `base`, whatever `data` says. Raises `BrokenDelta`.
@@ -48,12 +56,15 @@ def apply_change(data: bytes, base: Bytes) -> Bytes:
         size = zstandard.frame_content_size(data)
         if size != len(base):
             raise BrokenDelta(f"it changes a file of {size} bytes, but the base has {len(base)}")
-        change = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompress(
+        planes = zstandard.ZstdDecompressor(max_window_size=_MAX_WINDOW_BYTES).decompress(
             data, allow_extra_data=False
         )
     except zstandard.ZstdError as error:
         raise BrokenDelta(f"it cannot be decompressed ({error})") from error
-    return np.bitwise_xor(np.frombuffer(change, dtype=np.uint8), base)
+    if size % width:
+        raise BrokenDelta(f"values of {width} bytes do not fill a file of {size}")
+    change = np.frombuffer(planes, dtype=np.uint8).reshape(width, -1).T.reshape(-1)
+    return np.bitwise_xor(change, base)
 
 
 def digest(data: Bytes) -> str:

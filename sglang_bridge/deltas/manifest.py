@@ -22,13 +22,14 @@ class StoredFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     name: of the complete file. size, digest: of the complete file. encoding: "whole" stores the
     complete file under `name`, "change" the compressed change against the base under
-    `name` + ".change".
+    `name` + ".change". width: of a change, as in `compress_change`.
     """
 
     name: Annotated[str, msgspec.Meta(pattern=_NAME)]
     size: Annotated[int, msgspec.Meta(ge=1)]
     digest: Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
     encoding: Literal["whole", "change"]
+    width: Annotated[int, msgspec.Meta(ge=1, le=8)] = 1
 
     @property
     def stored_name(self) -> str:

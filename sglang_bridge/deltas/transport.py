@@ -18,8 +18,9 @@ from sglang_bridge.admin import AdminClient
 from sglang_bridge.deltas.codec import Bytes, compress_change, digest
 from sglang_bridge.deltas.manifest import CONFIG, INDEX, Manifest, StoredFile, write_manifest
 from sglang_bridge.deltas.weight_copy import map_bytes
-from sglang_bridge.weights.buckets import Bucket
+from sglang_bridge.weights.buckets import Bucket, NamedTensors, iterate_buckets
 from sglang_bridge.weights.calls import Failures, call_each
+from sglang_bridge.weights.crew import SendReport
 
 
 @dataclass(frozen=True)
@@ -88,7 +89,7 @@ class DeltaTransport:
         self._scratch = scratch
         self._config_from = config_from
         self._copies = copies
-        self._timeout = timeout_seconds
+        self.timeout_seconds = timeout_seconds
         self._log = log
         self._stream = uuid.uuid4().hex
         self._last_sequence = 0
@@ -96,16 +97,11 @@ class DeltaTransport:
         self._push = _Push(0, None)
         self._last_push: _Push | None = None
 
-    @property
-    def device(self) -> torch.device:
-        """The device on which buckets must be."""
-        return torch.device("cpu")
-
     def connect(self, admins: Sequence[AdminClient]) -> Failures:
         """Do nothing: files need no connection."""
         return {}
 
-    def begin(self, admins: Sequence[AdminClient], version: int) -> Failures:
+    def begin(self, admins: Sequence[AdminClient], version: int, deadline: float) -> Failures:
         """Start an empty directory."""
         # An update that broke leaves its number unused
         self._last_sequence += 1
@@ -117,18 +113,38 @@ class DeltaTransport:
         self._local(self._push.sequence).mkdir(parents=True)
         return {}
 
-    def send(self, bucket: Bucket, admins: Sequence[AdminClient], version: int) -> Failures:
-        """Write one bucket as one file: its change, or all of it if that is smaller."""
+    def send(
+        self,
+        tensors: NamedTensors,
+        admins: Sequence[AdminClient],
+        version: int,
+        *,
+        bucket_bytes: int,
+        deadline: float,
+    ) -> SendReport:
+        """Write each bucket as one file. Rank 0 sends all tensors, and nobody else any."""
+        push = self._push
+        for bucket in iterate_buckets(
+            tensors, bucket_bytes=bucket_bytes, device=torch.device("cpu")
+        ):
+            self._write(bucket)
+        return SendReport(
+            num_tensors=len(push.shard_of),
+            bytes_sent={admin.url: push.num_stored for admin in admins},
+        )
+
+    def _write(self, bucket: Bucket) -> None:
+        """Write a bucket's change, or all of it if that is smaller."""
         push = self._push
         name = f"model-{len(push.files):05d}.safetensors"
         tensors = dict(bucket.tensors())
         data = np.frombuffer(save(tensors), dtype=np.uint8)
         data.tofile(self._local(push.sequence) / name)
         push.shard_of |= dict.fromkeys(tensors, name)
-        self._store(name, data)
-        return {}
+        width = max(tensors.values(), key=lambda tensor: tensor.nbytes).itemsize
+        self._store(name, data, width=1 if len(data) % width else width)
 
-    def end(self, admins: Sequence[AdminClient], version: int) -> Failures:
+    def end(self, admins: Sequence[AdminClient], version: int, deadline: float) -> Failures:
         """Let every node rebuild the weights, and every engine load those of its node."""
         push = self._push
         manifest = self._manifest(version, push.base, push.files)
@@ -148,10 +164,9 @@ class DeltaTransport:
         return failures | call_each(
             ready,
             lambda admin: admin.update_weights_from_disk(
-                replies[admin.engine.node].path,
-                weight_version=str(version),
-                timeout=self._timeout,
+                replies[admin.engine.node].path, timeout=self.timeout_seconds
             ),
+            deadline=deadline,
         )
 
     def forget(self, admin: AdminClient) -> None:
@@ -175,20 +190,22 @@ class DeltaTransport:
             values["sync/delta/changed"] = push.num_changed / push.num_bytes
         return values
 
-    def _store(self, name: str, data: Bytes) -> None:
-        """Write what travels of one file, and note it."""
+    def _store(self, name: str, data: Bytes, *, width: int) -> None:
+        """Write what travels of one file, and note it. width: as in `compress_change`."""
         push = self._push
         base = self._base_file(name, len(data))
         encoding: Literal["whole", "change"] = "whole"
         payload: bytes | memoryview = data.data
         push.num_changed += len(data)
         if base is not None:
-            change = compress_change(data, base)
+            change = compress_change(data, base, width=width)
             push.num_changed += change.num_changed - len(data)
             if len(change.data) < len(data):
                 encoding = "change"
                 payload = change.data
-        file = StoredFile(name=name, size=len(data), digest=digest(data), encoding=encoding)
+        file = StoredFile(
+            name=name, size=len(data), digest=digest(data), encoding=encoding, width=width
+        )
         (self._push_path("push") / file.stored_name).write_bytes(payload)
         push.files.append(file)
         push.num_bytes += len(data)

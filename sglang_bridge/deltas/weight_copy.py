@@ -77,7 +77,9 @@ class WeightCopy:
         else:
             assert self._path is not None  # a change has a base
             try:
-                data = apply_change(source.read_bytes(), map_bytes(self._path / file.name))
+                data = apply_change(
+                    source.read_bytes(), map_bytes(self._path / file.name), width=file.width
+                )
             except BrokenDelta as error:
                 raise BrokenDelta(f"{source}: {error}") from error
             data.tofile(path)

@@ -16,13 +16,9 @@ NamedTensors = Iterator[tuple[str, torch.Tensor]]
 
 @dataclass
 class Bucket:
-    """Tensors laid end to end. flat: uint8 [bytes]. last: True for the last bucket of a stream.
-
-    slot: the memory that it occupies.
-    """
+    """Tensors laid end to end. flat: uint8 [bytes]. slot: the memory that it occupies."""
 
     flat: torch.Tensor
-    last: bool
     names: list[str] = field(default_factory=list)
     dtypes: list[torch.dtype] = field(default_factory=list)
     shapes: list[torch.Size] = field(default_factory=list)
@@ -70,8 +66,7 @@ def iterate_buckets(
     slots: how many buckets may exist at a time. Before the next one is filled, this waits until one
     of them is released. With one slot, asking for the next bucket releases the last one.
 
-    Raises `ValueError` on a repeated name, an empty tensor, parts of a unit that are apart, and an
-    empty stream.
+    Raises `ValueError` on a repeated name, an empty tensor, and parts of a unit that are apart.
     """
     pool = itertools.cycle([Slot(bucket_bytes, device) for _ in range(slots)])
     filler: _Filler | None = None
@@ -82,7 +77,7 @@ def iterate_buckets(
             filler = _Filler(next(pool), device)
         elif not filler.fits(tensor) and (is_new_unit or filler.has_earlier_units):
             unit = [] if is_new_unit else filler.cut_unit(copy=slots == 1)
-            bucket = filler.take(last=False)
+            bucket = filler.take()
             yield bucket
             if slots == 1:
                 bucket.release()
@@ -90,9 +85,8 @@ def iterate_buckets(
             filler.add_unit(unit)
             del unit
         filler.add(name, tensor, is_new_unit=is_new_unit)
-    if filler is None:
-        raise ValueError("there are no weights to send")
-    yield filler.take(last=True)
+    if filler is not None:
+        yield filler.take()
 
 
 class _Checker:
@@ -132,7 +126,7 @@ class _Filler:
         self._slot = slot
         self._device = device
         self._flat: torch.Tensor | None = None
-        self._bucket = Bucket(torch.empty(0, dtype=torch.uint8), last=False, slot=slot)
+        self._bucket = Bucket(torch.empty(0, dtype=torch.uint8), slot=slot)
         self._num_bytes = 0
         # Of the current unit: its first byte and its first tensor
         self._unit_start = 0
@@ -189,9 +183,8 @@ class _Filler:
         self._num_bytes = self._unit_start
         return unit
 
-    def take(self, *, last: bool) -> Bucket:
+    def take(self) -> Bucket:
         bucket = self._bucket
-        bucket.last = last
         flat = self._slot.memory() if self._flat is None else self._flat
         bucket.flat = flat[: self._num_bytes]
         return bucket

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
@@ -11,6 +12,7 @@ from sglang_bridge.admin import AdminClient
 from sglang_bridge.errors import EngineError
 
 Failures = dict[str, str]
+TOO_LATE = "no answer before sync.timeout_s"
 
 
 def start_call(function: Callable[[], None]) -> Future[None]:
@@ -29,13 +31,23 @@ def start_call(function: Callable[[], None]) -> Future[None]:
     return future
 
 
-def call_each(admins: Sequence[AdminClient], function: Callable[[AdminClient], None]) -> Failures:
-    """Call `function` for every engine in parallel, and return the reasons of failures by URL."""
+def call_each(
+    admins: Sequence[AdminClient],
+    function: Callable[[AdminClient], None],
+    *,
+    deadline: float | None = None,
+) -> Failures:
+    """Call `function` for every engine in parallel, and return the reasons of failures by URL.
+
+    deadline: by `time.monotonic`. A call that is not over by then has failed.
+    """
     futures = {admin.url: start_call(partial(function, admin)) for admin in admins}
     failures = {}
     for url, future in futures.items():
         try:
-            future.result()
-        except (EngineError, ValueError) as error:
+            future.result(None if deadline is None else max(deadline - time.monotonic(), 0.0))
+        except TimeoutError:
+            failures[url] = TOO_LATE
+        except (EngineError, ValueError, OSError) as error:  # OSError: no route to the host
             failures[url] = str(error)
     return failures

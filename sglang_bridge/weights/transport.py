@@ -5,42 +5,50 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-
 from sglang_bridge.admin import AdminClient
-from sglang_bridge.weights.buckets import Bucket
+from sglang_bridge.weights.buckets import NamedTensors
 from sglang_bridge.weights.calls import Failures
+from sglang_bridge.weights.crew import SendReport
 
 
 class WeightTransport(Protocol):
-    """Sends the buckets of one update to several engines: connect, begin, send..., end.
+    """One rank's way to send weights to several engines.
 
-    The caller does not pass a failed engine again within an update. `forget` drops the engine's
-    state.
+    In an update, every owner calls connect, and then send. Rank 0 calls begin between the two, and
+    end once all have sent. The caller does not pass a failed engine again within an update.
+    `forget` drops the engine's state.
     """
 
     @property
-    def device(self) -> torch.device:
-        """The device on which buckets must be."""
+    def timeout_seconds(self) -> float:
+        """The longest time for connecting, and for an update."""
         ...
 
     def connect(self, admins: Sequence[AdminClient]) -> Failures:
         """Prepare the engines that are not connected yet."""
         ...
 
-    def begin(self, admins: Sequence[AdminClient], version: int) -> Failures:
-        """Open an update."""
+    def begin(self, admins: Sequence[AdminClient], version: int, deadline: float) -> Failures:
+        """Open an update. deadline: by `time.monotonic`."""
         ...
 
-    def send(self, bucket: Bucket, admins: Sequence[AdminClient], version: int) -> Failures:
-        """Deliver one bucket and wait until it has arrived.
+    def send(
+        self,
+        tensors: NamedTensors,
+        admins: Sequence[AdminClient],
+        version: int,
+        *,
+        bucket_bytes: int,
+        deadline: float,
+    ) -> SendReport:
+        """Deliver this rank's tensors to every engine, and wait until they have arrived.
 
-        After the last bucket, the engines serve `version`.
+        admins: in the order of their turns. deadline: by `time.monotonic`.
         """
         ...
 
-    def end(self, admins: Sequence[AdminClient], version: int) -> Failures:
-        """Finish the update."""
+    def end(self, admins: Sequence[AdminClient], version: int, deadline: float) -> Failures:
+        """Finish the update. The engines hold the weights then, under no version yet."""
         ...
 
     def forget(self, admin: AdminClient) -> None:

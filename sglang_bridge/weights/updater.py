@@ -1,89 +1,160 @@
-"""Weight updates of all engines, from the trainer's source rank."""
+"""Weight updates of all engines, which rank 0 leads."""
 
 from __future__ import annotations
 
-import collections
 import contextlib
-from collections.abc import Sequence
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import msgspec
 
 from sglang_bridge.admin import AdminClient
-from sglang_bridge.errors import EngineError, WeightUpdateFailed
-from sglang_bridge.weights.buckets import NamedTensors, iterate_buckets
+from sglang_bridge.errors import EngineError, RequestFailed, WeightUpdateFailed
 from sglang_bridge.weights.calls import Failures, call_each
-from sglang_bridge.weights.transport import WeightTransport
+from sglang_bridge.weights.crew import Go, Order, Target
+from sglang_bridge.weights.part import RankPart, merge_seconds
+from sglang_bridge.weights.source import WeightSource
+
+
+@dataclass(frozen=True)
+class UpdateSummary:
+    """What an update took.
+
+    seconds: of the slowest rank, by part. bytes_sent: by rank and by the engine's URL.
+    """
+
+    seconds: Mapping[str, float] = field(default_factory=dict)
+    bytes_sent: Mapping[tuple[int, str], int] = field(default_factory=dict)
 
 
 class WeightUpdater:
-    """Sends weights to engines.
+    """Opens and ends the update of every engine, while all owners send.
 
-    Requests that run during an update are recomputed under the new weights.
+    No engine serves a mixture: an engine gets the version and goes on only after all owners have
+    sent everything and its session has ended. Requests that run during an update are recomputed
+    under the new weights.
+
+    part: rank 0's own part. Each further rank calls `RankPart.follow` at the same time.
     """
 
-    def __init__(self, *, transport: WeightTransport, bucket_bytes: int) -> None:
-        if bucket_bytes < 1:
-            raise ValueError(
-                f"sync.bucket_mb gives buckets of {bucket_bytes} bytes: it must be positive"
-            )
-        self._transport = transport
-        self._bucket_bytes = bucket_bytes
+    def __init__(self, part: RankPart) -> None:
+        self._part = part
+        self._transport = part.transport
+        self._connections: dict[AdminClient, str] = {}
+        self._forgotten: list[str] = []
         # Engines whose last update is complete. Any other may have an open one, because of a
         # failure or of another run.
         self._clean_admins: set[AdminClient] = set()
+        self.summary = UpdateSummary()
 
-    def push(
-        self, named_tensors: NamedTensors, version: int, admins: Sequence[AdminClient]
-    ) -> None:
-        """Send engines these weights, under Hugging Face names, as `version`.
+    def push(self, source: WeightSource, version: int, admins: Sequence[AdminClient]) -> None:
+        """Send engines the weights of all ranks, under Hugging Face names, as `version`.
 
-        Peak memory is one bucket and one tensor.
+        A collective. Each rank holds two buckets and one tensor beside its weights.
 
-        Raises `WeightUpdateFailed` after the stream is exhausted. By then, the other engines serve
-        the version.
+        Raises `WeightUpdateFailed` after all streams are exhausted. By then, the other engines
+        serve the version. Raises `ValueError` if no rank has anything to send.
         """
-        stream = iter(named_tensors)
-        update = _Update(admins)
+        update = _Update(admins, self._transport.timeout_seconds)
+        self._prepare(update)
+        order = self._order(version, admins)
+        self._connect(update, order, source)
+        # Forming groups has a limit of its own
+        update.restart_time()
+        claim = f"updating-{uuid.uuid4().hex[:12]}"
+        self._begin(update, version, claim)
         try:
-            self._prepare(update, version)
-            for bucket in iterate_buckets(
-                stream, bucket_bytes=self._bucket_bytes, device=self._transport.device
-            ):
-                if update.alive:
-                    update.record(self._transport.send(bucket, update.alive, version))
-            self._complete(update, version)
+            self._send(update, order, source)
+            self._complete(update, version, claim)
         except Exception:
             for admin in admins:
-                self._transport.forget(admin)
-            # The other ranks of the export still iterate, so the stream must be exhausted.
-            collections.deque(stream, maxlen=0)
+                self.forget(admin)
             raise
         for admin in admins:
             if admin.url in update.failures:
-                self._transport.forget(admin)
+                self.forget(admin)
         if update.failures:
             raise WeightUpdateFailed(
                 version, update.failures, [admin.url for admin in update.alive]
             )
 
     def forget(self, admin: AdminClient) -> None:
-        """Drop the connection to an engine that gets no further update from this client."""
+        """Drop the connections to an engine that gets no further update from this client.
+
+        The other ranks drop theirs in the next update.
+        """
         self._clean_admins.discard(admin)
         self._transport.forget(admin)
+        connection = self._connections.pop(admin, None)
+        if connection is not None:
+            self._forgotten.append(connection)
 
     def close(self) -> None:
         """Leave every engine."""
-        self._transport.close()
+        self._part.close()
 
-    def _prepare(self, update: _Update, version: int) -> None:
-        update.record(call_each(update.alive, lambda admin: admin.pause()))
-        update.record(call_each(update.alive, self._close_old_session))
-        update.record(self._transport.connect(update.alive))
-        update.record(self._transport.begin(update.alive, version))
+    def _prepare(self, update: _Update) -> None:
+        update.call(lambda admin: admin.pause())
+        update.call(self._close_old_session)
 
-    def _complete(self, update: _Update, version: int) -> None:
-        update.record(self._transport.end(update.alive, version))
-        update.record(call_each(update.alive, lambda admin: admin.flush_cache()))
-        update.record(call_each(update.alive, lambda admin: admin.resume()))
+    def _order(self, version: int, admins: Sequence[AdminClient]) -> Order:
+        """Tell all ranks which engines take part."""
+        targets = []
+        for admin in admins:
+            if admin not in self._connections:
+                self._connections[admin] = uuid.uuid4().hex[:12]
+                self._part.register(self._connections[admin], admin)
+            targets.append(Target(self._connections[admin], admin.engine))
+        order = Order(version, tuple(targets), tuple(self._forgotten))
+        self._forgotten.clear()
+        self._part.crew.tell(msgspec.msgpack.encode(order))
+        return order
+
+    def _connect(self, update: _Update, order: Order, source: WeightSource) -> None:
+        for rank, readiness in enumerate(self._part.connect(order, source)):
+            update.record(_of_rank(rank, readiness.failures))
+            if readiness.is_owner:
+                update.owners.append(rank)
+
+    def _begin(self, update: _Update, version: int, claim: str) -> None:
+        """Open the sessions, and mark them as this run's."""
+        update.record(self._transport.begin(update.alive, version, update.deadline))
+        update.call(lambda admin: admin.set_weight_version(claim))
+
+    def _send(self, update: _Update, order: Order, source: WeightSource) -> None:
+        connections = tuple(self._connections[admin] for admin in update.alive)
+        seconds = max(update.deadline - time.monotonic(), 0.0)
+        go = Go(connections, tuple(update.owners), seconds)
+        self._part.crew.tell(msgspec.msgpack.encode(go))
+        reports = self._part.send(go, order, source)
+        for rank, report in enumerate(reports):
+            update.record(_of_rank(rank, report.failures))
+        if not sum(report.num_tensors for report in reports) and connections:
+            raise ValueError("there are no weights to send")
+        self.summary = UpdateSummary(
+            merge_seconds(reports),
+            {
+                (rank, url): count
+                for rank, report in enumerate(reports)
+                for url, count in report.bytes_sent.items()
+            },
+        )
+
+    def _complete(self, update: _Update, version: int, claim: str) -> None:
+        seconds = dict(self.summary.seconds)
+        start = time.monotonic()
+        update.record(self._transport.end(update.alive, version, update.deadline))
+        update.call(lambda admin: _require_claim(admin, claim))
+        update.call(lambda admin: admin.set_weight_version(str(version)))
+        seconds["load"] = seconds.get("load", 0.0) + time.monotonic() - start
+        start = time.monotonic()
+        update.call(lambda admin: admin.flush_cache())
+        seconds["flush"] = time.monotonic() - start
+        update.call(lambda admin: admin.resume())
         self._clean_admins |= set(update.alive)
+        self.summary = UpdateSummary(seconds, self.summary.bytes_sent)
 
     def _close_old_session(self, admin: AdminClient) -> None:
         """Close the session that a failed update, or a trainer that died, may have left open."""
@@ -94,16 +165,46 @@ class WeightUpdater:
 
 
 class _Update:
-    """Engines that still take part in one update."""
+    """Engines that still take part in one update, and the ranks that send.
 
-    def __init__(self, admins: Sequence[AdminClient]) -> None:
+    deadline: by `time.monotonic`.
+    """
+
+    def __init__(self, admins: Sequence[AdminClient], timeout_seconds: float) -> None:
         self._admins = admins
+        self._timeout_seconds = timeout_seconds
+        self.restart_time()
         self.failures: Failures = {}
+        self.owners: list[int] = []
 
     @property
     def alive(self) -> list[AdminClient]:
         return [admin for admin in self._admins if admin.url not in self.failures]
 
+    def restart_time(self) -> None:
+        """Let the engines have the whole time again."""
+        self.deadline = time.monotonic() + self._timeout_seconds
+
     def record(self, failures: Failures) -> None:
         """Keep each engine's first failure."""
         self.failures = failures | self.failures
+
+    def call(self, function: Callable[[AdminClient], None]) -> None:
+        """Call a function for every engine that still takes part."""
+        self.record(call_each(self.alive, function, deadline=self.deadline))
+
+
+def _of_rank(rank: int, failures: Failures) -> Failures:
+    return {
+        url: f"from rank {rank}: {reason}" if rank else reason for url, reason in failures.items()
+    }
+
+
+def _require_claim(admin: AdminClient, claim: str) -> None:
+    """Raise `RequestFailed` if another trainer began an update of the engine meanwhile."""
+    label = admin.weight_version()
+    if label != claim:
+        raise RequestFailed(
+            f"{admin.url}: its weights are labelled {label!r}, not {claim!r}: another trainer "
+            "updates this engine. Give each run engines of its own"
+        )

@@ -1,11 +1,12 @@
-"""Process group of this process (rank 0) and the tensor-parallel ranks of one engine."""
+"""Process group of this process, its source, and the tensor-parallel ranks of one engine."""
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
 import uuid
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from functools import partial
 
 import torch.distributed as dist
@@ -18,7 +19,6 @@ from sglang_bridge.weights.calls import start_call
 from sglang_bridge.weights.process_group import abort, join_as_source, leave, open_store
 
 _POLL_SECONDS = 0.02
-_SHORT_POLL_SECONDS = 0.002
 
 
 class WeightGroup:
@@ -39,11 +39,14 @@ class WeightGroup:
         self._timeout = timeout
 
     @classmethod
-    def open(cls, admin: AdminClient, *, backend: str, timeout: float) -> WeightGroup:
+    def open(
+        cls, admin: AdminClient, *, backend: str, timeout: float, joining: threading.Lock
+    ) -> WeightGroup:
         """Let the engine join a new group, and join it too.
 
-        Both meet at this process's address on the route to the engine's host. Raises `EngineError`
-        when the engine does not join within the timeout.
+        Both meet at this process's address on the route to the engine's host. joining: torch cannot
+        make two groups at the same time. Raises `EngineError` when the engine does not join within
+        the timeout.
         """
         name = f"weights-{uuid.uuid4().hex[:12]}"
         address = address_towards(*admin.address)
@@ -63,16 +66,21 @@ class WeightGroup:
         )
         _wait_for_arrival(store, reply, timeout)
         try:
-            group = join_as_source(
-                store, name=name, world_size=world_size, backend=backend, timeout_seconds=timeout
-            )
+            with joining:
+                group = join_as_source(
+                    store,
+                    name=name,
+                    world_size=world_size,
+                    backend=backend,
+                    timeout_seconds=timeout,
+                )
         except RuntimeError as error:  # torch.distributed: a peer left, or the timeout passed
             raise RequestFailed(f"the process group for weights did not form: {error}") from error
         reply.result(timeout)
         return cls(name, admin, store, group, timeout)
 
-    def deliver(self, bucket: Bucket, version: str | None) -> Delivery:
-        """Start to broadcast one bucket. It must stay unchanged until the delivery is finished."""
+    def deliver(self, bucket: Bucket) -> Delivery:
+        """Start to broadcast one bucket. It must stay unchanged until the delivery is sent."""
         reply = start_call(
             partial(
                 self._admin.update_weights_from_distributed,
@@ -80,7 +88,6 @@ class WeightGroup:
                 dtypes=[str(dtype).removeprefix("torch.") for dtype in bucket.dtypes],
                 shapes=[list(shape) for shape in bucket.shapes],
                 group_name=self._name,
-                weight_version=version,
                 timeout=self._timeout,
             )
         )
@@ -108,7 +115,7 @@ class WeightGroup:
 
 
 class Delivery:
-    """Transfer of one bucket to one engine."""
+    """Transfer of one bucket to one engine, which loads it and then replies."""
 
     def __init__(
         self, reply: Future[None], broadcast: dist.Work | None, *, failure: str | None = None
@@ -117,20 +124,16 @@ class Delivery:
         self._broadcast = broadcast
         self._failure = failure
 
-    def finish(self, deadline: float) -> str | None:
-        """Wait until the bucket has arrived or failed, or `time.monotonic()` passes `deadline`.
+    @property
+    def failure(self) -> str | None:
+        """The reason why the bucket did not arrive, None while there is none."""
+        error = self._reply.exception() if self._reply.done() else None
+        return self._failure if error is None else str(error)
 
-        Returns the reason of a failure, or None.
-        """
-        while not self._is_done():
-            if time.monotonic() > deadline:
-                return "no answer before sync.timeout_s"
-            _wait_for(self._reply)
-        return self._reply_error() or self._failure
-
-    def _is_done(self) -> bool:
-        """True once reply and broadcast are complete, or one of them failed."""
-        if self._failure is not None or self._reply_error() is not None:
+    @property
+    def is_sent(self) -> bool:
+        """True once the bucket has left this process, or the delivery failed."""
+        if self.failure is not None:
             return True
         assert self._broadcast is not None
         if not self._broadcast.is_completed():
@@ -139,20 +142,12 @@ class Delivery:
             self._broadcast.wait()
         except RuntimeError as error:
             self._failure = f"the broadcast broke: {error}"
-            return True
-        return self._reply.done()
+        return True
 
-    def _reply_error(self) -> str | None:
-        error = self._reply.exception() if self._reply.done() else None
-        return None if error is None else str(error)
-
-
-def _wait_for(reply: Future[None]) -> None:
-    """Sleep until the reply arrives, or for one polling interval."""
-    if reply.done():  # only the broadcast is missing
-        time.sleep(_SHORT_POLL_SECONDS)
-    else:
-        wait([reply], timeout=_POLL_SECONDS)
+    @property
+    def is_loaded(self) -> bool:
+        """True once the engine has loaded the bucket, or the delivery failed."""
+        return self.is_sent and (self.failure is not None or self._reply.done())
 
 
 def _wait_for_arrival(store: dist.TCPStore, reply: Future[None], timeout: float) -> None:

@@ -72,6 +72,7 @@ def test_expert_parallel_engines_are_the_remedy(make_checkpoint: MakeCheckpoint)
             "engine.unquantized_last_layers",
             "4 layers",
         ),
+        (("engine.tp=2", "engine.ep=2"), "engine.tp", "not been tried"),
         (("engine.fake_quant=fp8_blockwise",), "engine.fake_quant", "rounded twice"),
         (("mode=eval",), "engine.quantization", "sends no weights"),
         (
@@ -87,6 +88,12 @@ def test_settings_that_contradict_fp8_are_named(
 ) -> None:
     results = [r for r in refusals(divided, FP8, *options) if r.key == key]
     assert results and reason in results[0].rule
+
+
+def test_the_mismatch_of_bfloat16_is_for_quantized_engines(divided: Path) -> None:
+    (refusal,) = refusals(divided, "guard.bf16_mismatch=0.002")
+    assert refusal.key == "guard.bf16_mismatch" and "not quantized" in refusal.rule
+    assert accept(divided, FP8, "guard.bf16_mismatch=0.002").guard.bf16_mismatch == 0.002
 
 
 def test_gpus_round_activations_always(divided: Path) -> None:

@@ -34,7 +34,7 @@ from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.schedule import run_schedule
-from megatron_rl.mcore.weights import iterate_all_stages, iterate_hf_weights
+from megatron_rl.mcore.weights import OwnedWeights
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.rollouts.codec import select_layers
 from megatron_rl.training.metric_sums import MetricSums
@@ -83,10 +83,8 @@ def gradient(
         gather_gradients(chunk)
         for weight in chunk.parameters():
             weight.data = weight.main_grad.clone()
-    stages = iterate_all_stages(
-        iterate_hf_weights(policy.models, shape), layout, bucket_bytes=1 << 20
-    )
-    return {name: tensor.clone() for name, tensor in stages}
+    weights = OwnedWeights(policy.models, shape, layout, None, iter, bucket_bytes=1 << 20)
+    return {name: tensor.clone() for name, tensor in weights.gathered()}
 
 
 def gather_gradients(chunk: Any) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -24,14 +25,14 @@ from sglang_bridge.server.managed_engine import ManagedEngine
 from sglang_bridge.server.readiness import require_external_engines
 from sglang_bridge.settings import ServerSettings
 from sglang_bridge.weights.audit import audit_engine
-from sglang_bridge.weights.buckets import Bucket
-from sglang_bridge.weights.calls import Failures
+from sglang_bridge.weights.buckets import NamedTensors
+from sglang_bridge.weights.crew import SendReport
 from sglang_bridge.weights.disk import DiskTransport
 from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.expectation import WeightExpectation
-from sglang_bridge.weights.updater import WeightUpdater
 from tests.sglang_bridge.tiny_model import EXPERTS, LAYERS, TOP_K, write_tiny_model
 from tests.support.engines import running_engine
+from tests.support.updaters import SoleUpdater, in_units
 
 pytestmark = pytest.mark.engine
 
@@ -47,7 +48,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 
 @pytest.fixture(scope="module")
 def weights(models: tuple[Path, Path]) -> tuple[Weights, Weights]:
-    first, second = (load_file(model / "model.safetensors") for model in models)
+    first, second = (in_units(load_file(model / "model.safetensors")) for model in models)
     return first, second
 
 
@@ -65,7 +66,7 @@ def engine(
 def push(engine: ManagedEngine) -> Iterator[Push]:
     """Sends weights to the engine under a version."""
     transport = DistributedTransport(backend="gloo", timeout_seconds=60)
-    updater = WeightUpdater(transport=transport, bucket_bytes=256 * 1024)
+    updater = SoleUpdater(transport, bucket_bytes=256 * 1024)
     yield partial(updater.push, admins=[engine.admin()])
     updater.close()
 
@@ -228,11 +229,17 @@ class FlippingTransport(DistributedTransport):
 
     victim = ""
 
-    def send(self, bucket: Bucket, admins: Sequence[AdminClient], version: int) -> Failures:
-        for name, tensor in bucket.tensors():
+    def send(
+        self, tensors: NamedTensors, admins: Sequence[AdminClient], version: int, **limits: Any
+    ) -> SendReport:
+        return super().send(self._flip(tensors), admins, version, **limits)
+
+    def _flip(self, tensors: NamedTensors) -> NamedTensors:
+        for name, tensor in tensors:
             if name == self.victim:
+                tensor = tensor.clone()
                 tensor.view(-1).view(torch.uint8)[17] ^= 1
-        return super().send(bucket, admins, version)
+            yield name, tensor
 
 
 @pytest.mark.parametrize(
@@ -249,7 +256,7 @@ def test_one_flipped_bit_is_reported(
 ) -> None:
     transport = FlippingTransport(backend="gloo", timeout_seconds=60)
     transport.victim = victim
-    updater = WeightUpdater(transport=transport, bucket_bytes=64 * 1024)
+    updater = SoleUpdater(transport, bucket_bytes=64 * 1024)
     admins = [engine.admin()]
     for version in (31, 32):
         expectation = WeightExpectation(dtype=torch.float32, num_experts=EXPERTS)
@@ -296,7 +303,7 @@ def test_weights_are_loaded_from_disk(
     tmp_path: Path,
 ) -> None:
     transport = DiskTransport(directory=tmp_path, config_from=models[0], timeout_seconds=60)
-    updater = WeightUpdater(transport=transport, bucket_bytes=512 * 1024)
+    updater = SoleUpdater(transport, bucket_bytes=512 * 1024)
     admins = [engine.admin()]
     for version, content in ((51, weights[1]), (52, weights[0])):
         expectation = WeightExpectation(dtype=torch.float32, num_experts=EXPERTS)

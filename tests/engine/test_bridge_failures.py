@@ -23,8 +23,8 @@ from sglang_bridge.server.managed_engine import ManagedEngine
 from sglang_bridge.server.process_table import descendants, is_alive, kill, process_tree
 from sglang_bridge.settings import ServerPlace, ServerSettings
 from sglang_bridge.weights.distributed import DistributedTransport
-from sglang_bridge.weights.updater import WeightUpdater
 from tests.sglang_bridge.tiny_model import write_tiny_model
+from tests.support.updaters import SoleUpdater, in_units
 
 pytestmark = pytest.mark.engine
 
@@ -123,11 +123,9 @@ def test_port_taken_before_the_start_is_replaced(
         assert engine.url != initial_url
 
 
-def open_updater() -> WeightUpdater:
-    return WeightUpdater(
-        transport=DistributedTransport(backend="gloo", timeout_seconds=20),
-        bucket_bytes=256 * 1024,
-    )
+def open_updater() -> SoleUpdater:
+    transport = DistributedTransport(backend="gloo", timeout_seconds=20)
+    return SoleUpdater(transport, bucket_bytes=256 * 1024)
 
 
 def test_engine_death_during_an_update_spares_the_others(
@@ -139,7 +137,7 @@ def test_engine_death_during_an_update_spares_the_others(
         engine.wait_healthy(240)
     updater = open_updater()
     admins = [victim.admin(), survivor.admin()]
-    weights = load_file(model / "model.safetensors")
+    weights = in_units(load_file(model / "model.safetensors"))
     updater.push(iter(weights.items()), 1, admins)
     names: list[str] = []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,8 @@ from megatron_rl.engines.weight_sync import FollowerSync, WeightSync
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed, WeightMismatch, WeightUpdateFailed
 from sglang_bridge.weights.expectation import WeightExpectation
+from sglang_bridge.weights.source import SoleSource, WeightSource
+from sglang_bridge.weights.updater import UpdateSummary
 
 WEIGHTS = {
     "model.norm.weight": torch.arange(8.0),
@@ -73,15 +74,11 @@ class FakeUpdater:
         self.pushes: list[tuple[int, list[str]]] = []
         self.targets: list[list[str]] = []
         self.forgotten_admins: list[FakeAdmin] = []
+        self.summary = UpdateSummary()
         self._engines = engines
 
-    def push(
-        self,
-        named_tensors: Iterator[tuple[str, torch.Tensor]],
-        version: int,
-        admins: Sequence[FakeAdmin],
-    ) -> None:
-        self.pushes.append((version, [name for name, _ in named_tensors]))
+    def push(self, source: WeightSource, version: int, admins: Sequence[FakeAdmin]) -> None:
+        self.pushes.append((version, [name for name, _ in source.owned()]))
         self.targets.append([admin.url for admin in admins])
         complete = WeightExpectation(dtype=torch.float32, num_experts=2)
         for name, tensor in WEIGHTS.items():
@@ -100,6 +97,10 @@ class FakeUpdater:
 
     def close(self) -> None:
         pass
+
+
+def source() -> SoleSource:
+    return SoleSource(lambda: iter(WEIGHTS.items()))
 
 
 def no_change(checksums: Checksums) -> Checksums:
@@ -151,7 +152,7 @@ class Run:
             self.members.answer(name, self.members[name].epoch)
         version = self.sync.version
         assert version is not None
-        return self.sync.send(Sync(version, audit=True, only=names), iter(WEIGHTS.items()))
+        return self.sync.send(Sync(version, audit=True, only=names), source())
 
     def _open_admin(self, engine: Engine) -> FakeAdmin:
         name = engine.url.split("//")[1].split(":")[0]
@@ -178,7 +179,12 @@ def two_engines(change: Change = no_change, *, audit_every: int = 1) -> Run:
 
 
 def send(sync: WeightSync) -> dict[str, float]:
-    return sync.send(sync.next_command(), iter(WEIGHTS.items()))
+    return sync.send(sync.next_command(), source())
+
+
+def without_costs(values: dict[str, float]) -> dict[str, float]:
+    costs = ("sync/bytes", "time/")
+    return {name: value for name, value in values.items() if not name.startswith(costs)}
 
 
 def test_versions_count_up_and_the_first_sync_is_audited() -> None:
@@ -196,13 +202,13 @@ def test_the_first_sync_is_audited_for_every_interval(audit_every: int, audits: 
     commands = []
     for _ in range(3):
         commands.append(sync.next_command())
-        sync.send(commands[-1], iter(WEIGHTS.items()))
+        sync.send(commands[-1], source())
     assert [command.audit for command in commands] == audits
 
 
 def test_an_audit_counts_the_compared_parameters() -> None:
     sync, _ = make_sync()
-    assert send(sync) == {
+    assert without_costs(send(sync)) == {
         "sync/version": 0.0,
         "sync/engines": 1.0,
         "sync/audit_mismatches": 0.0,
@@ -245,9 +251,9 @@ def test_a_difference_names_the_version() -> None:
 
 def test_engines_that_cannot_be_audited_by_value_are_compared_by_name_once() -> None:
     sync, run = make_sync(device="cuda", audit_every=1)
-    assert send(sync) == {"sync/version": 0.0, "sync/engines": 1.0}
+    assert without_costs(send(sync)) == {"sync/version": 0.0, "sync/engines": 1.0}
     assert "device=cuda" in sync.audit_obstacle
-    assert send(sync) == {"sync/version": 1.0, "sync/engines": 1.0}
+    assert without_costs(send(sync)) == {"sync/version": 1.0, "sync/engines": 1.0}
     assert len(run.updater.pushes) == 2
 
 
@@ -338,7 +344,7 @@ def test_an_engine_that_left_before_its_sync_gets_no_weights() -> None:
     run = two_engines()
     send(run.sync)
     run.members.fail("b", 0, "it died")
-    run.sync.send(Sync(0, audit=True, only=("b",)), iter(WEIGHTS.items()))
+    run.sync.send(Sync(0, audit=True, only=("b",)), source())
     assert run.updater.targets[-1] == []
     assert run.updater.pushes[-1] == (0, list(WEIGHTS))
     assert run.states() == {"a": "serving", "b": "out"}
@@ -426,29 +432,71 @@ def test_a_resumed_run_continues_the_versions() -> None:
         assert sync.next_command().version == next_version
 
 
-def test_a_follower_consumes_the_export_and_sends_nothing() -> None:
-    names = []
+class FakePart:
+    """A rank's part, which consumes what the rank owns."""
 
-    def export() -> Iterator[tuple[str, torch.Tensor]]:
+    def __init__(self) -> None:
+        self.names: list[str] = []
+
+    def follow(self, source: WeightSource) -> None:
+        self.names += [name for name, _ in source.owned()]
+
+
+@pytest.mark.parametrize("audit", [False, True])
+def test_a_follower_sends_what_it_owns_and_streams_once_more_for_an_audit(audit: bool) -> None:
+    part: Any = FakePart()
+    streams: list[str] = []
+
+    class Source(SoleSource):
+        def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in super().gathered():
+                streams.append(name)
+                yield name, tensor
+
+    follower_source = Source(lambda: iter(WEIGHTS.items()))
+    assert FollowerSync(part).send(Sync(version=0, audit=audit), follower_source) == {}
+    assert part.names == list(WEIGHTS)
+    assert streams == (list(WEIGHTS) if audit else [])
+
+
+def test_a_first_sync_that_fails_still_streams_for_its_audit() -> None:
+    """The other ranks do: they would wait for ever."""
+    run = two_engines()
+    run.engines["b"].push_error = "no such interface"
+    streams: list[str] = []
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in WEIGHTS.items():
-            names.append(name)
+            streams.append(name)
             yield name, tensor
 
-    assert FollowerSync().send(Sync(version=0), export()) == {}
-    assert names == list(WEIGHTS)
+    with pytest.raises(WeightUpdateFailed):
+        run.sync.send(run.sync.next_command(), SoleSource(stream))
+    assert streams == 2 * list(WEIGHTS)
 
 
-def test_a_follower_keeps_no_tensor() -> None:
-    references: list[weakref.ref[torch.Tensor]] = []
-    num_alive: list[int] = []
+def test_the_costs_of_a_sync_are_metrics() -> None:
+    run = two_engines()
+    run.updater.summary = UpdateSummary(
+        {"gather": 0.5, "send": 2.0},
+        {(0, "http://a:1"): 10, (0, "http://b:1"): 20, (3, "http://a:1"): 5},
+    )
+    values = send(run.sync)
+    costs = {name: value for name, value in values.items() if name.startswith("sync/bytes")}
+    assert costs == {
+        "sync/bytes": 35.0,
+        "sync/bytes/0": 30.0,
+        "sync/bytes/3": 5.0,
+        "sync/bytes/0/a": 10.0,
+        "sync/bytes/0/b": 20.0,
+        "sync/bytes/3/a": 5.0,
+    }
+    times = {name for name in values if name.startswith("time/")}
+    assert times == {"time/sync/gather", "time/sync/send", "time/sync/audit"}
 
-    def export() -> Iterator[tuple[str, torch.Tensor]]:
-        for _ in range(3):
-            tensor = torch.ones(4)
-            references.append(weakref.ref(tensor))
-            yield "weight", tensor
-            del tensor
-            num_alive.append(sum(reference() is not None for reference in references))
 
-    FollowerSync().send(Sync(version=0, audit=True), export())
-    assert num_alive == [0, 0, 0]
+def test_hundreds_of_links_are_not_listed_one_by_one() -> None:
+    run = two_engines()
+    run.updater.summary = UpdateSummary({}, {(rank, "http://a:1"): 1 for rank in range(65)})
+    costs = {name for name in send(run.sync) if name.startswith("sync/bytes")}
+    assert costs == {"sync/bytes", *(f"sync/bytes/{rank}" for rank in range(65))}

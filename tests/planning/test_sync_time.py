@@ -91,6 +91,7 @@ def test_names_of_latent_attention_and_shared_experts_are_counted() -> None:
     assert count_stream(compressing, "bfloat16").tensors == 41 + 2 * 3
     with_shared_expert = replace(SMALL, shared_ffn_hidden_size=4)
     assert count_stream(with_shared_expert, "fp8").tensors == 73 + 2 * 3 * 2
+    assert count_stream(with_shared_expert, "fp8").codes == 1152 + 2 * 96
     dense_layer = replace(SMALL, moe_layers=(1,))
     assert count_stream(dense_layer, "bfloat16").tensors == 41 - 12 - 1 + 3
 

@@ -9,6 +9,7 @@ from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.credit.assign import Credit
 from megatron_rl.run.alarms import (
     AccountAlarm,
+    MismatchAlarm,
     SelectionAlarm,
     UnchangedWeightsAlarm,
     ZeroVarianceBalanceAlarm,
@@ -29,6 +30,19 @@ def advantages(zero_variance: float, others: float = 1.0, samples: float = 3.0) 
 
 def untrained_step(kind: str, count: float = 4.0) -> dict[str, float]:
     return {"train/samples": 0.0, f"rollout/groups/{kind}": count}
+
+
+def test_mismatch_above_five_times_that_of_bfloat16_warns_once() -> None:
+    alarm = MismatchAlarm(0.002)
+    mismatches = (0.009, 0.0101, 0.02, 0.01, float("nan"))
+    warnings = [alarm.observe({"mismatch/k3_kl": mismatch}) for mismatch in mismatches]
+    assert [text is not None for text in warnings] == [False, True, False, False, True]
+    assert "0.0101 is 5.05 times" in str(warnings[1]) and "0.002" in str(warnings[1])
+
+
+def test_mismatch_without_a_comparison_is_silent() -> None:
+    assert MismatchAlarm(None).observe({"mismatch/k3_kl": 5.0}) is None
+    assert MismatchAlarm(0.002).observe({}) is None, "the step trained nothing"
 
 
 def test_zero_variance_balance_warns_once_when_the_ratio_leaves_its_range() -> None:

@@ -51,6 +51,8 @@ from megatron_rl.rollouts.messages import (
 from megatron_rl.rollouts.queue import RolloutQueue
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed, WeightMismatch, WeightUpdateFailed
+from sglang_bridge.weights.source import SoleSource
+from sglang_bridge.weights.updater import UpdateSummary
 from tests.support.clocks import FakeClock
 from tests.support.collectors import request
 from tests.support.fake_engine import configuration
@@ -523,7 +525,7 @@ class SimulatedRun:
 
     def _run_command(self, command: Command) -> dict[str, float]:
         assert isinstance(command, Sync)
-        return self.connections.weights.send(command, iter(()))
+        return self.connections.weights.send(command, SoleSource(lambda: iter(())))
 
     # Parts
 
@@ -570,7 +572,12 @@ class SimulatedRun:
 
     def _connect(self, audit_every: int, *, has_list: bool) -> EngineConnections:
         weights = WeightSync(
-            _part(push=self._push, forget=lambda admin: None, close=lambda: None),
+            _part(
+                push=self._push,
+                forget=lambda admin: None,
+                close=lambda: None,
+                summary=UpdateSummary(),
+            ),
             SyncSettings(audit_every=audit_every),
             self.members,
             make_expectation=self._make_expectation,

@@ -26,14 +26,12 @@ from megatron_rl.contracts.commands import (
     Finish,
     Poll,
     Save,
-    Sync,
     Train,
     WaitForSave,
 )
 from megatron_rl.contracts.group import RolloutLocation, RolloutRef, Verdict
 from megatron_rl.contracts.rollout import FinishReason, Rollout
 from megatron_rl.contracts.step_plan import Denominators, OptimizerStep, StepPlan
-from megatron_rl.engines.weight_sync import FollowerSync
 from megatron_rl.losses import open_loss
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.checkpoint import tensors
@@ -43,6 +41,7 @@ from megatron_rl.planning.rank_view import RankView
 from megatron_rl.rollouts import codec
 from megatron_rl.run.build_worker import build_worker
 from megatron_rl.run.checkpoints import saving
+from megatron_rl.run.checkpoints.rollback import CheckpointLoader
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.run.command_table import ModelCommands
 from megatron_rl.training import batch_recording
@@ -52,6 +51,7 @@ from megatron_rl.training.exchange import rollout_exchange
 from megatron_rl.training.exchange.transfer_plan import Receiver
 
 _NOT_APPLIED: Mapping[str, float | int] = {"_true_on_all_ranks": 0}
+_SPIKE: Mapping[str, float | int] = {"_is_at_most": 0}
 _OVERFLOW: Mapping[str, float | int] = {"_has_finite_squares": 0}
 # The last stage reads NaN as its loss, and all ranks learn that a rank does.
 _NAN: Mapping[str, float | int] = {"_true_on_all_ranks": 0, "update_policy": math.nan}
@@ -88,9 +88,8 @@ class RankCommands:
         self._store = CheckpointStore(folder / "checkpoints")
         self._store.folder.mkdir()
         checkpoints = saving.CheckpointWriter(self._worker, self._store, nbytes=0, keep=1)
-        table = dict(ModelCommands(self._worker, checkpoints, (c,)).table())
-        # Rank 0's talk with the engines is between no ranks
-        table[Sync] = lambda command: FollowerSync().send(command, self._worker.export())
+        loader = CheckpointLoader(self._worker, self._store, job_of(place))
+        table = dict(ModelCommands(self._worker, checkpoints, loader, (c,)).table())
         table[Poll] = lambda command: None
         self._dispatcher = Dispatcher(self._layout.control_group, table)
         self._answer_host_memory()
@@ -102,13 +101,12 @@ class RankCommands:
         if (self._c.parallel.vpp or 1) > 1:  # the interleaved schedule needs a multiple
             fills_pipeline = 2 * self._c.parallel.pp
             few = self._c.parallel.pp
-        self._execute("export", Sync(version=0, audit=True))
         self._execute("evaluation", Poll())
         self._train("step", fills_pipeline)
-        self._execute("export after a step", Sync(version=1))
         self._train("step with NaN", few, answers=_NAN)
         self._train("step with infinite gradients", few, answers=_NOT_APPLIED)
         self._train("step with too large gradients", few, answers=_OVERFLOW)
+        self._train("step with a spike", few, answers=_SPIKE, max_norm=1.0)
         self._train("step without rollouts", 0)
         self._train_unevenly(few)
         self._checkpoint("checkpoint")
@@ -117,10 +115,16 @@ class RankCommands:
         self._execute("save of the weights", Save(path=str(self._folder / "weights")))
 
     def _train(
-        self, name: str, micro_batches: int, answers: Mapping[str, float | int] | None = None
+        self,
+        name: str,
+        micro_batches: int,
+        answers: Mapping[str, float | int] | None = None,
+        max_norm: float | None = None,
     ) -> None:
         replicas = [micro_batches] * self._layout.dp_size
-        self._execute(name, Train(plan=self._plan(replicas, micro_batches)), answers)
+        plan = self._plan(replicas, micro_batches)
+        check_weights = max_norm is not None
+        self._execute(name, Train(plan, max_norm=max_norm, check_weights=check_weights), answers)
 
     def _train_unevenly(self, micro_batches: int) -> None:
         """Train steps in which half of the replicas have empty micro-batches alone.

@@ -16,6 +16,10 @@ def check_guard(c: Configuration, keys: Collection[str]) -> Iterator[BrokenRule]
         rule = f"guard.entropy={c.guard.entropy} compares the entropy with it"
         remedy = "Give the nats per token: policy/entropy in metrics.jsonl shows what is usual"
         yield BrokenRule("guard.min_entropy", rule, remedy)
+    if c.guard.bf16_mismatch is not None and c.engine.quantization is None:
+        rule = "This setting has no effect: engines are not quantized"
+        remedy = "Remove it, or use engine.quantization=fp8"
+        yield BrokenRule("guard.bf16_mismatch", rule, remedy)
     for key in c.guard.rollback_keys:
         yield from _check_rollback(c, key)
 

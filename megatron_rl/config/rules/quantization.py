@@ -30,7 +30,12 @@ def check_quantization(c: Configuration, facts: LaunchFacts) -> Iterator[BrokenR
         )
         remedy = "Use null, or give a checkpoint: run.resume=runs/NAME"
         yield BrokenRule("engine.quantization", rule, remedy)
-    is_on_gpus = engine.mode == "managed" and server_device(engine, facts.num_gpus) == "cuda"
+    if engine.mode == "external":
+        return
+    is_on_gpus = server_device(engine, facts.num_gpus) == "cuda"
+    if not is_on_gpus and engine.tp > 1:
+        rule = "Engines on CPUs have not been tried with shards of FP8 weights"
+        yield BrokenRule("engine.tp", rule, "Use 1, or engine.quantization=null")
     if is_on_gpus and not engine.round_activations:
         rule = "FP8 products of GPUs take both factors in FP8"
         yield BrokenRule("engine.round_activations", rule, "Use true")

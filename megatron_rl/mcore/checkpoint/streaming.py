@@ -6,7 +6,7 @@ parameter (tests/mcore/test_streaming.py::test_export_holds_one_bucket_at_a_time
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,14 @@ from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.mcore.checkpoint.tensor_reader import TensorReader
 from megatron_rl.mcore.model import build_models
 from megatron_rl.mcore.weights.export import NamedTensors, hf_tensors
-from megatron_rl.mcore.weights.parameters import PlacedParameter, placed_parameters
+from megatron_rl.mcore.weights.parameters import (
+    PlacedParameter,
+    in_update_order,
+    placed_parameters,
+)
+from megatron_rl.mcore.weights.quantised import quantize_weights
 from megatron_rl.mcore.weights.save import open_barrier
+from megatron_rl.models.fp8_weights import Fp8Weights
 from megatron_rl.models.hf_checkpoint.reader import CheckpointError
 from megatron_rl.models.hf_checkpoint.writer import (
     ShardWriter,
@@ -57,7 +63,8 @@ class SavedWeights:
         with torch.device("meta"):  # only names, shapes and places are needed
             models: list[Any] = build_models(shape, local_model, ParallelSettings(), on_gpu=False)
         self._places: dict[str, Any] = models[0].sharded_state_dict()
-        self.buckets = list(_fill_buckets(placed_parameters(models, shape), bucket_bytes))
+        parameters = in_update_order(placed_parameters(models, shape))
+        self.buckets = list(_fill_buckets(parameters, bucket_bytes))
 
     def all(self, dtype: torch.dtype) -> NamedTensors:
         """Yield every tensor of the model by its Hugging Face name, as `dtype`.
@@ -88,13 +95,24 @@ class SavedWeights:
             yield from hf_tensors(parameter, 0, weights.pop(parameter.name), self._shape, dtype)
 
 
-def write_hf(weights: SavedWeights, target: Path, *, source: Path, dtype: torch.dtype) -> None:
+def write_hf(
+    weights: SavedWeights,
+    target: Path,
+    *,
+    source: Path,
+    dtype: torch.dtype,
+    names: Fp8Weights | None = None,
+    quantization: Mapping[str, Any] | None = None,
+) -> None:
     """Write the weights in Hugging Face format to `target`, one file for each bucket. Collective.
 
     The ranks share the buckets. A failure leaves nothing behind.
 
     source: the directory with the tokenizer and configuration.
-    dtype: the dtype of the files; frozen weights keep their own.
+    dtype: the dtype of the files; frozen weights keep their own. Quantized weights are rounded to
+        it first, as for engines.
+    names: the tensors to quantize, None for none.
+    quantization: their `quantization_config`, which config.json gets.
 
     Raises `CheckpointError` for NaN and Inf.
     """
@@ -105,10 +123,11 @@ def write_hf(weights: SavedWeights, target: Path, *, source: Path, dtype: torch.
                 begin_checkpoint(target)
             wait_for_all()
             for number in range(rank, len(weights.buckets), dist.get_world_size()):
-                _write_bucket(weights, number, target, dtype)
+                _write_bucket(weights, number, target, dtype, names)
             wait_for_all()
             if rank == 0:
-                commit_checkpoint(target, source=source, dtype=dtype)
+                changes = {} if quantization is None else {"quantization_config": quantization}
+                commit_checkpoint(target, source=source, dtype=dtype, changes=changes)
             wait_for_all()
     except BaseException:
         if rank == 0:
@@ -116,13 +135,25 @@ def write_hf(weights: SavedWeights, target: Path, *, source: Path, dtype: torch.
         raise
 
 
-def _write_bucket(weights: SavedWeights, number: int, target: Path, dtype: torch.dtype) -> None:
+def _write_bucket(
+    weights: SavedWeights,
+    number: int,
+    target: Path,
+    dtype: torch.dtype,
+    names: Fp8Weights | None,
+) -> None:
     """Write a bucket as a file. Raises `CheckpointError` for NaN and Inf."""
     writer = ShardWriter(target, f"model-{number:05d}")
-    for name, tensor in weights.read(weights.buckets[number], dtype):
-        _require_finite(name, tensor, dtype)
+    tensors = _finite(weights.read(weights.buckets[number], dtype), dtype)
+    for name, tensor in tensors if names is None else quantize_weights(tensors, names):
         writer.add(name, tensor)
     writer.close()
+
+
+def _finite(tensors: NamedTensors, dtype: torch.dtype) -> NamedTensors:
+    for name, tensor in tensors:
+        _require_finite(name, tensor, dtype)
+        yield name, tensor
 
 
 def _require_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
@@ -149,7 +180,7 @@ def _pieces_of(
     return pieces
 
 
-def _fill_buckets(parameters: Iterator[PlacedParameter], bucket_bytes: int) -> Iterator[Bucket]:
+def _fill_buckets(parameters: Iterable[PlacedParameter], bucket_bytes: int) -> Iterator[Bucket]:
     """Group parameters in their order into buckets of at most `bucket_bytes`."""
     bucket: list[PlacedParameter] = []
     size = 0

@@ -3,17 +3,17 @@
 from megatron_rl.mcore.weights.export import iterate_hf_weights
 from megatron_rl.mcore.weights.fake_quant import fake_quantize
 from megatron_rl.mcore.weights.load import load_hf_weights
-from megatron_rl.mcore.weights.pipeline_stages import iterate_all_stages
+from megatron_rl.mcore.weights.owned_export import OwnedWeights
 from megatron_rl.mcore.weights.quantised import complete, fp8_weights_of, quantize_weights
 from megatron_rl.mcore.weights.random_init import initialize_hf_weights
 from megatron_rl.mcore.weights.save import save_hf_weights
 
 __all__ = [
+    "OwnedWeights",
     "complete",
     "fake_quantize",
     "fp8_weights_of",
     "initialize_hf_weights",
-    "iterate_all_stages",
     "iterate_hf_weights",
     "load_hf_weights",
     "quantize_weights",

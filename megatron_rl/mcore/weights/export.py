@@ -60,7 +60,7 @@ def hf_tensors(
     for name, tensor in zip(layout.hf_names, split(layout.fusion, weight, shape), strict=True):
         if layout.fusion is Fusion.VOCABULARY:
             tensor = tensor[: shape.vocab_size]
-        yield name, tensor if dtype is None or parameter.is_frozen else tensor.to(dtype)
+        yield name, parameter.convert(tensor, dtype)
 
 
 def _tensor_group(is_expert: bool) -> dist.ProcessGroup:

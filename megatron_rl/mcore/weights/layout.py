@@ -82,14 +82,17 @@ def join(fusion: Fusion, tensors: Sequence[torch.Tensor], shape: ModelShape) -> 
 
 
 def split(fusion: Fusion, weight: torch.Tensor, shape: ModelShape) -> list[torch.Tensor]:
-    """Invert `join`. The results are contiguous."""
+    """Invert `join`. The results are contiguous.
+
+    weight: a whole parameter, or one shard of it. The results are then shards along their rows, or
+    along their columns for `Fusion.COLUMNS`.
+    """
     if fusion is Fusion.GATED:
         return [part.contiguous() for part in weight.chunk(2)]
     if fusion is Fusion.QKV:
-        groups = shape.num_key_value_heads
+        queries = shape.num_attention_heads // shape.num_key_value_heads
         hidden_size = weight.shape[1]
-        by_group = weight.reshape(groups, -1, shape.head_dim, hidden_size)
-        queries = shape.num_attention_heads // groups
+        by_group = weight.reshape(-1, queries + 2, shape.head_dim, hidden_size)
         parts = by_group.split([queries, 1, 1], dim=1)
         return [part.reshape(-1, hidden_size) for part in parts]
     return [weight.contiguous()]

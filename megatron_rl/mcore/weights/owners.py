@@ -11,7 +11,7 @@ are no ranks of its world. So it is the oracle of the shards and their order, no
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 # Each owner has a communicator with each engine.
@@ -78,7 +78,7 @@ class Grid:
 
 
 def owners_of_stage(
-    units: Sequence[Unit], grid: Grid, stage: int, *, max_owners: int = MAX_OWNERS
+    units: Iterable[Unit], grid: Grid, stage: int, *, max_owners: int = MAX_OWNERS
 ) -> dict[str, Owner]:
     """Choose the owner of every unit of a pipeline stage, by key.
 
@@ -110,7 +110,7 @@ def owners_of_stage(
     return owners
 
 
-def collectors_of_stage(units: Sequence[Unit], grid: Grid, stage: int) -> dict[str, Owner]:
+def collectors_of_stage(units: Iterable[Unit], grid: Grid, stage: int) -> dict[str, Owner]:
     """Choose one rank of the stage, and one for each expert-parallel rank, without balance.
 
     A rank thus sends all its experts in their order.

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,7 @@ from megatron_rl.mcore.weights.layout import ParameterLayout, layout_of, shard
 from megatron_rl.models.families import parameter_names
 from megatron_rl.models.names import Fusion, Names
 from megatron_rl.models.shape import ModelShape
+from sglang_bridge.weights.fused_layout import update_unit
 
 _EMBEDDING = "embedding.word_embeddings.weight"
 _EXPERT_BIAS = "mlp.router.expert_bias"
@@ -66,6 +68,19 @@ class PlacedParameter:
         _, size = tensor_rank(layout)
         return (rows, columns * size) if layout.fusion is Fusion.COLUMNS else (rows * size, columns)
 
+    def convert(self, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+        """Return the parameter, or a part of it, in the dtype in which engines get it.
+
+        dtype: of weights that are trained; None keeps theirs. Frozen ones always keep theirs.
+        """
+        return tensor if dtype is None or self.is_frozen else tensor.to(dtype)
+
+    def num_whole_bytes(self, layout: ParameterLayout, dtype: torch.dtype | None) -> int:
+        """The bytes of the whole parameter after `convert`."""
+        if dtype is None or self.is_frozen:
+            dtype = self.weight.dtype
+        return math.prod(self.whole_shape(layout)) * dtype.itemsize
+
 
 def placed_parameters(
     models: Sequence[torch.nn.Module], shape: ModelShape
@@ -96,6 +111,15 @@ def placed_parameters(
                     is_tied_copy=False,
                     is_frozen=True,
                 )
+
+
+def in_update_order(parameters: Iterable[PlacedParameter]) -> list[PlacedParameter]:
+    """Put parameters that engines fuse next to each other, in the place of the first one."""
+    units: dict[str, list[PlacedParameter]] = {}
+    for parameter in parameters:
+        unit = update_unit(parameter.layout(ep_rank=0).hf_names[0])
+        units.setdefault(unit, []).append(parameter)
+    return [parameter for unit in units.values() for parameter in unit]
 
 
 def tensor_rank(layout: ParameterLayout) -> tuple[int, int]:

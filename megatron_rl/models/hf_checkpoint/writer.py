@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -41,15 +43,23 @@ def discard_checkpoint(target: Path) -> None:
     shutil.rmtree(_partial(target), ignore_errors=True)
 
 
-def commit_checkpoint(target: Path, *, source: Path, dtype: torch.dtype | None) -> None:
+def commit_checkpoint(
+    target: Path,
+    *,
+    source: Path,
+    dtype: torch.dtype | None,
+    changes: Mapping[str, Any] | None = None,
+) -> None:
     """Complete the checkpoint and replace `target` with it.
 
     source: checkpoint whose configuration and tokenizer are copied.
     dtype: dtype to write into the configuration. None: keep the one in the configuration.
+    changes: other keys to write into the configuration.
     """
     partial = _partial(target)
     _write_index(partial)
-    _copy_companions(source, partial, dtype)
+    _copy_companions(source, partial)
+    _change_configuration(partial / "config.json", dtype, changes or {})
     _flush(partial)
     _replace(target, partial)
 
@@ -120,13 +130,19 @@ def _write_index(directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 
-def _copy_companions(source: Path, target: Path, dtype: torch.dtype | None) -> None:
+def _copy_companions(source: Path, target: Path) -> None:
     for name in _COMPANION_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-    if dtype is None:
+
+
+def _change_configuration(
+    file: Path, dtype: torch.dtype | None, changes: Mapping[str, Any]
+) -> None:
+    if dtype is None and not changes:
         return
-    config = json.loads((target / "config.json").read_text())
-    config.pop("torch_dtype", None)
-    config["dtype"] = str(dtype).removeprefix("torch.")
-    (target / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+    config = json.loads(file.read_text())
+    if dtype is not None:
+        config.pop("torch_dtype", None)
+        config["dtype"] = str(dtype).removeprefix("torch.")
+    file.write_text(json.dumps(config | dict(changes), indent=2) + "\n")

@@ -20,7 +20,7 @@ _MAX_EVENTS = 60
 _FAULTS = {
     "train/nonfinite": "no update, because of NaN or Inf",
     "guard/skipped": "an update skipped, because of a spike",
-    "account/rolled_back": "rolled back to a checkpoint: trained tokens lost",
+    "guard/rollbacks": "rolled back to a checkpoint",
     "rollout/rejected": "rollouts rejected",
     "rollout/engines_left_out": "engines left out",
     "reward/no_verdict": "responses without a verdict",

@@ -14,7 +14,14 @@ from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.run_state import RunState
 from megatron_rl.models.families import read_shape
+from megatron_rl.models.fp8_weights import (
+    BLOCK,
+    fp8_weights,
+    quantization_config,
+    undivided_parts,
+)
 from megatron_rl.models.hf_checkpoint.inspection import inspect_checkpoint
+from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.write_errors import free_bytes
 from megatron_rl.run.checkpoints.state_file import read_state
@@ -45,6 +52,9 @@ class ExportRequest:
     source: directory of a run, or of one checkpoint.
     out: directory to create.
     dtype: data type of the result. None takes `run.save_dtype` or the training data type.
+    fp8: write what an engine with engine.quantization=fp8 loads. `dtype` is then that of the other
+    tensors.
+    unquantized_first, unquantized_last: with fp8, the layers at either end that stay in `dtype`.
     model: start checkpoint. None takes `model.path` of the run.
     bucket_mib: weights that a rank holds at a time, in MiB.
     """
@@ -52,6 +62,9 @@ class ExportRequest:
     source: Path
     out: Path
     dtype: str | None = None
+    fp8: bool = False
+    unquantized_first: int = 0
+    unquantized_last: int = 0
     model: Path | None = None
     bucket_mib: float = 1024.0
 
@@ -87,6 +100,16 @@ def check_request(request: ExportRequest) -> None:
             f"--bucket-mib={request.bucket_mib:g}: it must be above 0 and finite. Give the MiB of "
             "weights that a rank may hold at a time"
         )
+    layers = {
+        "--unquantized-first": request.unquantized_first,
+        "--unquantized-last": request.unquantized_last,
+    }
+    for option, number in layers.items():
+        if number < 0 or (number and not request.fp8):
+            raise ExportRefused(
+                f"{option}={number}: it takes a number of layers, at least 0, and belongs to "
+                "--fp8. Add --fp8, or leave it out"
+            )
 
 
 def export_checkpoint(request: ExportRequest) -> None:
@@ -108,12 +131,18 @@ def export_checkpoint(request: ExportRequest) -> None:
             compat.install()
             from megatron_rl.mcore import parallel
         parallel.initialize(ParallelSettings(), seed=0, job=job)
-        progress.log(f"exporting {plan.checkpoint} after step {plan.step} as {plan.dtype}")
+        progress.log(
+            f"exporting {plan.checkpoint} after step {plan.step} as {_format(plan, request)}"
+        )
         with progress.task("exporting"):
             _write(plan, request)
         progress.log(f"done: {request.out}")
     finally:
         leave()
+
+
+def _format(plan: ExportPlan, request: ExportRequest) -> str:
+    return f"FP8 and {plan.dtype}" if request.fp8 else plan.dtype
 
 
 def plan_export(request: ExportRequest, job: Job, progress: Progress) -> ExportPlan:
@@ -134,6 +163,7 @@ def plan_export(request: ExportRequest, job: Job, progress: Progress) -> ExportP
         progress.log(f"warning: skipping a damaged checkpoint: {damage}")
     state = read_state(checkpoint)
     model = find_model(state, request.model)
+    _require_blocks(request, read_shape(model.path))
     dtype = request.dtype or state.settings.get("run.save_dtype") or model.dtype
     _require_space(request.out, model, dtype)
     return ExportPlan(checkpoint, model, dtype, state.step)
@@ -157,6 +187,25 @@ def find_model(state: RunState, override: Path | None) -> ModelSettings:
         reasons = "; ".join(f"{defect.rule}. {defect.remedy}" for defect in defects)
         raise ExportRefused(f"{key}: {reasons}{remedy}")
     return ModelSettings(path=path, dtype=state.settings.get("model.dtype", "float32"))
+
+
+def _require_blocks(request: ExportRequest, shape: ModelShape) -> None:
+    """Raise `ExportRefused` for a model that no engine would load in FP8."""
+    if not request.fp8:
+        return
+    parts = [f"{part}={size}" for part, size in undivided_parts(shape, tp=1, ep=1)]
+    if parts:
+        raise ExportRefused(
+            f"--fp8: a scale belongs to {BLOCK} x {BLOCK} weights, and {', '.join(parts)} of the "
+            f"model is no multiple of {BLOCK}. Export without --fp8"
+        )
+    unquantized = request.unquantized_first + request.unquantized_last
+    if unquantized >= shape.num_layers:
+        raise ExportRefused(
+            f"--unquantized-first={request.unquantized_first} and "
+            f"--unquantized-last={request.unquantized_last}: all of the model's {shape.num_layers} "
+            "layers would stay unquantized. Give fewer, or export without --fp8"
+        )
 
 
 def _require_space(out: Path, model: ModelSettings, dtype: str) -> None:
@@ -186,7 +235,22 @@ def _write(plan: ExportPlan, request: ExportRequest) -> None:
     dtype: Any = getattr(torch, plan.dtype)
     try:
         weights = SavedWeights(plan.checkpoint, shape, plan.model, bucket_bytes=bucket_bytes)
-        write_hf(weights, request.out, source=Path(plan.model.path), dtype=dtype)
+        names = quantization = None
+        if request.fp8:
+            layers = {
+                "unquantized_first": request.unquantized_first,
+                "unquantized_last": request.unquantized_last,
+            }
+            names = fp8_weights(shape, **layers)
+            quantization = quantization_config(shape, **layers)
+        write_hf(
+            weights,
+            request.out,
+            source=Path(plan.model.path),
+            dtype=dtype,
+            names=names,
+            quantization=quantization,
+        )
     except ValueError as error:
         raise BadCheckpoint(
             f"{error}. {plan.model.path} is not the model that it was trained from. Give that "

@@ -2,7 +2,7 @@
 
 A kill at any moment leaves the run to resume from a good checkpoint, or from one whose state lets
 the guards roll back again: newer checkpoints lose their names before the first tensor is loaded
-(tests/run/guards/test_killed_rollbacks.py).
+(tests/distributed/test_rollbacks.py).
 """
 
 from __future__ import annotations

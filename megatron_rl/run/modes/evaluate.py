@@ -10,7 +10,7 @@ from pathlib import Path
 from megatron_rl.config.schema import Configuration, ParallelSettings
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.engines.connections import EngineConnections
-from megatron_rl.engines.weight_sync import NamedTensors, WeightSync
+from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.checkpoint import SavedWeights
 from megatron_rl.mcore.dtypes import torch_dtype
@@ -30,6 +30,8 @@ from megatron_rl.run.checkpoints.resume import explained_load_errors
 from megatron_rl.run.modes.mode import LoopParts
 from megatron_rl.run.setup import RunSetup
 from megatron_rl.training.dispatcher import Dispatcher
+from sglang_bridge.weights.buckets import NamedTensors
+from sglang_bridge.weights.source import SoleSource, WeightSource
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,7 @@ def _mean_cell(mean: float | None, half_width: float) -> str:
 
 def checkpoint_weights(
     c: Configuration, shape: ModelShape, checkpoint: Path, job: Job
-) -> Callable[[], NamedTensors]:
+) -> Callable[[], WeightSource]:
     """Open the weights of a checkpoint, a bucket in memory at a time (a collective).
 
     Rank 0 alone reads them. Raises `CheckpointUnusable`, also while they are read.
@@ -184,8 +186,6 @@ def checkpoint_weights(
     with explained_load_errors(checkpoint):
         bucket_bytes = int(c.sync.bucket_mb * 2**20)
         saved_weights = SavedWeights(checkpoint, shape, c.model, bucket_bytes=bucket_bytes)
-    if job.rank:
-        return partial(iter, ())
 
     def weights() -> NamedTensors:
         with explained_load_errors(checkpoint):
@@ -196,4 +196,5 @@ def checkpoint_weights(
                 tensors = complete(quantize_weights(tensors, names), names, dtype)
             yield from tensors
 
-    return weights
+    source = SoleSource(weights if job.rank == 0 else partial(iter, ()), owns_any=job.rank == 0)
+    return lambda: source

@@ -51,6 +51,7 @@ class PlantedNumbers:
 
     def _spoil(self, loss: torch.Tensor) -> torch.Tensor:
         if self._action == "poison":
+            gc.unfreeze()  # the run hides its objects from the collector
             embedding = next(m for m in gc.get_objects() if _is_embedding(m))
             embedding.weight.data[0] = float("nan")
             return loss

@@ -38,6 +38,7 @@ class Peer:
         self.groups: dict[str, dist.ProcessGroup] = {}
         self.last_update = self._empty()
         self.must_fail = False
+        self.label = "default"
 
     def answer(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
         if path == "/init_weights_update_group":
@@ -50,6 +51,8 @@ class Peer:
             self.receive(request)
         elif path == "/weights_checker":
             return {"ranks": [{"checksums": self.last_update.checksums()}]}
+        elif path == "/update_weight_version":
+            self.label = request["new_version"]
         elif path == "/fail":
             self.must_fail = True
         return {"success": True}
@@ -74,7 +77,7 @@ class Peer:
         self.groups[name] = group
 
     def receive(self, request: dict[str, Any]) -> None:
-        bucket = Bucket(torch.empty(0), last=False)
+        bucket = Bucket(torch.empty(0))
         bucket.names = request["names"]
         bucket.dtypes = [getattr(torch, name) for name in request["dtypes"]]
         bucket.shapes = [torch.Size(shape) for shape in request["shapes"]]
@@ -96,7 +99,8 @@ def make_handler(peer: Peer) -> type[BaseHTTPRequestHandler]:
             self.reply(peer.answer(self.path, json.loads(body)))
 
         def do_GET(self) -> None:
-            self.reply({"device": "cuda", "moe_runner_backend": "triton"})
+            info = {"device": "cuda", "moe_runner_backend": "triton"}
+            self.reply(info | {"weight_version": peer.label})
 
         def reply(self, content: dict[str, Any]) -> None:
             data = json.dumps(content).encode()

@@ -139,7 +139,7 @@ def save_and_resume(c: Configuration, worker: Worker, out: Path) -> dict[str, An
 
 
 def weights_of(worker: Worker) -> dict[str, torch.Tensor]:
-    return {name: tensor.cpu().clone() for name, tensor in worker.export()}
+    return {name: tensor.cpu().clone() for name, tensor in worker.export().gathered()}
 
 
 def send_weights(c: Configuration, worker: Worker, out: Path) -> dict[str, Any]:
@@ -157,7 +157,7 @@ def send_weights(c: Configuration, worker: Worker, out: Path) -> dict[str, Any]:
             worker.shape,
             directory=out / "sync",
             model_path=COLUMN_ADDITION,
-            device=worker.layout.device,
+            job=worker.layout,
             log=lines.append,
         )
         metrics = sync.send(sync.next_command(), worker.export())

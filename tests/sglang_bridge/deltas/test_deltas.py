@@ -1,7 +1,8 @@
 """Copies of weights that are rebuilt from changes, and what they refuse."""
 
 import json
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -19,27 +20,42 @@ from sglang_bridge.deltas.transport import CopyReply, DeltaTransport
 from sglang_bridge.deltas.weight_copy import WeightCopy
 from sglang_bridge.engine import Engine
 from sglang_bridge.keys import create_keys
-from sglang_bridge.weights.buckets import iterate_buckets
 
 Weights = dict[str, torch.Tensor]
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 
 
 @given(
-    st.integers(1, 3000).flatmap(
-        lambda size: st.tuples(
-            arrays.arrays(np.uint8, size),
-            arrays.arrays(np.uint8, size),
+    st.tuples(st.integers(1, 700), st.sampled_from([1, 2, 4, 8])).flatmap(
+        lambda sizes: st.tuples(
+            arrays.arrays(np.uint8, sizes[0] * sizes[1]),
+            arrays.arrays(np.uint8, sizes[0] * sizes[1]),
+            st.just(sizes[1]),
         )
     )
 )
 def test_a_change_restores_every_bit_pattern(
-    versions: tuple[np.ndarray, np.ndarray],
+    versions: tuple[np.ndarray, np.ndarray, int],
 ) -> None:
-    base, new = versions
-    change = compress_change(new, base)
-    assert np.array_equal(apply_change(change.data, base), new)
+    base, new, width = versions
+    change = compress_change(new, base, width=width)
+    assert np.array_equal(apply_change(change.data, base, width=width), new)
     assert change.num_changed == sum(a != b for a, b in zip(base, new, strict=True))
+
+
+def test_changes_of_low_bytes_cost_less_where_bytes_lie_by_significance() -> None:
+    base = np.zeros(2**16, dtype=np.uint8)
+    new = base.copy()
+    new[::2] = np.random.default_rng(0).integers(0, 8, 2**15)
+    sizes = [len(compress_change(new, base, width=width).data) for width in (1, 2)]
+    # Three bits of every second byte are 12,288 bytes.
+    assert 12288 < sizes[1] < 0.85 * sizes[0]
+
+
+def test_a_width_that_does_not_divide_the_file_is_refused() -> None:
+    base = np.zeros(10, dtype=np.uint8)
+    with pytest.raises(BrokenDelta, match="values of 4 bytes do not fill a file of 10"):
+        apply_change(compress_change(base, base).data, base, width=4)
 
 
 def test_equal_files_cost_nearly_nothing() -> None:
@@ -115,18 +131,14 @@ class LoadingAdmin(AdminClient):
     def __init__(self, node: int = 0) -> None:
         super().__init__(Engine(url=f"http://127.0.0.1:{node + 1}", node=node), create_keys())
         self.weights: Weights = {}
-        self.version = ""
 
-    def update_weights_from_disk(
-        self, model_path: str, *, weight_version: str, timeout: float
-    ) -> None:
+    def update_weights_from_disk(self, model_path: str, *, timeout: float) -> None:
         assert (Path(model_path) / "config.json").exists()
         index = json.loads((Path(model_path) / "model.safetensors.index.json").read_bytes())
         self.weights = {}
         for name in sorted(set(index["weight_map"].values())):
             self.weights |= load_file(Path(model_path) / name)
         assert set(self.weights) == set(index["weight_map"])
-        self.version = weight_version
 
 
 class Scene:
@@ -154,18 +166,22 @@ class Scene:
     def push(self, weights: Weights, version: int, *, bucket_bytes: int = 64) -> dict[str, str]:
         """Send weights; returns the failures."""
         transport = self.transport
+        deadline = time.monotonic() + 60
         assert transport.connect(self.admins) == {}
-        assert transport.begin(self.admins, version) == {}
-        for bucket in iterate_buckets(
-            iter(weights.items()), bucket_bytes=bucket_bytes, device=transport.device
-        ):
-            assert transport.send(bucket, self.admins, version) == {}
-        return transport.end(self.admins, version)
+        assert transport.begin(self.admins, version, deadline) == {}
+        report = transport.send(
+            iter(weights.items()),
+            self.admins,
+            version,
+            bucket_bytes=bucket_bytes,
+            deadline=deadline,
+        )
+        assert report.failures == {} and report.num_tensors == len(weights)
+        return transport.end(self.admins, version, deadline)
 
-    def require(self, weights: Weights, version: int) -> None:
+    def require(self, weights: Weights) -> None:
         """Every engine holds exactly these weights."""
         for admin in self.admins:
-            assert admin.version == str(version)
             assert set(admin.weights) == set(weights)
             for name, tensor in weights.items():
                 assert bits(admin.weights[name]) == bits(tensor), name
@@ -198,12 +214,12 @@ def scene(tmp_path: Path) -> Scene:
 def test_engines_follow_changes(scene: Scene, dtype: torch.dtype) -> None:
     weights = make_weights(0, dtype)
     assert scene.push(weights, 0) == {}
-    scene.require(weights, 0)
+    scene.require(weights)
     assert scene.transport.measure()["sync/delta/share"] == 1
     for version in (1, 2, 3):
         weights = nudge(weights)
         assert scene.push(weights, version) == {}
-        scene.require(weights, version)
+        scene.require(weights)
         values = scene.transport.measure()
         assert values["sync/delta/share"] < 0.3
         assert 0 < values["sync/delta/changed"] < 0.01
@@ -228,7 +244,7 @@ def test_the_same_version_again_is_a_change_without_bytes(scene: Scene) -> None:
     weights = make_weights(0)
     scene.push(weights, 4)
     scene.push(weights, 4)
-    scene.require(weights, 4)
+    scene.require(weights)
     assert scene.transport.measure()["sync/delta/changed"] == 0
 
 
@@ -239,7 +255,7 @@ def test_other_names_shapes_and_dtypes_follow(scene: Scene, dtype: torch.dtype) 
     others["e"] = torch.ones(7, dtype=dtype)
     del others["a"]
     scene.push(others, 1)
-    scene.require(others, 1)
+    scene.require(others)
 
 
 VALUES = st.integers(0, 2**16 - 1)  # every bfloat16, NaN with a payload included
@@ -255,7 +271,7 @@ def test_random_histories(
         data = torch.tensor(values, dtype=torch.int32).to(torch.uint16)
         weights = {"a": data.view(torch.bfloat16), "b": torch.ones(3)}
         assert scene.push(weights, version) == {}
-        scene.require(weights, version)
+        scene.require(weights)
     assert scene.lines == []
 
 
@@ -286,14 +302,14 @@ def test_a_broken_push_is_replaced_by_complete_weights(
     scene.node.spoil = spoil_push  # type: ignore[method-assign]
     weights = nudge(weights)
     assert scene.push(weights, 1) == {}
-    scene.require(weights, 1)
+    scene.require(weights)
     assert scene.node.pushes[-1] == ("whole", (0,))
     assert len(scene.lines) == 1 and "node 0 gets complete weights: " in scene.lines[0]
     assert scene.transport.measure()["sync/delta/share"] > 1
     del scene.node.spoil
     weights = nudge(weights, "c")
     scene.push(weights, 2)
-    scene.require(weights, 2)
+    scene.require(weights)
     assert len(scene.lines) == 1
 
 
@@ -309,7 +325,7 @@ def test_a_node_that_missed_a_push_gets_complete_weights(tmp_path: Path) -> None
     scene.node.copies[1] = stale
     weights = nudge(weights)
     scene.push(weights, 2)
-    scene.require(weights, 2)
+    scene.require(weights)
     assert "push 3 changes push 2, but this node holds push 1" in scene.lines[-1]
     assert scene.node.pushes[-1] == ("whole", (1,))
 
@@ -319,7 +335,7 @@ def test_a_new_sender_starts_with_complete_weights(scene: Scene) -> None:
     scene.transport = scene.open_transport()
     weights = make_weights(1)
     scene.push(weights, 1)
-    scene.require(weights, 1)
+    scene.require(weights)
     assert scene.lines == []
     push = next(iter((scene.folder / "sync").glob("push-*")))
     assert read_manifest(push).base is None
@@ -344,7 +360,7 @@ def test_a_base_that_changed_on_the_disk_is_found(scene: Scene) -> None:
     flip(sorted((scene.folder / "node-0" / "weights-1").glob("*.safetensors"))[0])
     weights = nudge(weights)
     scene.push(weights, 1)
-    scene.require(weights, 1)
+    scene.require(weights)
     assert "another checksum" in scene.lines[0]
 
 
@@ -359,7 +375,7 @@ def test_weights_that_no_push_can_deliver_leave_the_engine_out(scene: Scene) -> 
     scene.node.copies[0].take = refuse  # type: ignore[method-assign]
     failures = scene.push(nudge(weights), 1)
     assert failures == {scene.admins[0].url: "the disk of this node is full"}
-    assert scene.admins[0].version == "0" and scene.admins[0].weights is before
+    assert scene.admins[0].weights is before
 
 
 def test_an_engine_on_a_node_without_a_copy_is_left_out(scene: Scene) -> None:
@@ -371,14 +387,18 @@ def test_an_engine_on_a_node_without_a_copy_is_left_out(scene: Scene) -> None:
 def test_an_update_that_broke_is_no_base(scene: Scene) -> None:
     weights = make_weights(0)
     scene.push(weights, 0)
-    scene.transport.begin(scene.admins, 1)
-    bucket = next(
-        iterate_buckets(iter(make_weights(3).items()), bucket_bytes=64, device=torch.device("cpu"))
-    )
-    scene.transport.send(bucket, scene.admins, 1)
+    deadline = time.monotonic() + 60
+    scene.transport.begin(scene.admins, 1, deadline)
+
+    def break_off() -> Iterator[tuple[str, torch.Tensor]]:
+        yield from make_weights(3).items()
+        raise RuntimeError("a rank failed")
+
+    with pytest.raises(RuntimeError, match="a rank failed"):
+        scene.transport.send(break_off(), scene.admins, 1, bucket_bytes=64, deadline=deadline)
     weights = nudge(weights)
     scene.push(weights, 1)
-    scene.require(weights, 1)
+    scene.require(weights)
     assert scene.lines == []
 
 
@@ -391,6 +411,7 @@ def test_an_update_that_broke_is_no_base(scene: Scene) -> None:
         ("size", -1),
         ("digest", "x"),
         ("encoding", "pickle"),
+        ("width", 0),
     ],
 )
 def test_a_manifest_that_names_other_files_is_refused(

@@ -20,7 +20,7 @@ class PeerAdmin(AdminClient):
         super().__init__(Engine(url=url), create_keys())
         self._pipe = pipe
         self._lock = threading.Lock()
-        self.buckets: list[tuple[list[float], str | None]] = []
+        self.buckets: list[list[float]] = []
         self.refuse = False
 
     def init_weights_update_group(self, **request: Any) -> None:
@@ -29,7 +29,7 @@ class PeerAdmin(AdminClient):
     def update_weights_from_distributed(self, **request: Any) -> None:
         if self.refuse:
             raise RequestFailed("no session is open")
-        self.buckets.append((self._call(("update", request)), request["weight_version"]))
+        self.buckets.append(self._call(("update", request)))
 
     def destroy_weights_update_group(self, name: str) -> None:
         pass

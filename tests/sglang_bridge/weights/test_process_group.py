@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.weights import process_group, weight_group
-from sglang_bridge.weights.buckets import Bucket
 from sglang_bridge.weights.calls import start_call
+from sglang_bridge.weights.crew import SendReport
 from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.process_group import leave
 from tests.sglang_bridge.weights.group_peer import PeerAdmin, serve_peer
@@ -40,9 +40,17 @@ def peer() -> Iterator[tuple["PeerAdmin", BaseProcess]]:
     process.join()
 
 
-def bucket_of(*values: float, last: bool = True) -> Bucket:
-    flat = torch.tensor(values).view(torch.uint8)
-    return Bucket(flat, last, ["w"], [torch.float32], [torch.Size([len(values)])])
+def send(
+    sender: DistributedTransport,
+    admin: PeerAdmin,
+    *tensors: torch.Tensor,
+    bucket_bytes: int = 8,
+    seconds: float = 20.0,
+) -> SendReport:
+    """Send tensors to one engine, each as a bucket of its own."""
+    stream = iter([(f"w{index}", tensor) for index, tensor in enumerate(tensors)])
+    deadline = time.monotonic() + seconds
+    return sender.send(stream, [admin], 7, bucket_bytes=bucket_bytes, deadline=deadline)
 
 
 def transport(timeout: float = 20.0) -> DistributedTransport:
@@ -53,9 +61,9 @@ def test_buckets_arrive_and_no_default_group_appears(peer: tuple[PeerAdmin, Base
     had_default_group = dist.is_initialized()
     sender = transport()
     assert sender.connect([peer[0]]) == {}
-    assert sender.send(bucket_of(1.0, 2.0, last=False), [peer[0]], 7) == {}
-    assert sender.send(bucket_of(3.0), [peer[0]], 7) == {}
-    assert peer[0].buckets == [([1.0, 2.0], None), ([3.0], "7")]
+    report = send(sender, peer[0], torch.tensor([1.0, 2.0]), torch.tensor([3.0]))
+    assert (report.failures, report.num_tensors, report.bytes_sent) == ({}, 2, {URL: 12})
+    assert peer[0].buckets == [[1.0, 2.0], [3.0]]
     assert dist.is_initialized() == had_default_group
     sender.close()
 
@@ -67,7 +75,6 @@ def test_failed_peer_is_reported_within_the_timeout(
     admin, process = peer
     sender = transport()
     assert sender.connect([admin]) == {}
-    sender._timeout = 3.0  # set here, because the group may take longer to form
     assert process.pid is not None
     if how == "dies":
         process.kill()
@@ -77,15 +84,8 @@ def test_failed_peer_is_reported_within_the_timeout(
     else:
         admin.refuse = True
     start = time.monotonic()
-    big = Bucket(
-        torch.zeros(32 * 2**20, dtype=torch.uint8),
-        True,
-        ["w"],
-        [torch.uint8],
-        [torch.Size([32 * 2**20])],
-    )
-    failures = sender.send(big, [admin], 1)
-    assert set(failures) == {URL}
+    report = send(sender, admin, torch.zeros(2**23), bucket_bytes=2**25, seconds=3.0)
+    assert set(report.failures) == {URL}
     assert time.monotonic() - start < 6.0
     sender.forget(admin)
     sender.close()
@@ -110,14 +110,8 @@ def test_failed_engine_is_dropped_without_waiting_for_its_broadcast(
     sender = transport()
     assert sender.connect([admin]) == {}
     admin.refuse = True
-    big = Bucket(
-        torch.zeros(32 * 2**20, dtype=torch.uint8),
-        True,
-        ["w"],
-        [torch.uint8],
-        [torch.Size([32 * 2**20])],
-    )
-    assert sender.send(big, [admin], 1) == {URL: "no session is open"}
+    report = send(sender, admin, torch.zeros(2**23), bucket_bytes=2**25)
+    assert report.failures == {URL: "no session is open"}
     monkeypatch.setattr(weight_group, "abort", leave_first)
     monkeypatch.setattr(weight_group, "start_call", start_and_wait)
     start = time.monotonic()

@@ -149,7 +149,7 @@ def test_the_order_of_512_ranks_has_no_fault(traces: list[Trace]) -> None:
 
 
 @pytest.mark.parametrize("which", [0, -1], ids=["first", "last"])
-@pytest.mark.parametrize("phase", ["export", "step", "step with NaN", "checkpoint"])
+@pytest.mark.parametrize("phase", ["save of the weights", "step", "step with NaN", "checkpoint"])
 @pytest.mark.parametrize("condition", [are_collectives_of_two_groups, are_of_two_dtypes])
 def test_a_swap_on_one_rank_of_512_is_named(
     traces: list[Trace],
@@ -187,10 +187,10 @@ def test_a_collective_that_one_rank_of_512_leaves_out_is_named(traces: list[Trac
 
 
 def test_another_dtype_on_one_rank_of_512_is_named(traces: list[Trace]) -> None:
-    faulty = FaultyPhase(traces, "export")
+    faulty = FaultyPhase(traces, "save of the weights")
     place = faulty.find(are_collectives_of_two_groups)
     faulty.replace(place, dtype="float16")
-    assert_names_culprit(faulty.fault(), "export", faulty.operations[place])
+    assert_names_culprit(faulty.fault(), "save of the weights", faulty.operations[place])
 
 
 def assert_names_culprit(fault: str, phase: str, operation: Operation) -> None:

@@ -1,0 +1,89 @@
+"""Opens a rank's part in weight syncs: its transport, and its talk with the other ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron_rl.config.schema import EngineSettings, SyncSettings
+from megatron_rl.mcore.dtypes import torch_dtype
+from megatron_rl.mcore.job import Job
+from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
+from sglang_bridge.admin import AdminClient
+from sglang_bridge.engine import Engine
+from sglang_bridge.keys import RunKeys
+from sglang_bridge.weights.disk import DiskTransport
+from sglang_bridge.weights.distributed import DistributedTransport
+from sglang_bridge.weights.fused_layout import engine_dtype
+from sglang_bridge.weights.part import RankPart
+from sglang_bridge.weights.transport import WeightTransport
+
+
+class GroupCrew:
+    """The ranks of a job. See `Crew`."""
+
+    def __init__(self, rank: int, group: dist.ProcessGroup) -> None:
+        self.rank = rank
+        self._group = group
+
+    def tell(self, data: bytes | None) -> bytes:
+        """See `Crew`."""
+        return broadcast_bytes(data, self._group)
+
+    def gather(self, data: bytes) -> list[bytes]:
+        """See `Crew`."""
+        return gather_bytes(data, self._group)
+
+
+def open_rank_part(
+    job: Job,
+    keys: RunKeys,
+    settings: SyncSettings,
+    engine_settings: EngineSettings,
+    *,
+    directory: Path,
+    model_path: Path,
+    log: Callable[[str], None],
+    transport: WeightTransport | None = None,
+) -> RankPart:
+    """Open this rank's part in weight syncs, over the transport of `sync.transport`.
+
+    directory: for the disk transport, on a file system that ranks and engines share. log: writes a
+    line for people. transport: another one.
+    """
+    on_gpu = job.device.type == "cuda"
+    if transport is None and settings.transport == "disk":
+        transport = DiskTransport(
+            directory=directory,
+            config_from=model_path,
+            timeout_seconds=settings.timeout_s,
+            rank=job.rank,
+        )
+    elif transport is None:
+        transport = DistributedTransport(
+            backend="nccl" if on_gpu else "gloo",
+            timeout_seconds=settings.timeout_s,
+            device=job.device if on_gpu else None,
+            log=log,
+        )
+
+    def open_admin(engine: Engine) -> AdminClient:
+        return AdminClient(engine, keys, timeout=settings.timeout_s)
+
+    dtype = torch_dtype(engine_settings.dtype)
+
+    def dtype_of(name: str) -> torch.dtype:
+        return engine_dtype(name, dtype)
+
+    return RankPart(
+        transport,
+        GroupCrew(job.rank, job.control_group),
+        bucket_bytes=int(settings.bucket_mb * 2**20),
+        open_admin=open_admin,
+        # The stream of quantized weights checks its own
+        dtype_of=dtype_of if engine_settings.quantization is None else None,
+        is_central=settings.delta,
+    )

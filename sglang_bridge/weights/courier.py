@@ -1,0 +1,181 @@
+"""Carries buckets from one owner to engines, while the next bucket is being gathered."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+
+from sglang_bridge.weights.buckets import Bucket
+from sglang_bridge.weights.calls import TOO_LATE, Failures
+from sglang_bridge.weights.weight_group import Delivery, WeightGroup
+
+_POLL_SECONDS = 0.002
+# After that, the next engine's turn begins beside this one.
+_TURN_SECONDS = 5.0
+_FIRST_NOTICE_SECONDS = 10.0
+
+
+class Lane:
+    """One owner's connection to one engine within one update.
+
+    num_bytes: sent so far. failure: why the engine gets no further bucket, None while it does.
+    """
+
+    def __init__(self, url: str, group: WeightGroup) -> None:
+        self.url = url
+        self.num_bytes = 0
+        self._group = group
+        self._delivery: Delivery | None = None
+        self._failure: str | None = None
+
+    @property
+    def failure(self) -> str | None:
+        """See the class."""
+        if self._failure is None and self._delivery is not None:
+            self._failure = self._delivery.failure
+        return self._failure
+
+    @property
+    def is_sent(self) -> bool:
+        """True if no bucket is on its way."""
+        return self._delivery is None or self.failure is not None or self._delivery.is_sent
+
+    @property
+    def is_loaded(self) -> bool:
+        """True if the engine has loaded all buckets.
+
+        Only then may it get another one: the two requests could overtake each other.
+        """
+        return self._delivery is None or self.failure is not None or self._delivery.is_loaded
+
+    def start(self, bucket: Bucket) -> None:
+        """Begin to send a bucket."""
+        self._delivery = self._group.deliver(bucket)
+        self.num_bytes += bucket.flat.numel()
+
+    def fail(self, reason: str) -> None:
+        """Send nothing more."""
+        self._failure = self.failure or reason
+
+
+class Courier:
+    """Sends an owner's buckets to all engines in a thread, each bucket to one engine after another.
+
+    Owners that begin with different engines share the links: an engine takes one bucket at a time.
+    An engine that fails costs its own lane only. One that does not answer at all costs half of the
+    time that is left, once.
+
+    lanes: in the order of the turns. deadline: by `time.monotonic`. device: of the buckets.
+    log: writes a line about a wait of more than ten seconds.
+    seconds: "send": for buckets to leave; "load": for engines to load them.
+    """
+
+    def __init__(
+        self,
+        lanes: Sequence[Lane],
+        deadline: float,
+        device: torch.device,
+        log: Callable[[str], None],
+    ) -> None:
+        self.seconds = {"send": 0.0, "load": 0.0}
+        self._lanes = list(lanes)
+        self._deadline = deadline
+        self._patience = max(deadline - time.monotonic(), 0.0) / 2
+        self._device = device
+        self._log = log
+        self._buckets = queue.SimpleQueue[Bucket | None]()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
+        self._thread.start()
+
+    @property
+    def failures(self) -> Failures:
+        """The reasons of failures by URL."""
+        return {lane.url: lane.failure for lane in self._lanes if lane.failure is not None}
+
+    def put(self, bucket: Bucket) -> None:
+        """Send a bucket after the earlier ones. It is released once it has left."""
+        self._buckets.put(bucket)
+
+    def finish(self) -> None:
+        """Wait until every engine has loaded every bucket, or failed."""
+        self._buckets.put(None)
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)  # of this thread
+        while (bucket := self._buckets.get()) is not None:
+            self._attempt(partial(self._carry, bucket))
+            bucket.release()
+        self._attempt(self._wait_until_loaded)
+
+    def _attempt(self, function: Callable[[], None]) -> None:
+        """Do something, unless an earlier error waits for `finish` to raise it."""
+        if self._error is not None:
+            return
+        try:
+            function()
+        except BaseException as error:
+            self._error = error
+
+    def _carry(self, bucket: Bucket) -> None:
+        """Give every engine its turn; return once the bucket has left for all of them."""
+        limit = min(self._deadline, time.monotonic() + self._patience)
+        what = f"take {_describe(bucket)}"
+        waiting = self._open_lanes()
+        while waiting:
+            if not self._wait("load", lambda: any(lane.is_loaded for lane in waiting), limit, what):
+                break
+            lane = next(lane for lane in waiting if lane.is_loaded)
+            waiting.remove(lane)
+            if lane.failure is None:
+                lane.start(bucket)
+                turn = min(limit, time.monotonic() + _TURN_SECONDS)
+                self._wait("send", partial(getattr, lane, "is_sent"), turn, what)
+        self._wait("send", lambda: all(lane.is_sent for lane in self._open_lanes()), limit, what)
+        for lane in self._open_lanes():
+            if lane in waiting or not lane.is_sent:
+                lane.fail(TOO_LATE)
+
+    def _wait_until_loaded(self) -> None:
+        def is_loaded() -> bool:
+            return all(lane.is_loaded for lane in self._open_lanes())
+
+        self._wait("load", is_loaded, self._deadline, "load the last bucket")
+        for lane in self._open_lanes():
+            if not lane.is_loaded:
+                lane.fail(TOO_LATE)
+
+    def _open_lanes(self) -> list[Lane]:
+        return [lane for lane in self._lanes if lane.failure is None]
+
+    def _wait(self, part: str, is_over: Callable[[], bool], limit: float, what: str) -> bool:
+        """Wait until something is over. Returns False if that is not before the limit."""
+        start = time.monotonic()
+        notice = start + _FIRST_NOTICE_SECONDS
+        try:
+            while not is_over():
+                now = time.monotonic()
+                if now > limit:
+                    return False
+                if now > notice:
+                    urls = ", ".join(lane.url for lane in self._lanes if not lane.is_loaded)
+                    self._log(f"sync: waiting {now - start:.0f} s for {urls} to {what}")
+                    notice = now + (now - start)
+                time.sleep(_POLL_SECONDS)
+            return True
+        finally:
+            self.seconds[part] += time.monotonic() - start
+
+
+def _describe(bucket: Bucket) -> str:
+    size = bucket.flat.numel() / 2**20
+    return f"{len(bucket.names)} tensors from {bucket.names[0]} on ({size:.1f} MB)"

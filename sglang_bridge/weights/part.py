@@ -1,0 +1,149 @@
+"""One rank's part in weight updates: it keeps lanes to the engines, and sends what it owns."""
+
+from __future__ import annotations
+
+import collections
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import torch
+
+from sglang_bridge.admin import AdminClient
+from sglang_bridge.engine import Engine
+from sglang_bridge.weights.buckets import NamedTensors
+from sglang_bridge.weights.calls import Failures
+from sglang_bridge.weights.crew import Crew, Go, Order, Readiness, SendReport
+from sglang_bridge.weights.source import WeightSource
+from sglang_bridge.weights.transport import WeightTransport
+
+
+class RankPart:
+    """Sends what this rank owns, as rank 0 orders it.
+
+    open_admin: opens the control client of an engine. dtype_of: of the engines' weights, by name;
+    None lets every dtype pass. is_central: rank 0 sends all tensors, which are gathered on it.
+    """
+
+    def __init__(
+        self,
+        transport: WeightTransport,
+        crew: Crew,
+        *,
+        bucket_bytes: int,
+        open_admin: Callable[[Engine], AdminClient],
+        dtype_of: Callable[[str], torch.dtype] | None = None,
+        is_central: bool = False,
+    ) -> None:
+        if bucket_bytes < 1:
+            raise ValueError(
+                f"sync.bucket_mb gives buckets of {bucket_bytes} bytes: it must be positive"
+            )
+        self.transport = transport
+        self.crew = crew
+        self._bucket_bytes = bucket_bytes
+        self._open_admin = open_admin
+        self._dtype_of = dtype_of
+        self._is_central = is_central
+        self._admins: dict[str, AdminClient] = {}  # by connection
+
+    def follow(self, source: WeightSource) -> None:
+        """Take part in one update that rank 0 leads (a collective)."""
+        order = msgspec.msgpack.decode(self.crew.tell(None), type=Order)
+        self.connect(order, source)
+        go = msgspec.msgpack.decode(self.crew.tell(None), type=Go)
+        self.send(go, order, source)
+
+    def register(self, connection: str, admin: AdminClient) -> None:
+        """Use a control client that is open already."""
+        self._admins[connection] = admin
+
+    def connect(self, order: Order, source: WeightSource) -> list[Readiness]:
+        """Open the lanes of an update, if this rank owns tensors; returns what each rank says.
+
+        A collective.
+        """
+        for connection in order.forgotten:
+            self._forget(connection)
+        failures: Failures = {}
+        is_owner = self._is_owner(source)
+        if is_owner:
+            for target in order.targets:
+                if target.connection not in self._admins:
+                    self._admins[target.connection] = self._open_admin(target.engine)
+            admins = [self._admins[target.connection] for target in order.targets]
+            failures = self.transport.connect(admins)
+        data = msgspec.msgpack.encode(Readiness(is_owner, failures))
+        parts = self.crew.gather(data)
+        return [msgspec.msgpack.decode(part, type=Readiness) for part in parts]
+
+    def send(self, go: Go, order: Order, source: WeightSource) -> list[SendReport]:
+        """Send what this rank owns; returns the reports of all ranks. A collective.
+
+        An engine that failed for one rank is forgotten by all.
+        """
+        report = self._send_owned(go, order, source)
+        data = msgspec.msgpack.encode(report)
+        reports = [msgspec.msgpack.decode(part, type=SendReport) for part in self.crew.gather(data)]
+        failed = {url for other in reports for url in other.failures}
+        for target in order.targets:
+            if target.engine.url in failed or target.connection not in go.connections:
+                self._forget(target.connection)
+        return reports
+
+    def _send_owned(self, go: Go, order: Order, source: WeightSource) -> SendReport:
+        deadline = time.monotonic() + go.seconds
+        tensors = source.gathered() if self._is_central else source.owned()
+        if not self._is_owner(source) or not go.connections:
+            # The ranks that share tensors with this one still iterate
+            collections.deque(tensors, maxlen=0)
+            return SendReport(seconds=source.seconds)
+        turn = go.owners.index(self.crew.rank)
+        connections = rotate(go.connections, turn)
+        try:
+            report = self.transport.send(
+                self._checked(tensors),
+                [self._admins[connection] for connection in connections],
+                order.version,
+                bucket_bytes=self._bucket_bytes,
+                deadline=deadline,
+            )
+        except Exception:
+            collections.deque(tensors, maxlen=0)
+            raise
+        return msgspec.structs.replace(report, seconds=report.seconds | source.seconds)
+
+    def _is_owner(self, source: WeightSource) -> bool:
+        return not self.crew.rank if self._is_central else source.owns_any
+
+    def _checked(self, tensors: NamedTensors) -> NamedTensors:
+        """Raise `ValueError` for a tensor of another dtype: an engine would convert it silently."""
+        for name, tensor in tensors:
+            expected = tensor.dtype if self._dtype_of is None else self._dtype_of(name)
+            if tensor.dtype != expected:
+                raise ValueError(
+                    f"weight {name}: {tensor.dtype} is sent, but engines hold {expected}. The "
+                    "export must convert it to engine.dtype"
+                )
+            yield name, tensor
+
+    def _forget(self, connection: str) -> None:
+        admin = self._admins.pop(connection, None)
+        if admin is not None:
+            self.transport.forget(admin)
+
+    def close(self) -> None:
+        """Leave every engine."""
+        self.transport.close()
+
+
+def rotate(items: Sequence[str], turn: int) -> list[str]:
+    """Return the items from number `turn` on, around the end."""
+    start = turn % len(items)
+    return [*items[start:], *items[:start]]
+
+
+def merge_seconds(reports: Sequence[SendReport]) -> Mapping[str, float]:
+    """The seconds of the slowest rank, by part of the work."""
+    names = {name for report in reports for name in report.seconds}
+    return {name: max(report.seconds.get(name, 0.0) for report in reports) for name in names}

@@ -1,0 +1,167 @@
+"""Script for torchrun: the ranks of a grid send their weights to engines.
+
+Usage: lanes_of_ranks.py OUT GRID DTYPE BUCKET_BYTES URL...; rank R writes OUT/GRID-DTYPE-R.json.
+"""
+
+from __future__ import annotations
+
+import collections
+import hashlib
+import json
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from megatron_rl.mcore import compat
+
+compat.install()
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from launch.rehearsal.memory_meter import MemoryMeter
+from megatron_rl.config.schema import EngineSettings, ModelSettings, ParallelSettings, SyncSettings
+from megatron_rl.contracts.commands import Sync
+from megatron_rl.engines.rank_part import open_rank_part
+from megatron_rl.engines.weight_sync import FollowerSync
+from megatron_rl.mcore import parallel
+from megatron_rl.mcore.dtypes import torch_dtype
+from megatron_rl.mcore.model import build_models
+from megatron_rl.mcore.weights import OwnedWeights, initialize_hf_weights, iterate_hf_weights
+from megatron_rl.models.families import read_shape
+from sglang_bridge.admin import AdminClient
+from sglang_bridge.engine import Engine
+from sglang_bridge.keys import RunKeys
+from sglang_bridge.weights.updater import WeightUpdater
+
+GRIDS: dict[str, dict[str, Any]] = {
+    "single": {},
+    "ep2": {"ep": 2},
+    "pp2": {"pp": 2},
+    "tp2": {"tp": 2, "sequence_parallel": True},
+    "cp2": {"cp": 2},
+    "ep4": {"ep": 4},
+    "pp2_vpp2_ep2": {"pp": 2, "vpp": 2, "ep": 2},
+    "tp2_ep2": {"tp": 2, "ep": 2, "sequence_parallel": True},
+    "tp2_ep2_etp2": {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True},
+    "tp2_pp2": {"tp": 2, "pp": 2, "sequence_parallel": True},
+}
+KEYS = RunKeys("key", "admin-key")
+
+
+class AllocationMeter(TorchDispatchMode):
+    """Counts the bytes of living storages that operations make."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.meter = MemoryMeter()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, Sequence) else [result]:
+            if isinstance(tensor, torch.Tensor):
+                self.meter.add(tensor)
+        return result
+
+
+class CollectiveCounter:
+    """Counts the collectives of tensors by name and by the number of ranks."""
+
+    def __init__(self) -> None:
+        self.counts = collections.Counter[str]()
+        for name in ("all_gather", "gather", "broadcast", "all_gather_into_tensor", "all_reduce"):
+            setattr(dist, name, self._counted(name, getattr(dist, name)))
+
+    def _counted(self, name: str, function: Any) -> Any:
+        def count(*args: Any, **kwargs: Any) -> Any:
+            tensor = args[0][0] if isinstance(args[0], list) else args[0]
+            if tensor.dtype.is_floating_point:
+                self.counts[f"{name} of {dist.get_world_size(kwargs.get('group'))}"] += 1
+            return function(*args, **kwargs)
+
+        return count
+
+
+def checksum(tensor: torch.Tensor) -> str:
+    data = tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+    return f"{tensor.dtype} {hashlib.sha256(data).hexdigest()[:16]}"
+
+
+def read_rank_zero(weights: OwnedWeights) -> Iterator[tuple[str, str]]:
+    for name, tensor in weights.gathered():
+        yield name, checksum(tensor)
+
+
+def main(
+    out: Path, model: Path, grid: str, dtype: str, bucket_bytes: int, urls: Sequence[str]
+) -> None:
+    settings = ParallelSettings(timeout_s=60, **GRIDS[grid])
+    layout = parallel.initialize(settings, seed=0)
+    shape = read_shape(model)
+    options: dict[str, Any] = {"dtype": dtype}
+    models = build_models(shape, ModelSettings(path=str(model), **options), settings)
+    initialize_hf_weights(models, shape, seed=3)
+    counter = CollectiveCounter()
+    weights = OwnedWeights(
+        models, shape, layout, torch_dtype(dtype), iter, bucket_bytes=bucket_bytes
+    )
+    engine_options: dict[str, Any] = {"dtype": dtype}
+    part = open_rank_part(
+        layout,
+        KEYS,
+        SyncSettings(bucket_mb=bucket_bytes / 2**20, timeout_s=50),
+        EngineSettings(**engine_options),
+        directory=out / "sync",
+        model_path=model,
+        log=print,
+    )
+    meter = AllocationMeter()
+    for chunk in models:
+        for parameter in (*chunk.parameters(), *chunk.buffers()):
+            meter.meter.add(parameter)
+    summary: dict[str, Any] = {"shard": meter.meter.current.total()}
+    start = time.perf_counter()
+    with meter:
+        if layout.rank == 0:
+            updater = WeightUpdater(part)
+            admins = [AdminClient(Engine(url=url), KEYS, timeout=50) for url in urls]
+            updater.push(weights, 5, admins)
+            summary["seconds"] = dict(updater.summary.seconds)
+            summary["bytes"] = {
+                f"{rank} {url}": n for (rank, url), n in updater.summary.bytes_sent.items()
+            }
+        else:
+            FollowerSync(part).send(Sync(version=5), weights)
+    summary["wall"] = time.perf_counter() - start
+    summary["peak"] = meter.meter.peak.total()
+    summary["collectives"] = dict(counter.counts)
+    # What a sync sent before: everything gathered, on rank 0
+    whole = {name: checksum(t) for name, t in iterate_hf_weights(models, shape, torch_dtype(dtype))}
+    summary["of_stage"] = whole
+    summary["gathered"] = dict(read_rank_zero(weights))
+    summary["gathered_order"] = list(summary["gathered"])
+    summary["largest"] = max(
+        parameter.num_whole_bytes(parameter.layout(0), torch_dtype(dtype))
+        for held in weights._units.values()
+        for parameter in held
+    )
+    summary["pp_rank"] = layout.pp_rank
+    (out / f"{grid}-{dtype}-{layout.rank}.json").write_text(json.dumps(summary))
+    part.close()
+    parallel.shutdown()
+
+
+if __name__ == "__main__":
+    main(
+        Path(sys.argv[1]),
+        Path(sys.argv[2]),
+        sys.argv[3],
+        sys.argv[4],
+        int(sys.argv[5]),
+        sys.argv[6:],
+    )
