@@ -34,6 +34,7 @@ from megatron_rl.config.schema import Configuration, EngineSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.interrupts import exit_on_interrupt
 from megatron_rl.contracts.launch_facts import LaunchFacts
+from megatron_rl.engines.quantization import engine_quantization
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.memory import engine_memory, rank_memory
@@ -255,6 +256,7 @@ def check_external_engines(c: Configuration) -> Iterator[Check]:
     """Check that every server answers and fits the configuration."""
     engine = replace(c.engine, start_timeout_s=ANSWER_SECONDS)
     keys = read_keys(Path(engine.key_file)) if engine.key_file is not None else create_keys()
+    quantization = engine_quantization(engine, read_shape(c.model.path))
     for url in engine.urls:
         server = Engine(
             url=url, node=0, tp=engine.tp, ep=engine.ep, quantization=engine.quantization
@@ -266,6 +268,7 @@ def check_external_engines(c: Configuration) -> Iterator[Check]:
                 engine,
                 return_routes=c.train.replay == "rollout",
                 model_path=c.model.path,
+                quantization=quantization,
             )
         except EngineError as error:
             yield Check(url, False, str(error), "")

@@ -15,6 +15,7 @@ from launch.comparison.runner import EngineOverrides
 from launch.comparison.variants import ComparisonRefused, Run
 from megatron_rl.config.schema import Configuration, EngineSettings
 from megatron_rl.contracts.launch_facts import LaunchFacts
+from megatron_rl.engines.quantization import engine_quantization
 from megatron_rl.models.families import read_shape
 from sglang_bridge.keys import RunKeys, create_keys
 from sglang_bridge.settings import ServerPlace
@@ -104,11 +105,13 @@ def shared_engines(
     key_file = directory / "keys.json"
     try:
         _write_keys(keys, key_file)
+        shape = read_shape(c.model.path)
         place = ServerPlace(
             model_path=c.model.path,
             device="cpu",
-            return_routes=bool(read_shape(c.model.path).moe_layers),
+            return_routes=bool(shape.moe_layers),
             load_format="dummy" if c.model.init == "random" else None,
+            quantization=engine_quantization(c.engine, shape),
         )
         places = [replace(place, seed=index) for index in range(count)]
         processes.start_engines(c.engine, places, keys)

@@ -79,13 +79,14 @@ def _assumption_findings(
             settings.dtype,
             return_routes=place.return_routes,
             environment=nccl_environment(os.environ, settings),
+            quantization=place.quantization,
         )
     except EngineUnhealthy as error:
         yield Finding("engine", str(error))
     assumptions: dict[str, Any] = {
         "device": place.device,
         "ep_size": settings.ep,
-        "load_format": place.load_format or "auto",
+        "load_format": "dummy" if place.quantization else place.load_format or "auto",
         "max_running_requests": settings.max_running_requests,
         "max_total_tokens": kv_cache_slots(settings, place.device),
         "skip_tokenizer_init": True,

@@ -24,6 +24,7 @@ from launch.engine_rehearsal.requests import (
 )
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.engines.quantization import engine_quantization
 from megatron_rl.models.families import read_shape
 from sglang_bridge.keys import create_keys, write_server_config
 from sglang_bridge.server.command import build_argv, build_environment
@@ -84,6 +85,7 @@ def server_place(c: Configuration) -> ServerPlace:
         gpus=tuple(range(c.engine.tp)),
         return_routes=c.train.replay == "rollout",
         load_format="dummy" if c.model.init == "random" else None,
+        quantization=engine_quantization(c.engine, read_shape(c.model.path)),
         seed=c.seed,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -89,6 +90,7 @@ class Fleet:
         self._problems: dict[str, str] = {}  # the last one that was written, by name
         self._orders: dict[int, NodeOrders] = {}
         self._collectors_given_up: dict[int, str] = {}
+        self._num_events = Counter[int]()  # those that were printed, by node
         self._out_since: float | None = None
         self._has_started = False
 
@@ -188,6 +190,15 @@ class Fleet:
             self._take_engine(report.node, engine)
         if report.collector is not None:
             self._take_collector(report.node, report.collector)
+        if report.node:  # the node of rank 0 prints its events itself
+            self._print_events(report)
+
+    def _print_events(self, report: NodeReport) -> None:
+        """Print what happened on another node since its last report."""
+        num_new = report.num_events - self._num_events[report.node]
+        self._num_events[report.node] = report.num_events
+        for event in report.events[-num_new:] if num_new else ():
+            self._log(event)
 
     def _take_engine(self, node: int, report: EngineReport) -> None:
         name = managed_name(node, report.index)

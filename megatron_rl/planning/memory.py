@@ -8,8 +8,9 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
-from megatron_rl.config.schema import Configuration, ParallelSettings
+from megatron_rl.config.schema import Configuration, EngineSettings, ParallelSettings
 from megatron_rl.config.values import Dtype
+from megatron_rl.models.fp8_weights import BLOCK
 from megatron_rl.models.parameter_count import (
     attention_parameters,
     dense_mlp_parameters,
@@ -21,6 +22,8 @@ from megatron_rl.models.pipeline_split import PipelineSplit
 from megatron_rl.models.shape import ModelShape
 
 BYTES: dict[Dtype, int] = {"float32": 4, "bfloat16": 2}
+# Of a weight in FP8, with its share of the float32 scale of its block
+_FP8_BYTES = 1 + 4 / BLOCK**2
 # Bytes per parameter. Gradients are reduced in float32.
 _GRADIENT_BYTES = 4
 # Adam has two moments in float32. A bfloat16 model has a float32 copy of the weights besides.
@@ -283,6 +286,7 @@ def engine_memory(c: Configuration, shape: ModelShape) -> EngineMemory:
     """
     engine = c.engine
     size = BYTES[engine.dtype]
+    quantized = _quantized_parameters(engine, shape)
     tokens = engine.max_running_requests * (c.data.max_prompt_tokens + c.rollout.max_new_tokens)
     if engine.max_total_tokens is not None:
         tokens = min(tokens, engine.max_total_tokens)
@@ -291,9 +295,28 @@ def engine_memory(c: Configuration, shape: ModelShape) -> EngineMemory:
     else:
         values_per_layer = 2 * math.ceil(shape.num_key_value_heads / engine.tp) * shape.head_dim
     return EngineMemory(
-        parameters=math.ceil(num_parameters(shape) / engine.tp) * size,
+        parameters=math.ceil((num_parameters(shape) - quantized) / engine.tp) * size
+        + math.ceil(quantized * _FP8_BYTES / engine.tp),
         kv_cache=tokens * shape.num_layers * values_per_layer * size,
     )
+
+
+def _quantized_parameters(engine: EngineSettings, shape: ModelShape) -> int:
+    """Count the parameters that an engine holds in FP8."""
+    if engine.quantization is None:
+        return 0
+    end = shape.num_layers - engine.unquantized_last_layers
+    layers = range(engine.unquantized_first_layers, end)
+    return sum(_matrix_parameters(shape, layer) for layer in layers)
+
+
+def _matrix_parameters(shape: ModelShape, layer: int) -> int:
+    """Count the matrices of a layer, without its router."""
+    attention = attention_parameters(shape).split
+    if layer not in shape.moe_layers:
+        return attention + dense_mlp_parameters(shape).split
+    experts = shape.num_experts * expert_parameters(shape)
+    return attention + shared_moe_parameters(shape).split + experts
 
 
 def _expert_ranks(p: ParallelSettings) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from megatron_rl.config.schema import EngineSettings
@@ -477,3 +478,17 @@ def test_tokens_are_counted_on_the_others_after_an_engine_has_left_for_good() ->
     fleet.report_engine(0, 0, state=ProcessState.GIVEN_UP)
     fleet.update()
     assert counter.calls == [2, "1 after sampling"]
+
+
+def test_events_of_other_nodes_are_printed_once() -> None:
+    """Node 0 prints its own ones at once."""
+    fleet = serving_fleet()
+    for events in (("a",), ("a",), ("a", "b", "c")):
+        for node in (0, 1):
+            fleet.report_engine(node, 0)
+            report = fleet.board.reports[node]
+            fleet.board.reports[node] = msgspec.structs.replace(
+                report, events=events, num_events=len(events) + 7
+            )
+        fleet.update()
+    assert fleet.lines == ["a", "b", "c"]

@@ -132,6 +132,18 @@ def test_events_are_logged_once(scene: Scene) -> None:
     assert scene.log == ["one", "two"]
 
 
+def test_the_last_events_are_in_the_report(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 0 prints those of other nodes: only its node has somewhere to print them."""
+    monkeypatch.setattr(node_keeper, "_MAX_EVENTS", 2)
+    scene.processes.events = ["one"]
+    scene.open()
+    wait_until(lambda: scene.board.read_reports([3])[:1])
+    assert scene.board.read_reports([3])[0].events == ("one",)
+    scene.processes.events += ["two", "three"]
+    wait_until(lambda: scene.board.read_reports([3])[0].num_events == 3)
+    assert scene.board.read_reports([3])[0].events == ("two", "three")
+
+
 def test_an_error_of_the_thread_reaches_the_check(scene: Scene) -> None:
     keeper = scene.open()
     wait_until(lambda: scene.processes.orders)

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
+
+import msgspec
 
 from megatron_rl.engines.node.node_board import NodeBoard, NodeBoardLost
 from megatron_rl.engines.node.node_processes import NodeProcesses
@@ -13,6 +16,7 @@ from megatron_rl.engines.node.node_reports import NodeReport
 _POLL_SECONDS = 0.5
 _PUBLISH_SECONDS = 10.0
 _JOIN_SECONDS = 5.0
+_MAX_EVENTS = 20
 # A rank that ends reports its reason in less time than this
 _LOSS_SECONDS = 10.0
 
@@ -37,6 +41,8 @@ class NodeKeeper:
         self._log = log
         self._poll_seconds = poll_seconds
         self._loss_seconds = loss_seconds
+        self._events: deque[str] = deque(maxlen=_MAX_EVENTS)
+        self._num_events = 0
         self._last_report: NodeReport | None = None
         self._next_publication = 0.0
         self._error: Exception | None = None
@@ -79,6 +85,11 @@ class NodeKeeper:
         report = self._processes.maintain(orders)
         for event in self._processes.take_events():
             self._log(event)
+            self._events.append(event)
+            self._num_events += 1
+        report = msgspec.structs.replace(
+            report, events=tuple(self._events), num_events=self._num_events
+        )
         now = time.monotonic()
         if report != self._last_report or now >= self._next_publication:
             self._board.publish(report)

@@ -49,11 +49,17 @@ class CollectorReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NodeReport(msgspec.Struct, frozen=True, kw_only=True):
-    """The processes of a node. collector: None before it was started."""
+    """The processes of a node.
+
+    collector: None before it was started. events: the last lines for people about them, of
+    num_events lines since the start.
+    """
 
     node: Count
     engines: tuple[EngineReport, ...] = ()
     collector: CollectorReport | None = None
+    events: tuple[str, ...] = ()
+    num_events: Count = 0
 
 
 class NodeOrders(msgspec.Struct, frozen=True, kw_only=True):
