@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
@@ -15,6 +16,7 @@ class FixedPrompts:
 
     prompts: Sequence[Prompt]
     samples: int
+    ignores_rollouts: ClassVar[bool] = True
 
     def select(self, step: int) -> StepSelection:
         """Choose the prompts for any step."""

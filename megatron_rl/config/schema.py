@@ -263,6 +263,12 @@ class RolloutSettings(Section):
     # step samples its own rollouts. From 1 on, the rollouts of the next step are sampled while a
     # step trains.
     max_staleness: Whole = 0
+    # What happens to open responses when the engines get new weights. wait: they end first, so each
+    # response has one version. budget: a response gets at most tokens_per_version tokens of each
+    # version before its step trains, and waits for the next one. resume: it is interrupted, and
+    # continued with the new weights. See docs/ahead.md.
+    on_update: Literal["wait", "budget", "resume"] = "wait"
+    tokens_per_version: Positive | None = None
     # The run stops when a larger share of a batch's rollouts is unusable.
     max_rejected_share: Share = 0.5
     # The run stops when more calls than this of the scorer, or of the environment, had to be ended

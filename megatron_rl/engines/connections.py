@@ -55,14 +55,19 @@ class EngineConnections:
         """End every collector."""
         self.queue.stop()
 
-    def hold(self, *, keep_partials: bool, timeout_seconds: float = _HOLD_SECONDS) -> HeldRequests:
-        """Let no engine work on a request until `proceed`.
+    def interrupt(self, idle: Callable[[], None]) -> HeldRequests:
+        """Stop all responses in the middle, until `proceed`. Raises `HoldTimedOut`.
 
-        keep_partials: interrupt the running responses, and continue them later. If not, they run to
-        their end. Raises `HoldTimedOut`.
+        idle: called about every half second.
         """
-        abort = self._abort_all if keep_partials else None
-        return self.queue.hold(abort=abort, timeout_seconds=timeout_seconds)
+        return self.queue.hold(abort=self._abort_all, idle=idle, timeout_seconds=_HOLD_SECONDS)
+
+    def settle(self, idle: Callable[[], None]) -> HeldRequests:
+        """Wait until every response has ended or has used up its budget of the present weights.
+
+        Without an engine the responses stay where they are. idle: called about every half second.
+        """
+        return self.queue.settle(can_continue=self.can_sample, idle=idle)
 
     def proceed(self) -> None:
         """Let engines work on requests again, also on those that were interrupted."""

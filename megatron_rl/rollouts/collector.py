@@ -25,6 +25,7 @@ from megatron_rl.rollouts.messages import (
     Proceed,
     Release,
     RemoveEngine,
+    Settle,
     SetVersion,
     Stop,
     ToCollector,
@@ -53,14 +54,16 @@ class Collector:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="replies")
         self._runner = EpisodeRunner(configuration, send, self._threads)
         self._tasks: set[asyncio.Task[None]] = set()
-        self._requests: dict[str, asyncio.Task[None]] = {}  # by group id, those that run
+        # By group id: those that run, and their tasks
+        self._requests: dict[str, tuple[GroupRequest, asyncio.Task[None]]] = {}
 
     async def handle(self, message: ToCollector) -> bool:
         """Process one message and return False if the collector has to end."""
         match message:
             case GroupRequest():
+                self._runner.announce(message)
                 task = self._start(self._answer(message))
-                self._requests[message.group_id] = task
+                self._requests[message.group_id] = (message, task)
             case Withdraw():
                 self._withdraw(message.group_ids)
             case Release():
@@ -69,6 +72,8 @@ class Collector:
                 await self._change_engines(message)
             case Hold(keep_partials):
                 self._start(self._hold(keep_partials))
+            case Settle():
+                self._start(self._settle())
             case Proceed():
                 self._runner.engines.proceed()
             case Stop():
@@ -87,9 +92,10 @@ class Collector:
 
     def _withdraw(self, group_ids: Sequence[str]) -> None:
         for group_id in group_ids:
-            task = self._requests.pop(group_id, None)
-            if task is not None:
+            if group_id in self._requests:
+                request, task = self._requests.pop(group_id)
                 task.cancel()
+                self._runner.forget(request)
         self._store.release(group_ids)
 
     def _start(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -100,8 +106,17 @@ class Collector:
         return task
 
     async def _hold(self, keep_partials: bool) -> None:
-        num_partials, num_tokens = await self._runner.engines.hold(keep_partials=keep_partials)
-        await self._send(Held(num_partials, num_tokens))
+        await self._runner.engines.hold(keep_partials=keep_partials)
+        await self._report_held()
+
+    async def _settle(self) -> None:
+        await self._runner.settle()
+        await self._report_held()
+
+    async def _report_held(self) -> None:
+        engines = self._runner.engines
+        num_partials, num_tokens = engines.partials
+        await self._send(Held(num_partials, num_tokens, engines.num_sampled))
 
     async def _change_engines(self, message: AddEngine | RemoveEngine | SetVersion) -> None:
         engines = self._runner.engines
@@ -124,7 +139,9 @@ class Collector:
         except Exception as error:
             await self._send(_failure_report(error))
         finally:
-            self._requests.pop(request.group_id, None)
+            self._runner.forget(request)
+            if self._requests.get(request.group_id, (None,))[0] is request:
+                del self._requests[request.group_id]
 
     async def _run(self, request: GroupRequest) -> GroupDone:
         indices = range(request.first_sample, request.first_sample + request.num_samples)

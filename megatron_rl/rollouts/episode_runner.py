@@ -119,6 +119,27 @@ class EpisodeRunner:
             threads=threads,
         )
         self._logged_reasons: set[str] = set()
+        # By request: the places in the group of episodes that were announced and have not ended
+        self._playing: dict[tuple[str, int], set[int]] = {}
+        self._rest = asyncio.Event()  # set whenever an episode ends or a response is parked
+        self.engines.on_parking = self._rest.set
+
+    def announce(self, request: GroupRequest) -> None:
+        """Count the episodes of a request as playing, from now on."""
+        first = request.first_sample
+        indices = set(range(first, first + request.num_samples))
+        self._playing[request.group_id, request.attempt] = indices
+
+    def forget(self, request: GroupRequest) -> None:
+        """Count no episode of a request as playing."""
+        self._playing.pop((request.group_id, request.attempt), None)
+        self._rest.set()
+
+    async def settle(self) -> None:
+        """Wait until every announced episode has ended, or waits for other weights."""
+        while sum(map(len, self._playing.values())) > self.engines.num_parked:
+            self._rest.clear()
+            await self._rest.wait()
 
     async def run(self, request: GroupRequest, index: int) -> ScoredRollout | RejectedRollout:
         """Run one episode and return its rollout with a verdict, or why there is none.
@@ -135,9 +156,14 @@ class EpisodeRunner:
             return EpisodeAttempt(limit, episodes[-1])
 
         subject = f"group {request.group_id}, rollout {index}"
-        outcome = await self._user_classes.environment.play(
-            open_attempt, is_evaluation=request.evaluation, subject=subject
-        )
+        try:
+            outcome = await self._user_classes.environment.play(
+                open_attempt, is_evaluation=request.evaluation, subject=subject
+            )
+        finally:
+            playing = self._playing.get((request.group_id, request.attempt), set())
+            playing.discard(index)
+            self._rest.set()
         *lost_episodes, episode = episodes
         episode.rejected_tokens += _tokens_of(lost_episodes)
         if outcome.ending is not Ending.RETURNED:
@@ -185,6 +211,7 @@ class EpisodeRunner:
                     return_routes=routes is not None,
                     rejected_tokens=rejected_tokens,
                     seed=_response_seed(self._configuration.seed, rollout_id, next(turns)),
+                    budget=request.budget,
                 )
             finally:
                 limit.restart()

@@ -150,7 +150,7 @@ class Evaluation:
         ]
         self.queue.submit(requests)
         index_by_id = {request.group_id: index for index, request in enumerate(requests)}
-        groups = self.queue.as_completed(self.idle)
+        groups = self.queue.as_completed(self.idle, is_wanted=index_by_id.__contains__)
         return sorted(groups, key=lambda group: index_by_id[group.group_id])
 
 

@@ -52,10 +52,21 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     open_timeout_s: float = 600.0
 
 
+class VersionBudget(msgspec.Struct, frozen=True):
+    """The tokens that a response may have of each weight version before `last_version`.
+
+    Under `last_version` and later ones there is no limit.
+    """
+
+    num_tokens: Count
+    last_version: int
+
+
 class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     """Sample `num_samples` rollouts of one prompt and score them.
 
     first_sample: number of the group's rollouts that earlier requests have sampled.
+    budget: of each response. None: no limit.
     evaluation: return verdicts only. No rollout is kept and no routes are requested.
     attempt: how often the request was sent before. The answer repeats it.
     """
@@ -67,6 +78,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     first_sample: Count = 0
     evaluation: bool = False
     attempt: Count = 0
+    budget: VersionBudget | None = None
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
@@ -107,6 +119,10 @@ class Hold(msgspec.Struct, frozen=True, tag="hold"):
     """
 
     keep_partials: bool
+
+
+class Settle(msgspec.Struct, frozen=True, tag="settle"):
+    """Answer with `Held` once every response has ended or has used up its `VersionBudget`."""
 
 
 class Proceed(msgspec.Struct, frozen=True, tag="proceed"):
@@ -150,10 +166,12 @@ class Held(msgspec.Struct, frozen=True, tag="held"):
     """No engine works on a request of this collector, until `Proceed`.
 
     num_partials, num_tokens: the responses that were interrupted, and their tokens.
+    num_sampled: all tokens that this collector has received from engines.
     """
 
     num_partials: Count
     num_tokens: Count
+    num_sampled: Count = 0
 
 
 class CallAbandoned(msgspec.Struct, frozen=True, tag="call_abandoned"):
@@ -181,6 +199,7 @@ ToCollector = (
     | RemoveEngine
     | SetVersion
     | Hold
+    | Settle
     | Proceed
     | Stop
 )

@@ -35,6 +35,7 @@ from megatron_rl.rollouts.messages import (
     Proceed,
     Release,
     RemoveEngine,
+    Settle,
     SetVersion,
     Stop,
     ToCollector,
@@ -78,10 +79,14 @@ class HoldTimedOut(Failure):
 
 @dataclass(frozen=True)
 class HeldRequests:
-    """The responses that wait in the middle, and the tokens that they have."""
+    """The responses that wait in the middle, and the tokens that they have.
+
+    num_new_tokens: tokens that collectors have received since the last hold.
+    """
 
     num_partials: int
     num_tokens: int
+    num_new_tokens: int = 0
 
 
 @dataclass
@@ -149,7 +154,9 @@ class RolloutQueue:
         self._ready: deque[Group] = deque()  # groups that `as_completed` has not yielded yet
         self._loads = Counter[int]()  # outstanding rollouts by node
         self._holders: dict[str, _Holder] = {}  # by id of a group that is not released yet
-        self._hold: Hold | None = None  # until `proceed`
+        self._hold: Hold | Settle | None = None  # until `proceed`
+        # By node and epoch: the tokens that the collector had received at the last hold
+        self._num_sampled: dict[tuple[int, int], int] = {}
         self._held: dict[int, Held] = {}  # by node, since the last `hold`
         # By node, the ids of groups that were withdrawn. Their answer may be on its way.
         self._withdrawn_ids: dict[int, set[str]] = {}
@@ -200,10 +207,16 @@ class RolloutQueue:
             self._assign(outstanding)
 
     def as_completed(
-        self, idle: Callable[[], None], *, idle_every_seconds: float = 1.0
+        self,
+        idle: Callable[[], None],
+        *,
+        is_wanted: Callable[[str], bool] | None = None,
+        idle_every_seconds: float = 1.0,
     ) -> Iterator[Group]:
         """Yield groups until none is outstanding. Call `idle` about every `idle_every_seconds`.
 
+        is_wanted: whether to yield the group of an id. Others wait for another call. None: yield
+        all.
         A long wait is logged at growing intervals. It ends, because collectors limit the time of
         every response, environment and scorer, and `idle` limits the time without engines or
         collectors. Raises `CollectorFailed`, and what `idle` raises.
@@ -211,10 +224,13 @@ class RolloutQueue:
         reminder = Reminder()
         num_arrived = 0
         due = time.monotonic() + idle_every_seconds
-        while self._outstanding or self._ready:
-            if self._ready:
-                yield self._ready.popleft()
+        while True:
+            ready_group = self._take_ready(is_wanted)
+            if ready_group is not None:
+                yield ready_group
                 continue
+            if not any(is_wanted is None or is_wanted(id_) for id_ in self._outstanding):
+                return
             # The hub may return nothing before the timeout: heartbeats of collectors wake it.
             message = self._hub.poll(max(0.0, due - time.monotonic()))
             group = None if message is None else self._handle(*message)
@@ -226,6 +242,14 @@ class RolloutQueue:
                 due = time.monotonic() + idle_every_seconds
             if self._outstanding and reminder.is_due():
                 self._write_log(self._describe_wait(num_arrived, reminder.seconds))
+
+    def _take_ready(self, is_wanted: Callable[[str], bool] | None) -> Group | None:
+        """Take the first group that has arrived and is wanted."""
+        for group in self._ready:
+            if is_wanted is None or is_wanted(group.group_id):
+                self._ready.remove(group)
+                return group
+        return None
 
     def lost_groups(self, group_ids: Sequence[str]) -> list[str]:
         """Return those delivered groups whose rollouts are lost with their collector."""
@@ -243,19 +267,22 @@ class RolloutQueue:
         self.num_repeated += len(requests)
         self.submit(requests)
 
-    def hold(self, *, abort: Callable[[], None] | None, timeout_seconds: float) -> HeldRequests:
+    def hold(
+        self,
+        *,
+        abort: Callable[[], None] | None,
+        timeout_seconds: float,
+        idle: Callable[[], None] | None = None,
+    ) -> HeldRequests:
         """Let collectors send no request until `proceed`, and wait until no engine works on one.
 
         abort: aborts all requests of all engines; they are continued later. It is called about
         every half second, because a request may be on its way. None: they run to their end.
+        idle: called as often.
 
         Raises `HoldTimedOut`, and `CollectorFailed`.
         """
-        self._handle_events()
-        self._held = {}
-        self._hold = Hold(keep_partials=abort is not None)
-        for node in self.connected_nodes:
-            self._send(node, self._hold)
+        self._start_hold(Hold(keep_partials=abort is not None))
         reminder = Reminder()
         deadline = time.monotonic() + timeout_seconds
         while waiting_nodes := set(self.connected_nodes) - self._held.keys():
@@ -266,14 +293,61 @@ class RolloutQueue:
                 )
             if abort is not None:
                 abort()
+            if idle is not None:
+                idle()
             self._wait_for_events(_HOLD_POLL_SECONDS)
             if reminder.is_due():
                 self._write_log(f"waiting for requests of node(s) {sorted(waiting_nodes)} to stop")
+        return self._held_requests()
+
+    def settle(
+        self, *, can_continue: Callable[[], bool], idle: Callable[[], None] | None = None
+    ) -> HeldRequests:
+        """Wait until every response has ended or has used up its budget of the present weights.
+
+        It ends, because collectors limit the time of every response and environment, and once
+        `can_continue` returns False. idle: called about every half second.
+
+        Raises `CollectorFailed`.
+        """
+        self._start_hold(Settle())
+        reminder = Reminder()
+        while waiting_nodes := set(self.connected_nodes) - self._held.keys():
+            if idle is not None:
+                idle()
+            if not can_continue():
+                break
+            self._wait_for_events(_HOLD_POLL_SECONDS)
+            if reminder.is_due():
+                nodes = sorted(waiting_nodes)
+                self._write_log(f"waiting for responses of node(s) {nodes} to use up their budget")
+        self._hold = None
+        return self._held_requests()
+
+    def _start_hold(self, message: Hold | Settle) -> None:
+        """Tell all collectors, also those that connect later, to hold their requests."""
+        self._handle_events()
+        self._held = {}
+        self._hold = message
+        for node in self.connected_nodes:
+            self._send(node, message)
+
+    def _held_requests(self) -> HeldRequests:
         held = self._held.values()
         return HeldRequests(
             num_partials=sum(message.num_partials for message in held),
             num_tokens=sum(message.num_tokens for message in held),
+            num_new_tokens=self._count_new_tokens(),
         )
+
+    def _count_new_tokens(self) -> int:
+        """Return the tokens that collectors have received since the last call."""
+        num_tokens = 0
+        for node, message in self._held.items():
+            key = (node, self._epochs[node])
+            num_tokens += message.num_sampled - self._num_sampled.get(key, 0)
+            self._num_sampled[key] = message.num_sampled
+        return num_tokens
 
     def proceed(self) -> None:
         """Let collectors send requests again, and continue those that were interrupted."""

@@ -149,6 +149,8 @@ class Curriculum:
         sampled before that is known still belong to it.
         """
         end = self._phases[self.state.index].settings.until
+        if self._schedule.ending_reason(step):
+            return step
         if end is None or end.steps is None:
             return sys.maxsize
         return max(step, end.steps)

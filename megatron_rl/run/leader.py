@@ -35,6 +35,7 @@ from megatron_rl.rollouts.recording.recorded_rollouts import BadRecording
 from megatron_rl.rollouts.rejections import UserClassFailed
 from megatron_rl.rollouts.rollout_batch import NonFiniteResponses, RolloutBatch, TooManyRejected
 from megatron_rl.rollouts.set_result import measure_set
+from megatron_rl.rollouts.steps.on_update import OnUpdate, WaitForResponses
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 from megatron_rl.run.alarms import (
     AccountAlarm,
@@ -73,7 +74,8 @@ class Leader:
     holder: holds the payloads of sampled rollouts. weights: None without engines. token_counter:
     None where engines do not count tokens.
     checkpoints: None for loops that save none. samples: None for loops that keep none.
-    steps_ahead: the batches that are sampled before their step.
+    steps_ahead: the batches that are sampled before their step. on_update: what happens to open
+    responses when the engines get other weights.
     resume_state: the state to resume from, None for a new run.
     """
 
@@ -91,6 +93,7 @@ class Leader:
     curriculum: Curriculum | None = None
     samples: SampleKeeper | None = None
     steps_ahead: StepsAhead = field(default_factory=StepsAhead)
+    on_update: OnUpdate | None = None
     guard: GuardSettings = field(default_factory=GuardSettings)
     resume_state: InitVar[LoopState | None] = None
     _first_step: int = 1
@@ -115,6 +118,9 @@ class Leader:
             rollouts=self.records.directory.rollouts,
             progress=self.records.progress,
             checkpoints=self.checkpoints,
+        )
+        self._on_update = self.on_update or WaitForResponses(
+            self.steps_ahead, self.holder.can_sample
         )
         self._mismatch = MismatchAlarm(self.guard.bf16_mismatch)
         if resume_state is not None:
@@ -173,17 +179,21 @@ class Leader:
         """Sample, credit, plan, train and sync. Adds the metrics of the step to `values`."""
         watch = Stopwatch()
         with watch.section("rollout"), self._abortable():
+            source = self.parts.rollouts
+            last_step = self._last_step(step)
+            self.steps_ahead.begin_open(step, last_step, self._version, source)
             batch, trouble = self._sample(step)
-            self.steps_ahead.begin_next(step, self._last_step(step), self.parts.rollouts)
+            self.steps_ahead.begin_next(step, last_step, source)
         batch, credit, plan, outcome = self._train_batch(step, batch, watch)
         self._expire_sync()
-        self._complete_next(watch)
+        with self._next_rollouts(watch):
+            num_new_tokens = self._on_update.before_sync(source)
         values |= batch.metrics() | credit.metrics()
         if self.steps_ahead.is_used:
             values |= batch.age_metrics(self._version)
         with watch.section("account"):
             values |= self._training_metrics(batch, credit, plan, outcome)
-            self.compare_with_engines(values, self.steps_ahead.count_tokens())
+            self.compare_with_engines(values, num_new_tokens)
         values |= self._keep_samples(batch, credit, plan, outcome)
         self.holder.release(batch.delivered_ids)
         trouble = self._guards.observe(plan, outcome, values) or trouble
@@ -193,9 +203,8 @@ class Leader:
         with watch.section("sync"):
             if self.sync.when == "step":
                 self.send_weights(values)
-        if self.parts.rollouts.open_step is not None:
-            with watch.section("next_rollouts"):
-                self.steps_ahead.complete(self.parts.rollouts)
+        with self._next_rollouts(watch):
+            self._on_update.after_sync(source)
         values |= watch.values()
         self.records.progress.log_step(step, values, is_sampled=self.weights is not None)
         self._report_alarms(values)
@@ -212,16 +221,11 @@ class Leader:
             return self.train.total_steps
         return min(self.train.total_steps, self.curriculum.last_step(step))
 
-    def _complete_next(self, watch: Stopwatch) -> None:
-        """Wait for the rollouts of the next step, before the engines get other weights.
-
-        Without an engine nothing can sample them: the old weights are gone. They are then sampled
-        with the new ones.
-        """
-        if self.parts.rollouts.open_step is None:
-            return
-        with watch.section("next_rollouts"):
-            self.steps_ahead.complete(self.parts.rollouts, self.holder.can_sample)
+    def _next_rollouts(self, watch: Stopwatch) -> contextlib.AbstractContextManager[None]:
+        """Measure the time that goes to the rollouts of later steps, if there may be some."""
+        if not self.steps_ahead.is_used:
+            return contextlib.nullcontext()
+        return watch.section("next_rollouts")
 
     def _sample(self, step: int) -> tuple[RolloutBatch, Trouble | None]:
         """Sample the batch of a step, and return a reason to roll back after it.
@@ -365,7 +369,8 @@ class Leader:
         """Add the tokens of an evaluation to the account."""
         for key in ("account/evaluation", "account/generated"):
             values[key] = values.get(key, 0.0) + tokens
-        self.compare_with_engines(values, tokens)
+        if self._on_update.is_quiet:
+            self.compare_with_engines(values, tokens)
 
     def _refuse_endings_by_accuracy(self) -> None:
         """Raise `AccuracyUnknown` if the run, or a phase that is not over, ends by accuracy."""
@@ -408,6 +413,7 @@ class Leader:
                 is_postponed = False
             self._unevaluated_metrics = dict(values) if is_postponed else None
             if self.steps_ahead.is_used and self._ending_key(step):
+                self.steps_ahead.complete(self.parts.rollouts)
                 values["account/unfinished"] = float(self._drop_steps_ahead())
 
     def _drop_steps_ahead(self) -> int:
@@ -477,7 +483,7 @@ class Leader:
         """
         if self.curriculum is None:
             return
-        if step in self.steps_ahead.batches:
+        if self.steps_ahead.has_begun(step, self.parts.rollouts):
             self.parts = self.curriculum.open_phase(step, self.parts)
         else:
             self.parts = self.curriculum.enter(step, self.parts)
@@ -599,6 +605,7 @@ class Leader:
         if self.checkpoints is None:
             return
         if self.checkpoints.is_due(step, last=last):
+            self.steps_ahead.complete(self.parts.rollouts)
             self.steps_ahead.replace_lost(self.parts.rollouts)
             self._pending_metrics |= self.checkpoints.save(self.save_point(step), last=last)
         if not last:

@@ -60,8 +60,9 @@ def interrupted_pairs(
             while not hold.done():
                 await asyncio.to_thread(engine.admin().abort_all)
                 await asyncio.sleep(0.05)
+            num_partials, _ = pool.partials
             pool.proceed()
-            return hold.result()[0]
+            return num_partials
 
         async def run() -> list[tuple[Generation, Generation]]:
             nonlocal num_partials

@@ -37,7 +37,7 @@ def test_the_rest_is_requested_after_the_tokens_so_far() -> None:
     assert (response.input_ids, response.first_route_row) == ([1, 2, 3], 0)
     response.add(piece([5, 6], 4))
     assert response.input_ids == [1, 2, 3, 5, 6]
-    assert response.remaining_sampling.max_new_tokens == 4
+    assert response.next_sampling().max_new_tokens == 4
     # Inputs 0 to 3 have rows. Input 4, the token 6, has none yet.
     assert response.first_route_row == 4
     assert not response.is_complete

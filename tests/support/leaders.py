@@ -101,10 +101,10 @@ class ScriptedParts:
         self.version = version - 1 if synced else version
 
     @property
-    def open_step(self) -> int | None:
-        return self._open_step
+    def open_steps(self) -> tuple[int, ...]:
+        return () if self._open_step is None else (self._open_step,)
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, budget: object = None) -> None:
         self._open_step = step
         self.begun_steps.append(step)
 

@@ -12,6 +12,7 @@ _KEY = "rollout.max_staleness"
 
 def check_staleness(c: Configuration) -> Iterator[BrokenRule]:
     """Yield broken rules about `rollout.max_staleness` above 0."""
+    yield from _check_on_update(c)
     staleness = c.rollout.max_staleness
     if not staleness:
         return
@@ -25,3 +26,25 @@ def check_staleness(c: Configuration) -> Iterator[BrokenRule]:
     if staleness >= c.train.total_steps:
         rule = f"Rollouts cannot be older than the run, and train.total_steps={c.train.total_steps}"
         yield BrokenRule(_KEY, rule, "Give less, 1 for one step ahead")
+
+
+def _check_on_update(c: Configuration) -> Iterator[BrokenRule]:
+    rollout = c.rollout
+    key = "rollout.on_update"
+    if rollout.on_update == "budget" and rollout.tokens_per_version is None:
+        rule = "A response needs a number of tokens after which it waits for the next weights"
+        yield BrokenRule("rollout.tokens_per_version", rule, f"Give one, or use {key}=wait")
+    if rollout.on_update != "budget" and rollout.tokens_per_version is not None:
+        rule = f"Only {key}=budget reads this key, and {key}={rollout.on_update}"
+        yield BrokenRule("rollout.tokens_per_version", rule, f"Remove it, or use {key}=budget")
+    if rollout.on_update == "wait":
+        return
+    if not rollout.max_staleness:
+        rule = f"A response with tokens of two versions is older than {_KEY}=0 allows"
+        yield BrokenRule(key, rule, f"Use {_KEY}=1 or more, or {key}=wait")
+    if c.selection.name != "uniform":
+        rule = (
+            f"selection={c.selection.name} chooses prompts by rollouts that are not there yet "
+            "when several steps are open"
+        )
+        yield BrokenRule(key, rule, f"Use {key}=wait, or selection=uniform")

@@ -51,6 +51,8 @@ class BeliefSelector:
     seed: seed of the random acceptance.
     """
 
+    ignores_rollouts = False
+
     def __init__(
         self,
         source: PromptSource,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from megatron_rl.config.schema import RolloutSettings, SelectionSettings
 from megatron_rl.contracts.group import Group
@@ -23,6 +24,7 @@ class Oversample:
     source: PromptSource
     rollout: RolloutSettings
     settings: SelectionSettings
+    ignores_rollouts: ClassVar[bool] = False
 
     def select(self, step: int) -> OversampleStep:
         self.source.begin_step()

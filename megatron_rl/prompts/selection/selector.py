@@ -70,7 +70,13 @@ class StepSelection(Protocol):
 
 
 class Selector(Protocol):
-    """Selects prompts, one step after the other."""
+    """Selects prompts, one step after the other.
+
+    ignores_rollouts: True if a step depends on no rollout, also not on those of the same step.
+    """
+
+    @property
+    def ignores_rollouts(self) -> bool: ...
 
     def select(self, step: int) -> StepSelection: ...
 

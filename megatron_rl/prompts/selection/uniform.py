@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.group import Group
@@ -46,6 +47,7 @@ class Uniform:
 
     source: PromptSource
     settings: RolloutSettings
+    ignores_rollouts: ClassVar[bool] = True
 
     def select(self, step: int) -> UniformStep:
         prompts = self.source.take(self.settings.prompts_per_step)

@@ -13,14 +13,19 @@ import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.group import NEVER_SENT, STALE
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.rollouts.generation.partial_response import PartialResponse
 from megatron_rl.rollouts.generation.slots import Slots
-from megatron_rl.rollouts.messages import AbortRequest, EngineLeftOut, FromCollector
+from megatron_rl.rollouts.messages import (
+    AbortRequest,
+    EngineLeftOut,
+    FromCollector,
+    VersionBudget,
+)
 from sglang_bridge.client import GenerateClient, RequestExpired, may_succeed_elsewhere
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
@@ -144,12 +149,19 @@ class EnginePool:
         self._num_running = 0
         self._idle = asyncio.Event()  # no engine works on a request
         self._idle.set()
+        self._version_change = asyncio.Event()
+        self.num_sampled = 0  # tokens that engines have sent
+        self._parked: set[PartialResponse] = set()  # those that wait for other weights
+        self.on_parking: Callable[[], None] = lambda: None
         for engine in engines:
             self.add(engine)
 
     def set_version(self, version: int) -> None:
         """Use responses of these weights alone, from now on."""
         self._version = version
+        self._parked.clear()  # from now on, not only once their tasks go on
+        self._version_change.set()
+        self._version_change = asyncio.Event()
 
     def add(self, engine: Engine) -> None:
         """Send requests to an engine from now on. One with the same URL is replaced."""
@@ -184,6 +196,7 @@ class EnginePool:
         return_routes: bool,
         rejected_tokens: Counter[str],
         seed: int | None = None,
+        budget: VersionBudget | None = None,
     ) -> Generation:
         """Sample one response. Raises `EngineError` and `GenerationRejected`.
 
@@ -193,41 +206,91 @@ class EnginePool:
 
         rejected_tokens: receives the tokens of responses that cannot be used, by the reason. The
         tokens of a request without a reply are unknown.
+        budget: a response that has used it up waits for the next weights.
         """
 
         response = PartialResponse(token_ids, sampling)
+        attempts = _Attempts(self._settings.retries, rejected_tokens)
         self._responses.add(response)
         try:
-            async with self._slots:
-                attempts = _Attempts(self._settings.retries, rejected_tokens)
-                while not response.is_complete:
-                    await self._gate.wait()
-                    member = await self._wait_for_member(attempts.members)
-                    if not self._gate.is_set():
-                        continue
-                    piece = await self._try(member, response, rid, return_routes, seed, attempts)
-                    if piece is None:
-                        continue
-                    if not self._is_interrupted(piece):
-                        return _joined(response, piece)
-                    response.add(piece)
-                return response.generation()
+            while True:
+                limit = self._limit(response, budget)
+                if limit == 0:
+                    await self._park(response)
+                    continue
+                async with self._slots:
+                    generation = await self._extend(
+                        response, limit, rid, return_routes, seed, attempts
+                    )
+                if generation is not None:
+                    return generation
         finally:
             self._responses.remove(response)
 
-    async def hold(self, *, keep_partials: bool) -> tuple[int, int]:
+    async def _extend(
+        self,
+        response: PartialResponse,
+        limit: int | None,
+        rid: str,
+        return_routes: bool,
+        seed: int | None,
+        attempts: _Attempts,
+    ) -> Generation | None:
+        """Sample a response to its end, or at most `limit` tokens of it.
+
+        Returns the whole response, None if some of it is left.
+        """
+        while not response.is_complete:
+            await self._gate.wait()
+            member = await self._wait_for_member(attempts.members)
+            if not self._gate.is_set():
+                continue
+            piece = await self._try(member, response, limit, rid, return_routes, seed, attempts)
+            if piece is None:
+                continue
+            if _is_cut(piece, response, limit):
+                response.add(replace(piece, finish_reason=FinishReason.ABORT))
+                return response.generation() if response.is_complete else None
+            if not self._is_interrupted(piece):
+                return _joined(response, piece)
+            response.add(piece)
+        return response.generation()
+
+    def _limit(self, response: PartialResponse, budget: VersionBudget | None) -> int | None:
+        """Return how many tokens a response may get of the present weights, None: any number."""
+        if budget is None or self._version is None or self._version >= budget.last_version:
+            return None
+        return max(0, budget.num_tokens - response.tokens_of(self._version))
+
+    @property
+    def num_parked(self) -> int:
+        """The number of responses that wait for other weights."""
+        return len(self._parked)
+
+    async def _park(self, response: PartialResponse) -> None:
+        """Wait for the next weights."""
+        self._parked.add(response)
+        self.on_parking()
+        try:
+            await self._version_change.wait()
+        finally:
+            self._parked.discard(response)
+
+    @property
+    def partials(self) -> tuple[int, int]:
+        """The number of responses that were interrupted, and of their tokens."""
+        partials = [response for response in self._responses if response.pieces]
+        return len(partials), sum(response.num_tokens for response in partials)
+
+    async def hold(self, *, keep_partials: bool) -> None:
         """Send no further request until `proceed`, and wait until no engine works on one.
 
         keep_partials: requests that an engine aborts meanwhile are continued later. If not, the
         running ones are expected to end.
-
-        Returns the number of responses that were interrupted, and of their tokens.
         """
         self._keeps_partials = keep_partials
         self._gate.clear()
         await self._idle.wait()
-        partials = [response for response in self._responses if response.pieces]
-        return len(partials), sum(response.num_tokens for response in partials)
 
     def proceed(self) -> None:
         """Send requests again, and continue the responses that were interrupted."""
@@ -243,6 +306,7 @@ class EnginePool:
         self,
         member: _Member,
         response: PartialResponse,
+        limit: int | None,
         rid: str,
         return_routes: bool,
         seed: int | None,
@@ -253,7 +317,7 @@ class EnginePool:
         Returns None if another attempt may follow. Raises `EngineError` and `GenerationRejected`.
         """
         try:
-            return await self._request(member, response, rid, return_routes, seed)
+            return await self._request(member, response, limit, rid, return_routes, seed)
         except _EngineRemoved:
             attempts.lost_engines += 1
             if attempts.is_exhausted:
@@ -314,6 +378,7 @@ class EnginePool:
         self,
         member: _Member,
         response: PartialResponse,
+        limit: int | None,
         rid: str,
         return_routes: bool,
         seed: int | None,
@@ -324,7 +389,7 @@ class EnginePool:
         answer = asyncio.ensure_future(
             member.client.generate(
                 response.input_ids,
-                response.remaining_sampling,
+                response.next_sampling(limit),
                 rid=rid,
                 return_routes=return_routes,
                 seed=seed,
@@ -338,7 +403,10 @@ class EnginePool:
                 raise _EngineRemoved
             generation = answer.result()
             self._require_version(generation)
+            self.num_sampled += len(generation.output_ids)
         except (RequestFailed, GenerationRejected) as failure:
+            if isinstance(failure, GenerationRejected):
+                self.num_sampled += failure.num_tokens
             if member.removed.is_set() and _is_engine_fault(failure):
                 raise _EngineRemoved from failure
             if _is_engine_fault(failure):
@@ -393,6 +461,12 @@ class EnginePool:
 
     async def _abort(self, url: str, rid: str) -> None:
         await self._report(AbortRequest(url, rid))
+
+
+def _is_cut(piece: Generation, response: PartialResponse, limit: int | None) -> bool:
+    """Return True for a piece that ends because of `limit` alone."""
+    is_at_limit = piece.finish_reason is FinishReason.LENGTH and limit is not None
+    return is_at_limit and len(piece.output_ids) < response.num_remaining
 
 
 def _joined(response: PartialResponse, last_piece: Generation) -> Generation:

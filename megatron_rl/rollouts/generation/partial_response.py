@@ -39,10 +39,23 @@ class PartialResponse:
         return token_ids
 
     @property
-    def remaining_sampling(self) -> Sampling:
-        """The parameters for the rest of the response."""
-        num_remaining = self.sampling.max_new_tokens - self.num_tokens
-        return msgspec.structs.replace(self.sampling, max_new_tokens=num_remaining)
+    def num_remaining(self) -> int:
+        """The largest number of tokens that may follow."""
+        return self.sampling.max_new_tokens - self.num_tokens
+
+    def tokens_of(self, version: int | None) -> int:
+        """Return the number of tokens so far that a weight version has sampled."""
+        return sum(
+            span.end - span.start
+            for piece in self.pieces
+            for span in piece.version_spans
+            if span.version == str(version)
+        )
+
+    def next_sampling(self, limit: int | None = None) -> Sampling:
+        """Return the parameters for the rest of the response, or for at most `limit` tokens."""
+        num_tokens = self.num_remaining if limit is None else min(limit, self.num_remaining)
+        return msgspec.structs.replace(self.sampling, max_new_tokens=num_tokens)
 
     @property
     def first_route_row(self) -> int:

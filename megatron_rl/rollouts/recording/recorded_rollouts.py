@@ -15,6 +15,7 @@ from megatron_rl.contracts.group import Group, RolloutLocation
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.routes import RouteError, RouteShape, validate_stored_routes
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
+from megatron_rl.rollouts.messages import VersionBudget
 from megatron_rl.rollouts.recording.format import BATCH_FILE
 from megatron_rl.rollouts.recording.reader import (
     RecordingUnreadable,
@@ -176,11 +177,11 @@ class RecordedRollouts:
         return self.finish_step()
 
     @property
-    def open_step(self) -> int | None:
+    def open_steps(self) -> tuple[int, ...]:
         """None: a batch is read as a whole."""
-        return None
+        return ()
 
-    def begin_step(self, step: int) -> None:
+    def begin_step(self, step: int, budget: VersionBudget | None = None) -> None:
         """Do nothing: the batches are sampled already."""
 
     def finish_step(self, can_continue: Callable[[], bool] | None = None) -> RolloutBatch:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl.config.schema import RolloutSettings
@@ -10,7 +10,7 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.prompts.selection.selector import RolloutRequest, Selector
-from megatron_rl.rollouts.messages import GroupRequest
+from megatron_rl.rollouts.messages import GroupRequest, VersionBudget
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.steps.step_sampling import StepSampling
@@ -22,13 +22,14 @@ class _CannotContinue(Exception):
 
 @dataclass
 class RolloutSampler:
-    """Samples the rollouts of one step at a time.
+    """Samples the rollouts of steps.
 
     A step begins with `begin_step`, which does not wait: its rollouts are sampled while this
-    process does something else. `finish_step` waits for them.
+    process does something else. `finish_step` waits for those of the oldest open step.
 
-    The selection of a step begins after that of the step before has ended. Its choices therefore
-    do not depend on the time at which groups arrive.
+    Only a selector whose choices depend on no rollout may have several open steps. With others, the
+    selection of a step begins after that of the step before has ended. Choices therefore never
+    depend on the time at which groups arrive.
 
     stop_token_ids: tokens that end a response.
     idle: called regularly while this process waits for rollouts.
@@ -39,8 +40,9 @@ class RolloutSampler:
     selector: Selector
     stop_token_ids: tuple[int, ...]
     idle: Callable[[], None]
-    _sampling: StepSampling | None = field(default=None, init=False)
-    _state_before: SelectorState | None = field(default=None, init=False)
+    _open: dict[int, StepSampling] = field(default_factory=dict, init=False)  # by step, in order
+    # By step that is open or has failed: the selector's state before it
+    _states_before: dict[int, SelectorState] = field(default_factory=dict, init=False)
     _num_repeated: int = field(default=0, init=False)  # requests that earlier batches repeated
 
     def sample(self, step: int) -> RolloutBatch:
@@ -50,41 +52,47 @@ class RolloutSampler:
         assert batch is not None
         return batch
 
-    def begin_step(self, step: int) -> None:
-        """Request the first rollouts of a step. Raises ValueError while another step is open."""
-        if self._sampling is not None:
-            raise ValueError(f"step {self._sampling.step} is open: finish it before step {step}")
-        self._state_before = self.selector.state()
-        self._sampling = StepSampling(step, self.selector.select(step))
-        self._submit(self._sampling, self._sampling.selection.first_round())
-
     @property
-    def open_step(self) -> int | None:
-        """The step that has begun and is not finished, if any."""
-        return None if self._sampling is None else self._sampling.step
+    def open_steps(self) -> tuple[int, ...]:
+        """The steps that have begun and are not finished, in order."""
+        return tuple(self._open)
+
+    def begin_step(self, step: int, budget: VersionBudget | None = None) -> None:
+        """Request the first rollouts of a step.
+
+        budget: of each response. Raises ValueError while an earlier step has to be finished first.
+        """
+        if self._open and not self.selector.ignores_rollouts:
+            open_step = self.open_steps[0]
+            raise ValueError(f"step {open_step} is open: finish it before step {step}")
+        self._states_before[step] = self.selector.state()
+        sampling = StepSampling(step, self.selector.select(step), budget)
+        self._open[step] = sampling
+        self._submit(sampling, sampling.selection.first_round())
 
     def finish_step(self, can_continue: Callable[[], bool] | None = None) -> RolloutBatch | None:
-        """Wait for the rollouts of the open step, and end its selection.
+        """Wait for the rollouts of the oldest open step, and end its selection.
 
         can_continue: asked regularly. If it returns False, the step stays open, and the result is
         None.
 
         Raises `TooManyRejected` or `UserClassFailed`.
         """
-        sampling = self._sampling
-        assert sampling is not None
+        sampling = self._open[self.open_steps[0]]
         try:
             self._receive_all(sampling, can_continue)
         except _CannotContinue:
             return None
         batch = self._without_lost_groups(self._end(sampling))
         batch.require(sampling.label, self.settings.max_rejected_share)
-        self.settle()
+        del self._states_before[sampling.step]
         return batch
 
     def settle(self) -> None:
         """Count the last step as sampled, although its batch cannot be used."""
-        self._state_before = None
+        failed_steps = self._states_before.keys() - self._open.keys()
+        for step in failed_steps:
+            del self._states_before[step]
 
     def sample_again(self, batch: RolloutBatch, rollout_ids: Sequence[str]) -> RolloutBatch:
         """Replace the groups of these rollouts, which are gone, and others that are gone too.
@@ -109,8 +117,10 @@ class RolloutSampler:
         return self._without_lost_groups(batch)
 
     def state(self) -> SelectorState:
-        """Return the selector's state, before the step that is open or has failed, if any."""
-        return self._state_before or self.selector.state()
+        """Return the selector's state, before the first step that is open or has failed, if any."""
+        for state in self._states_before.values():
+            return state
+        return self.selector.state()
 
     def restore(self, state: SelectorState) -> None:
         """Restore the selector's state."""
@@ -122,7 +132,7 @@ class RolloutSampler:
 
     def _end(self, sampling: StepSampling) -> RolloutBatch:
         """End the selection of a step, and return its batch."""
-        self._sampling = None
+        del self._open[sampling.step]
         selection = sampling.selection
         result = selection.result()
         num_repeated = self.queue.num_repeated - self._num_repeated
@@ -142,27 +152,25 @@ class RolloutSampler:
     def _receive_all(self, sampling: StepSampling, can_continue: Callable[[], bool] | None) -> None:
         """Receive groups until the selection has enough of them. Raises `_CannotContinue`."""
         while True:
-            for part in self._arrivals(can_continue):
-                self._take(sampling, part)
+            for part in self._arrivals(sampling.requested_ids, can_continue):
+                sampling.generated_tokens += self.queue.tokens_of(part.group_id)
+                self._submit(sampling, sampling.take(part))
             requests = sampling.selection.next_round()
             if not requests:
                 return
             self._submit(sampling, requests)
 
-    def _arrivals(self, can_continue: Callable[[], bool] | None) -> Iterator[Group]:
-        """Yield parts as they arrive, until none is outstanding. Raises `_CannotContinue`."""
+    def _arrivals(
+        self, ids: Collection[str], can_continue: Callable[[], bool] | None = None
+    ) -> Iterator[Group]:
+        """Yield the parts with these ids as they arrive. Raises `_CannotContinue`."""
 
         def idle() -> None:
             self.idle()
             if can_continue is not None and not can_continue():
                 raise _CannotContinue
 
-        return self.queue.as_completed(idle)
-
-    def _take(self, sampling: StepSampling, part: Group) -> None:
-        """Take a part of the open step, and request its extension if it needs one."""
-        sampling.generated_tokens += self.queue.tokens_of(part.group_id)
-        self._submit(sampling, sampling.take(part))
+        return self.queue.as_completed(idle, is_wanted=ids.__contains__)
 
     def _without_lost_groups(self, batch: RolloutBatch) -> RolloutBatch:
         while lost_parts := self.queue.lost_groups(batch.delivered_ids):
@@ -175,21 +183,12 @@ class RolloutSampler:
         The tokens of the lost ones are in the batch's count already.
         """
         self.queue.request_again(part_ids)
-        missing_ids = set(part_ids)
-        new_parts: dict[str, Group] = {}
-        for part in self._arrivals(None):
-            if part.group_id in missing_ids:
-                new_parts[part.group_id] = part
-                missing_ids.remove(part.group_id)
-            elif self._sampling is not None:
-                self._take(self._sampling, part)
-            if not missing_ids:
-                break
+        new_parts = {part.group_id: part for part in self._arrivals(set(part_ids))}
         self._num_repeated += len(part_ids)
         return batch.with_parts(new_parts, num_repeated=len(part_ids))
 
     def _submit(self, sampling: StepSampling, requests: Sequence[RolloutRequest]) -> None:
-        sampling_parameters = Sampling(
+        parameters = Sampling(
             max_new_tokens=self.settings.max_new_tokens,
             temperature=self.settings.temperature,
             stop_token_ids=self.stop_token_ids,
@@ -201,7 +200,8 @@ class RolloutSampler:
                     prompt=request.prompt,
                     num_samples=request.samples,
                     first_sample=request.first_sample,
-                    sampling=sampling_parameters,
+                    sampling=parameters,
+                    budget=sampling.budget,
                 )
                 for part_id, request in sampling.register(requests).items()
             ]

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from megatron_rl.contracts.group import Group
 from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult, StepSelection
+from megatron_rl.rollouts.messages import VersionBudget
 from megatron_rl.rollouts.rollout_batch import merge_groups
 
 
@@ -16,11 +17,13 @@ class StepSampling:
 
     Parts of a group come under different ids: those of the first request and of its extension.
 
-    parts: by the id of their request. generated_tokens: those that engines have sampled.
+    budget: of each response, None without a limit. parts: by the id of their request.
+    generated_tokens: those that engines have sampled.
     """
 
     step: int
     selection: StepSelection
+    budget: VersionBudget | None = None
     parts: dict[str, Group] = field(default_factory=dict)
     generated_tokens: int = 0
     _requests: dict[str, RolloutRequest] = field(default_factory=dict)  # without an answer, by id
@@ -31,6 +34,11 @@ class StepSampling:
     def label(self) -> str:
         """The name of the step in the ids of its groups."""
         return f"step-{self.step}"
+
+    @property
+    def requested_ids(self) -> Collection[str]:
+        """The ids of the requests without an answer, now and whenever it is asked."""
+        return self._requests.keys()
 
     def register(self, requests: Sequence[RolloutRequest]) -> Mapping[str, RolloutRequest]:
         """Expect answers to requests. Returns the requests by their ids."""

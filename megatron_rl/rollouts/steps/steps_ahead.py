@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
+from megatron_rl.rollouts.messages import VersionBudget
 from megatron_rl.rollouts.rollout_batch import NonFiniteResponses, RolloutBatch, TooManyRejected
 
 
@@ -13,16 +14,19 @@ class StepSource(Protocol):
     """Supplies the batches of steps, one after the other."""
 
     @property
-    def open_step(self) -> int | None:
-        """The step that has begun and is not finished, if any."""
+    def open_steps(self) -> tuple[int, ...]:
+        """The steps that have begun and are not finished, in order."""
         ...
 
-    def begin_step(self, step: int) -> None:
-        """Request the first rollouts of a step, without waiting for them."""
+    def begin_step(self, step: int, budget: VersionBudget | None = None) -> None:
+        """Request the first rollouts of a step, without waiting for them.
+
+        budget: of each response.
+        """
         ...
 
     def finish_step(self, can_continue: Callable[[], bool] | None = None) -> RolloutBatch | None:
-        """Wait for the batch of the open step. Returns None once `can_continue` returns False."""
+        """Wait for the batch of the oldest open step. None once `can_continue` returns False."""
         ...
 
     def settle(self) -> None:
@@ -37,18 +41,29 @@ class StepSource(Protocol):
 class StepsAhead:
     """The batches that are sampled before their step is trained. Rank 0 only.
 
-    The next step begins once the step before is sampled whole, and its rollouts are sampled while
-    that one trains. All of them must be there before the engines get other weights: each rollout
-    has one version, and no choice depends on a clock. More than one step ahead would therefore
-    only make rollouts older.
+    A step t begins before step t - max_staleness trains, at the earliest. The weights that train on
+    a token have therefore at most `max_staleness` versions more than those that sampled it. Steps
+    are taken whole and in order.
 
     max_staleness: 0 samples nothing ahead.
+    continues_responses: responses go on under new weights, so that any number of steps may be open.
+    If not, a step begins once the one before is sampled whole, and is sampled whole before the
+    engines get other weights. More than one step ahead would then only make rollouts older.
+    tokens_per_version: the budget of a response until its step trains. None: no limit.
     """
 
-    def __init__(self, max_staleness: int = 0) -> None:
+    def __init__(
+        self,
+        max_staleness: int = 0,
+        *,
+        continues_responses: bool = False,
+        tokens_per_version: int | None = None,
+    ) -> None:
         self._max_staleness = max_staleness
+        self._continues_responses = continues_responses
+        self._tokens_per_version = tokens_per_version
         self._batches: dict[int, RolloutBatch] = {}  # by step
-        self._failure: TooManyRejected | None = None  # of the step after the last one taken
+        self._failures: dict[int, TooManyRejected] = {}  # by step
         self._num_uncounted_tokens = 0
 
     @property
@@ -65,6 +80,21 @@ class StepsAhead:
         """Continue with the batches of a checkpoint."""
         self._batches = dict(batches)
 
+    def has_begun(self, step: int, source: StepSource) -> bool:
+        """Return True for a step whose rollouts were requested already."""
+        return step in self._batches or step in self._failures or step in source.open_steps
+
+    def begin_open(self, step: int, last_step: int, version: int, source: StepSource) -> None:
+        """Begin the steps that may be sampled with the present weights, before `step` is taken.
+
+        last_step: rollouts of later steps are not sampled. version: of the present weights.
+        """
+        if not self._continues_responses:
+            return
+        for ahead_step in range(step, min(step + self._max_staleness, last_step) + 1):
+            if not self.has_begun(ahead_step, source):
+                source.begin_step(ahead_step, self._budget(ahead_step - step, version))
+
     def take(self, step: int, source: StepSource) -> RolloutBatch:
         """Return the batch of a step, which is sampled now if it was not before.
 
@@ -73,10 +103,9 @@ class StepsAhead:
         batch = self._batches.pop(step, None)
         if batch is not None:
             return source.replace_lost(batch)
-        if self._failure is not None:
-            failure, self._failure = self._failure, None
-            raise failure
-        if source.open_step is None:
+        if step in self._failures:
+            raise self._failures.pop(step)
+        if step not in source.open_steps:
             source.begin_step(step)
         batch = source.finish_step()
         assert batch is not None
@@ -84,31 +113,31 @@ class StepsAhead:
         return batch
 
     def begin_next(self, step: int, last_step: int, source: StepSource) -> None:
-        """Let the rollouts of the next step be sampled while `step` trains.
+        """Begin the next step, after `step` was taken. Its rollouts are sampled while that trains.
 
         last_step: rollouts of later steps are not sampled.
         """
-        next_step = step + 1
-        is_sampled = next_step in self._batches
-        if self._max_staleness and next_step <= last_step and not is_sampled:
-            source.begin_step(next_step)
+        if not self._max_staleness or self._continues_responses or step >= last_step:
+            return
+        if not self.has_begun(step + 1, source):
+            source.begin_step(step + 1)
 
     def complete(self, source: StepSource, can_continue: Callable[[], bool] | None = None) -> None:
-        """Wait for the rollouts of the step that has begun, if one has.
+        """Wait for the rollouts of all steps that have begun.
 
         can_continue: the wait ends without them once it returns False.
 
         A batch that cannot be used is an error of its own step: `take` raises it.
         """
-        step = source.open_step
-        if step is None:
-            return
-        try:
-            batch = source.finish_step(can_continue)
-        except TooManyRejected as failure:
-            self._failure = failure
-            return
-        if batch is not None:
+        while source.open_steps:
+            step = source.open_steps[0]
+            try:
+                batch = source.finish_step(can_continue)
+            except TooManyRejected as failure:
+                self._failures[step] = failure
+                continue
+            if batch is None:
+                return
             self._num_uncounted_tokens += batch.generated_tokens
             self._batches[step] = batch
 
@@ -119,12 +148,11 @@ class StepsAhead:
     def drop(self) -> tuple[list[str], int]:
         """Drop all batches. Returns the ids of their groups, and their number of tokens."""
         batches = list(self._batches.values())
-        if isinstance(self._failure, NonFiniteResponses):
-            batches.append(self._failure.batch)
-        self._failure = None
+        batches += [f.batch for f in self._failures.values() if isinstance(f, NonFiniteResponses)]
         group_ids = [group_id for batch in batches for group_id in batch.delivered_ids]
         num_tokens = sum(batch.generated_tokens for batch in batches)
         self._batches = {}
+        self._failures = {}
         return group_ids, num_tokens
 
     def count_tokens(self) -> int:
@@ -132,3 +160,9 @@ class StepsAhead:
         num_tokens = self._num_uncounted_tokens
         self._num_uncounted_tokens = 0
         return num_tokens
+
+    def _budget(self, num_ahead: int, version: int) -> VersionBudget | None:
+        """Return the budget of a step that trains after `num_ahead` further syncs."""
+        if self._tokens_per_version is None or not num_ahead:
+            return None
+        return VersionBudget(self._tokens_per_version, version + num_ahead)

@@ -14,6 +14,7 @@ from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.prompts.selection.factory import credit_warning, open_selector
 from megatron_rl.records.run_directory import STOP_FILE
 from megatron_rl.rollouts.evaluation import Evaluation
+from megatron_rl.rollouts.steps.on_update import open_steps_ahead
 from megatron_rl.rollouts.steps.sampler import RolloutSampler
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 from megatron_rl.run.checkpoints.best import BestCheckpoint
@@ -54,6 +55,8 @@ class TrainingMode:
             log = self.setup.progress.log
             curriculum = Curriculum(phases_of(c), open_parts, parts.dispatcher, log)
         state = self.setup.resume_point.state
+        steps_ahead, on_update = open_steps_ahead(c.rollout, parts.connections, parts.idle)
+        self._restore_rollouts(steps_ahead, parts.connections)
         loop = RecordingLeader if c.mode == "rollout_only" else Leader
         return loop(
             train=c.train,
@@ -70,14 +73,14 @@ class TrainingMode:
             checkpoints=checkpoint_manager(self.setup, parts),
             curriculum=curriculum,
             samples=None if c.mode == "rollout_only" else open_samples(self.setup, parts),
-            steps_ahead=self._steps_ahead(parts.connections),
+            steps_ahead=steps_ahead,
+            on_update=on_update,
             resume_state=None if state is None else state.position,
         )
 
-    def _steps_ahead(self, connections: EngineConnections) -> StepsAhead:
-        """Return the batches that are sampled ahead, first those of the checkpoint."""
+    def _restore_rollouts(self, steps_ahead: StepsAhead, connections: EngineConnections) -> None:
+        """Load the batches that were sampled ahead before the checkpoint."""
         c = self.setup.configuration
-        steps_ahead = StepsAhead(c.rollout.max_staleness)
         point = self.setup.resume_point
         if point.state is not None and point.checkpoint is not None:
             with explained_load_errors(point.checkpoint):
@@ -89,7 +92,6 @@ class TrainingMode:
                     self.setup.shape.vocab_size,
                 )
             steps_ahead.restore(batches)
-        return steps_ahead
 
     def _log_prompts(self) -> None:
         prompts = self.setup.run_data.training_prompts

@@ -19,7 +19,7 @@ from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.selection.factory import open_selector
 from megatron_rl.prompts.source import PromptSource
-from megatron_rl.rollouts.messages import GroupRequest
+from megatron_rl.rollouts.messages import GroupRequest, VersionBudget
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, TooManyRejected
 from megatron_rl.rollouts.steps.sampler import RolloutSampler
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
@@ -56,12 +56,14 @@ class SimulatedQueue:
             assert request.group_id not in self._outstanding | self._delivered
             self._outstanding[request.group_id] = request
 
-    def as_completed(self, idle: Callable[[], None]) -> Iterator[Group]:
-        while self._outstanding:
+    def as_completed(
+        self, idle: Callable[[], None], *, is_wanted: Callable[[str], bool]
+    ) -> Iterator[Group]:
+        while wanted_ids := sorted(filter(is_wanted, self._outstanding)):
             idle()
             if not self.serves:
                 raise NothingArrives
-            yield self._answer(self.order.choice(sorted(self._outstanding)))
+            yield self._answer(self.order.choice(wanted_ids))
 
     def tokens_of(self, group_id: str) -> int:
         return 3 * self._delivered[group_id].num_samples
@@ -117,11 +119,13 @@ class SimulatedRun:
     queue: SimulatedQueue
     sampler: RolloutSampler
     ahead: StepsAhead
+    continues: bool = False
     trained: dict[int, list[str]] = field(default_factory=dict)
     ages: Counter[int] = field(default_factory=Counter)
 
     def run(self, steps: int, faults: dict[int, str]) -> SimulatedRun:
         for step in range(1, steps + 1):
+            self.ahead.begin_open(step, steps, self.queue.version, self.sampler)
             batch = self.ahead.take(step, self.sampler)
             self.ahead.begin_next(step, steps, self.sampler)
             fault = faults.get(step, "")
@@ -132,6 +136,11 @@ class SimulatedRun:
                 lost = [r.rollout_id for i in lost_ids for r in batch.parts[i].rollouts]
                 batch = self.sampler.sample_again(batch, lost)
             self._train(step, batch)
+            if self.continues:
+                self.queue.version += 1
+                if fault == "checkpoint":
+                    self.ahead.complete(self.sampler)
+                continue
             self.queue.serves = fault != "no engine"
             self.ahead.complete(self.sampler, lambda: self.queue.serves)
             self.queue.version += 1
@@ -148,7 +157,7 @@ class SimulatedRun:
         self.queue.release(batch.delivered_ids)
 
 
-def make_run(name: str, *, max_staleness: int, seed: int) -> SimulatedRun:
+def make_run(name: str, *, max_staleness: int, seed: int, continues: bool = False) -> SimulatedRun:
     rollout = RolloutSettings(
         max_new_tokens=8, prompts_per_step=4, samples_per_prompt=4, max_staleness=max_staleness
     )
@@ -156,7 +165,8 @@ def make_run(name: str, *, max_staleness: int, seed: int) -> SimulatedRun:
     selector = open_selector(source, rollout, SelectionSettings(name=name, probe_samples=2), seed=0)
     queue: Any = SimulatedQueue(random.Random(seed))
     sampler = RolloutSampler(queue, rollout, selector, (1,), lambda: None)
-    return SimulatedRun(queue, sampler, StepsAhead(max_staleness))
+    ahead = StepsAhead(max_staleness, continues_responses=continues)
+    return SimulatedRun(queue, sampler, ahead, continues)
 
 
 @settings(max_examples=200, deadline=None)
@@ -183,12 +193,49 @@ def test_every_group_is_trained_once_and_never_too_old(
         assert set(run.ages) == ({0, 1} if max_staleness else {0})
 
 
+@settings(max_examples=200, deadline=None)
+@given(
+    max_staleness=st.integers(1, 5),
+    seed=st.integers(0, 2**20),
+    faults=st.dictionaries(
+        st.integers(1, 12), st.sampled_from(["checkpoint", "collector ends"]), max_size=5
+    ),
+)
+def test_responses_that_continue_are_trained_once_and_never_too_old(
+    max_staleness: int, seed: int, faults: dict[int, str]
+) -> None:
+    undisturbed = make_run("uniform", max_staleness=0, seed=0).run(12, {})
+    run = make_run("uniform", max_staleness=max_staleness, seed=seed, continues=True)
+    run.run(12, faults)
+    assert run.trained == undisturbed.trained
+    assert max(run.ages) <= max_staleness
+    assert run.queue.held_ids == [] and run.queue.is_empty
+
+
+def test_a_selector_that_reads_rollouts_has_one_open_step() -> None:
+    run = make_run("belief", max_staleness=3, seed=0, continues=True)
+    with pytest.raises(ValueError, match="step 1 is open"):
+        run.ahead.begin_open(1, 9, 0, run.sampler)
+
+
+def test_open_steps_begin_with_the_budget_of_their_distance() -> None:
+    run = make_run("uniform", max_staleness=2, seed=0, continues=True)
+    run.ahead = StepsAhead(2, continues_responses=True, tokens_per_version=7)
+    run.ahead.begin_open(4, 9, 11, run.sampler)
+    assert run.sampler.open_steps == (4, 5, 6)
+    budgets = [sampling.budget for sampling in run.sampler._open.values()]
+    assert budgets == [None, VersionBudget(7, 12), VersionBudget(7, 13)]
+    run.ahead.take(4, run.sampler)
+    run.ahead.begin_open(5, 6, 12, run.sampler)
+    assert run.sampler.open_steps == (5, 6)
+
+
 def test_a_step_is_sampled_while_the_one_before_trains() -> None:
     run = make_run("uniform", max_staleness=1, seed=0)
     batch = run.ahead.take(1, run.sampler)
     assert [group.group_id for group in batch.groups] == [f"step-1-{n}" for n in range(4)]
     run.ahead.begin_next(1, 3, run.sampler)
-    assert run.sampler.open_step == 2 and not run.queue.is_empty
+    assert run.sampler.open_steps == (2,) and not run.queue.is_empty
     run.ahead.complete(run.sampler)
     assert list(run.ahead.batches) == [2] and run.queue.is_empty
     assert run.ahead.count_tokens() == 2 * 48
@@ -199,7 +246,7 @@ def test_no_step_is_sampled_beyond_the_last_one() -> None:
     run = make_run("uniform", max_staleness=2, seed=0)
     run.ahead.take(3, run.sampler)
     run.ahead.begin_next(3, 3, run.sampler)
-    assert run.sampler.open_step is None
+    assert run.sampler.open_steps == ()
 
 
 def test_without_an_engine_the_next_step_stays_open() -> None:
@@ -209,7 +256,7 @@ def test_without_an_engine_the_next_step_stays_open() -> None:
     run.ahead.begin_next(1, 9, run.sampler)
     assert run.sampler.selector.state() != state
     run.ahead.complete(run.sampler, lambda: False)
-    assert run.sampler.open_step == 2 and not run.ahead.batches
+    assert run.sampler.open_steps == (2,) and not run.ahead.batches
     assert run.sampler.state() == state  # a resumed run selects the same prompts
     run.ahead.complete(run.sampler)
     assert list(run.ahead.batches) == [2]
