@@ -175,8 +175,8 @@ def test_an_equal_checkpoint_is_taken_once_and_an_older_one_if_the_spike_returns
     parts, _ = run(Parts(norms=norms), tmp_path, 11, guard=guard)
     targets = [parts.metrics[step].get("guard/rolled_back_to") for step in (9, 10, 11)]
     assert targets == [8, 6, None]
-    lost = [parts.metrics[step].get("account/rolled_back") for step in (9, 10)]
-    assert lost == [0, 16]
+    lost_tokens = [parts.metrics[step].get("account/rolled_back") for step in (9, 10)]
+    assert lost_tokens == [0, 16]
     assert [state.step for state in parts.ranks.states] == [2, 4, 6, 10, 11]
 
 
