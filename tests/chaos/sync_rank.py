@@ -131,6 +131,8 @@ def main(job: Job, rank: int) -> None:
     dist.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{job.port}", rank=rank, world_size=2
     )
+    if rank == 0:
+        print(f"READY {time.time()}", flush=True)
     fate = Fate(job, rank)
     transport = MortalTransport(backend="gloo", timeout_seconds=20)
     transport.fate = fate
