@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -53,6 +54,7 @@ class Variant(NamedTuple):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run what is missing, print the table and return the exit code."""
     options = parse_arguments(arguments)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     variants = [Variant(dtype, rate) for dtype in DTYPES for rate in options.rate or RATES]
     try:
         for variant in variants:
@@ -103,7 +105,12 @@ def train(variant: Variant, out: Path) -> None:
         "optimizer.decay=constant",
         experiment="quickstart",
     )
-    output, _ = job.communicate()
+    try:
+        output, _ = job.communicate()
+    finally:
+        if job.poll() is None:
+            job.terminate()
+            job.wait()
     if job.returncode:
         raise RunFailed(f"{root}: the run ended with {job.returncode}\n{output[-4000:]}")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+import datetime
 import random
 from dataclasses import dataclass
 
@@ -10,6 +10,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
+from torch.distributed import distributed_c10d
 
 from megatron_rl.config.schema import ParallelSettings
 from megatron_rl.mcore.job import Job, join, leave
@@ -79,7 +80,14 @@ def _create_groups(parallel: ParallelSettings) -> None:
         context_parallel_size=parallel.cp,
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=expert_tensor_size(parallel),
-        distributed_timeout_minutes=math.ceil(parallel.timeout_s / 60),
+        # Declared as whole minutes, and used as `timedelta(minutes=...)`
+        distributed_timeout_minutes=parallel.timeout_s / 60,  # type: ignore[arg-type]
+    )
+    # Megatron creates this group, which gathers the state of experts for checkpoints, with torch's
+    # default of half an hour
+    distributed_c10d._set_pg_timeout(
+        datetime.timedelta(seconds=parallel.timeout_s),
+        parallel_state.get_expert_data_parallel_group_gloo(),
     )
 
 

@@ -29,7 +29,8 @@ SentDtype = Literal["bfloat16", "fp8"]
 BFLOAT16_BYTES = 2
 # One float32 scale for each block of 128 x 128 codes
 FP8_BYTES = 1 + 4 / 128**2
-MAX_OWNERS_PER_STAGE = 8
+# Of a stage with fewer expert-parallel ranks
+MAX_OWNERS = 8
 # Bytes of memory traffic for each byte that the trainer hashes (`GpuDigest`: eager operations on
 # 64-bit copies of 32-bit words). tests/planning/test_sync_time.py counts them.
 HASH_TRAFFIC = 195
@@ -42,7 +43,8 @@ class Way(StrEnum):
 
     SOURCE: rank 0 collects the model, and sends all of it to one engine after the other.
     LANES: every owner sends its part straight to every engine, engines in rotation. An engine takes
-        one lane at a time. Owners are one expert-parallel group of each stage, at most 8 ranks.
+        one lane at a time. Each expert-parallel rank has an owner, and up to eight ranks of a stage
+        own equal parts (`mcore/weights/owners.py`).
     TREE: one broadcast reaches all engines. Pipeline stages take turns as its source.
     SHARDS: every GPU of an engine receives its part only, from any rank. Peers have it; this
         project has not.
@@ -144,7 +146,8 @@ class Trainer:
     @property
     def owners(self) -> int:
         """Ranks of a stage that send with `Way.LANES`."""
-        return math.gcd(self.ep, MAX_OWNERS_PER_STAGE)
+        copies_of_experts = self.gpus // self.pp // self.ep
+        return self.ep * min(max(1, MAX_OWNERS // self.ep), copies_of_experts)
 
 
 @dataclass(frozen=True)
@@ -291,18 +294,9 @@ def _parts_of_senders(job: SyncJob) -> float:
         case Way.TREE:
             return 1 / job.trainer.pp
         case Way.LANES:
-            plain = count_stream(job.shape, "bfloat16")
-            return _largest_lane(job.trainer, plain) / plain.total
+            return 1 / (job.trainer.pp * job.trainer.owners)
         case Way.SHARDS:
             return 1 / job.trainer.gpus
-
-
-def _largest_lane(trainer: Trainer, stream: Stream) -> float:
-    """Return the bytes that the busiest owner sends to each engine.
-
-    One owner of a stage has what is no expert, beside its experts.
-    """
-    return (stream.dense + stream.experts / trainer.owners) / trainer.pp
 
 
 def _sent_bytes(job: SyncJob, stream: Stream) -> float:
@@ -314,7 +308,8 @@ def _sent_bytes(job: SyncJob, stream: Stream) -> float:
         case Way.TREE:
             return stream.total
         case Way.LANES:
-            return max(stream.total, engines.count * _largest_lane(job.trainer, stream))
+            part = stream.total * _parts_of_senders(job)
+            return max(stream.total, engines.count * part)
         case Way.SHARDS:
             part = stream.total / engines.tp
             return max(part, engines.count * stream.total / job.trainer.gpus)
@@ -325,11 +320,10 @@ def _gather_seconds(job: SyncJob, plain: Stream, rates: Rates) -> float:
     trainer = job.trainer
     dense = plain.dense / trainer.pp
     experts = plain.experts / trainer.pp
-    seconds = _all_gather(dense, trainer.tp, rates)
     if job.way is Way.LANES:
-        seconds += _all_gather(experts / trainer.owners, trainer.ep // trainer.owners, rates)
-    else:
-        seconds += _all_gather(experts, trainer.ep, rates)
+        # An owner gathers its share of the dense tensors, and has its experts already.
+        return _all_gather(dense / trainer.owners, trainer.tp, rates)
+    seconds = _all_gather(dense, trainer.tp, rates) + _all_gather(experts, trainer.ep, rates)
     if job.way is Way.SOURCE:
         seconds += plain.total * (1 - 1 / trainer.pp) / rates.nic
     return seconds

@@ -99,8 +99,8 @@ class MismatchAlarm:
             return None
         return (
             f"warning: mismatch/k3_kl {mismatch:.3g} is {ratio:.3g} times that of bfloat16 engines "
-            f"(guard.bf16_mismatch={self._bf16_mismatch:g}); up to {_MAX_MISMATCH_RATIO:g} is "
-            "usual in FP8. Check sync/audit_mismatches, keep layers unquantized "
+            f"(guard.bf16_mismatch={self._bf16_mismatch:g}), above {_MAX_MISMATCH_RATIO:g} times. "
+            "Check sync/audit_mismatches, keep layers unquantized "
             "(engine.unquantized_first_layers, engine.unquantized_last_layers), replay routes "
             "(train.replay=rollout), or use engine.quantization=null"
         )

@@ -236,7 +236,9 @@ class Leader:
         try:
             return self.steps_ahead.take(step, self.parts.rollouts), None
         except NonFiniteResponses as failure:
-            trouble = self._guards.nonfinite.observe_responses(step, failure)
+            # The engines may have had the weights of an earlier step
+            sampled_at = step - self.steps_ahead.max_staleness
+            trouble = self._guards.nonfinite.observe_responses(sampled_at, failure)
             if trouble is None:
                 raise
             self.parts.rollouts.settle()

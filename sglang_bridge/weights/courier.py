@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 import time
@@ -30,14 +31,18 @@ class Lane:
         self.url = url
         self.num_bytes = 0
         self._group = group
+        self._start = 0.0
+        self._task = ""
         self._delivery: Delivery | None = None
         self._failure: str | None = None
 
     @property
     def failure(self) -> str | None:
         """See the class."""
-        if self._failure is None and self._delivery is not None:
-            self._failure = self._delivery.failure
+        reason = None if self._delivery is None else self._delivery.failure
+        if self._failure is None and reason is not None:
+            remedy = ". Lower sync.bucket_mb" if "memory" in reason else ""
+            self._failure = f"{reason} (it should {self._task}){remedy}"
         return self._failure
 
     @property
@@ -55,20 +60,23 @@ class Lane:
 
     def start(self, bucket: Bucket) -> None:
         """Begin to send a bucket."""
+        self._start = time.monotonic()
+        self._task = _task_of(bucket)
         self._delivery = self._group.deliver(bucket)
         self.num_bytes += bucket.flat.numel()
 
-    def fail(self, reason: str) -> None:
-        """Send nothing more."""
-        self._failure = self.failure or reason
+    def expire(self, patience: float, deadline: float) -> None:
+        """Fail if the engine has not loaded a bucket in time. deadline: by `time.monotonic`."""
+        if not self.is_loaded and time.monotonic() > min(self._start + patience, deadline):
+            self._failure = self.failure or f"{TOO_LATE} (it should {self._task})"
 
 
 class Courier:
     """Sends an owner's buckets to all engines in a thread, each bucket to one engine after another.
 
     Owners that begin with different engines share the links: an engine takes one bucket at a time.
-    An engine that fails costs its own lane only. One that does not answer at all costs half of the
-    time that is left, once.
+    An engine that fails costs its own lane only. Engines that do not answer at all cost half of the
+    time that is left, all together.
 
     lanes: in the order of the turns. deadline: by `time.monotonic`. device: of the buckets.
     log: writes a line about a wait of more than ten seconds.
@@ -128,54 +136,58 @@ class Courier:
 
     def _carry(self, bucket: Bucket) -> None:
         """Give every engine its turn; return once the bucket has left for all of them."""
-        limit = min(self._deadline, time.monotonic() + self._patience)
-        what = f"take {_describe(bucket)}"
+        what = _task_of(bucket)
+        turn_seconds = min(_TURN_SECONDS, self._patience / 8)
         waiting = self._open_lanes()
         while waiting:
-            if not self._wait("load", lambda: any(lane.is_loaded for lane in waiting), limit, what):
-                break
-            lane = next(lane for lane in waiting if lane.is_loaded)
+            self._wait("load", partial(_first_ready, waiting), what)
+            lane = _first_ready(waiting)
+            assert lane is not None
             waiting.remove(lane)
             if lane.failure is None:
                 lane.start(bucket)
-                turn = min(limit, time.monotonic() + _TURN_SECONDS)
-                self._wait("send", partial(getattr, lane, "is_sent"), turn, what)
-        self._wait("send", lambda: all(lane.is_sent for lane in self._open_lanes()), limit, what)
-        for lane in self._open_lanes():
-            if lane in waiting or not lane.is_sent:
-                lane.fail(TOO_LATE)
+                self._wait("send", partial(getattr, lane, "is_sent"), what, seconds=turn_seconds)
+        self._wait("send", lambda: all(lane.is_sent for lane in self._lanes), what)
 
     def _wait_until_loaded(self) -> None:
-        def is_loaded() -> bool:
-            return all(lane.is_loaded for lane in self._open_lanes())
-
-        self._wait("load", is_loaded, self._deadline, "load the last bucket")
-        for lane in self._open_lanes():
-            if not lane.is_loaded:
-                lane.fail(TOO_LATE)
+        what = "load the last bucket"
+        self._wait("load", lambda: all(lane.is_loaded for lane in self._lanes), what)
 
     def _open_lanes(self) -> list[Lane]:
         return [lane for lane in self._lanes if lane.failure is None]
 
-    def _wait(self, part: str, is_over: Callable[[], bool], limit: float, what: str) -> bool:
-        """Wait until something is over. Returns False if that is not before the limit."""
+    def _wait(
+        self, part: str, is_over: Callable[[], object], what: str, *, seconds: float = math.inf
+    ) -> None:
+        """Wait until something is over, but not longer than some seconds.
+
+        Engines that do not answer in time fail meanwhile, which ends every wait for them.
+        """
         start = time.monotonic()
         notice = start + _FIRST_NOTICE_SECONDS
-        try:
-            while not is_over():
-                now = time.monotonic()
-                if now > limit:
-                    return False
-                if now > notice:
-                    urls = ", ".join(lane.url for lane in self._lanes if not lane.is_loaded)
-                    self._log(f"sync: waiting {now - start:.0f} s for {urls} to {what}")
-                    notice = now + (now - start)
-                time.sleep(_POLL_SECONDS)
-            return True
-        finally:
-            self.seconds[part] += time.monotonic() - start
+        while not is_over():
+            for lane in self._lanes:
+                lane.expire(self._patience, self._deadline)
+            now = time.monotonic()
+            if now > start + seconds:
+                break
+            if now > notice:
+                urls = ", ".join(lane.url for lane in self._lanes if not lane.is_loaded)
+                self._log(f"sync: waiting {now - start:.0f} s for {urls} to {what}")
+                notice = now + (now - start)
+            time.sleep(_POLL_SECONDS)
+        self.seconds[part] += time.monotonic() - start
 
 
-def _describe(bucket: Bucket) -> str:
+def _first_ready(lanes: Sequence[Lane]) -> Lane | None:
+    """The first engine that can take a bucket, or that failed."""
+    return next((lane for lane in lanes if lane.is_loaded), None)
+
+
+def _task_of(bucket: Bucket) -> str:
+    """Describe what an engine has to do with a bucket."""
     size = bucket.flat.numel() / 2**20
-    return f"{len(bucket.names)} tensors from {bucket.names[0]} on ({size:.1f} MB)"
+    names = bucket.names
+    if len(names) == 1:
+        return f"take {names[0]}, {size:.1f} MB"
+    return f"take {len(names)} tensors, {names[0]} to {names[-1]}, {size:.1f} MB"

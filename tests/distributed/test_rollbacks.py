@@ -155,7 +155,8 @@ def test_a_skipped_update_leaves_no_trace(tmp_path: Path, layout: str, dtype: st
         ("single", "float32", ("rename", "load", "commit")),
         pytest.param("single", "bfloat16", ("load",), marks=pytest.mark.nightly),
         pytest.param("ep2", "float32", ("rename",), marks=pytest.mark.nightly),
-        pytest.param("ep2", "bfloat16", ("rename", "load", "commit"), marks=pytest.mark.nightly),
+        pytest.param("ep2", "bfloat16", ("load",), marks=pytest.mark.nightly),
+        pytest.param("ep2", "bfloat16", ("commit",), marks=pytest.mark.nightly),
     ],
 )
 def test_a_run_that_is_killed_during_a_rollback_ends_like_an_undisturbed_one(
@@ -174,24 +175,30 @@ def test_a_run_that_is_killed_during_a_rollback_ends_like_an_undisturbed_one(
     assert [record.get("guard/rolled_back_to") for record in reference][6] == 3
     for place in places:
         root = tmp_path / place
-        write_recording(
-            root / "rollouts/recorded",
-            read_shape(TWO_DIGIT_ADDITION),
-            steps=STEPS,
-            marked_steps=[5, 6],
-        )
         monkeypatch.setenv("KILL_AT", place)
-        killed_job = start(root, *NAN, **options)
-        output, _ = killed_job.communicate(timeout=300)
-        assert killed_job.returncode != 0, output[-4000:]
-        assert ("Rolled back to the checkpoint of step 3" in output) == (place == "commit")
-        names = {path.name for path in (root / "job/checkpoints").glob("iter_*") if not path.suffix}
-        assert max(names) == "iter_0000003", "a resumed run begins there"
+        kill(root, **options)
         monkeypatch.delenv("KILL_AT")
         output = end_of(start(root, *NAN, "run.resume=auto", **options))
         assert "resuming after step 3" in output
         assert metrics_of(root / "job") == reference
         assert_same_end(root, reference_root, 8)
+
+
+def kill(root: Path, **options: Any) -> None:
+    """Train until the plugin kills rank 0. No bad checkpoint is left."""
+    write_recording(
+        root / "rollouts/recorded",
+        read_shape(TWO_DIGIT_ADDITION),
+        steps=STEPS,
+        marked_steps=[5, 6],
+    )
+    job = start(root, *NAN, **options)
+    output, _ = job.communicate(timeout=300)
+    assert job.returncode != 0, output[-4000:]
+    is_late = os.environ["KILL_AT"] == "commit"
+    assert ("Rolled back to the checkpoint of step 3" in output) == is_late
+    names = {path.name for path in (root / "job/checkpoints").glob("iter_*") if not path.suffix}
+    assert max(names) == "iter_0000003", "a resumed run begins there"
 
 
 def test_weights_with_nan_are_rolled_back_before_engines_could_get_them(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import EngineUnhealthy, RequestFailed, WeightMismatch
+from sglang_bridge.errors import EngineUnhealthy, RequestFailed, WeightMismatch, WeightUpdateFailed
 from sglang_bridge.generation import Generation
 from sglang_bridge.keys import RunKeys, create_keys
 from sglang_bridge.server.managed_engine import ManagedEngine
@@ -222,6 +222,16 @@ def test_weight_unknown_to_the_engine_is_reported(
         WeightMismatch, match=r"qq_norm\.weight \(the engine has no such parameter\)"
     ):
         audit_engine(engine.admin(), expectation).raise_on_mismatch(26)
+
+
+def test_an_engine_of_another_shape_names_the_tensor(
+    engine: ManagedEngine, push: Push, weights: tuple[Weights, Weights]
+) -> None:
+    others = weights[0] | {"model.norm.weight": torch.ones(7)}
+    with pytest.raises(WeightUpdateFailed, match=r"tensors, .* to model\.norm\.weight"):
+        push(iter(others.items()), 27)
+    push(iter(weights[0].items()), 28)
+    assert sample(engine, [[5, 6, 7]], 2)[0].weight_versions == ("28",)
 
 
 class FlippingTransport(DistributedTransport):

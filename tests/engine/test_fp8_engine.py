@@ -31,6 +31,7 @@ from sglang_bridge.weights.block_fp8 import dequantize
 from sglang_bridge.weights.disk import DiskTransport
 from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.expectation import WeightExpectation
+from tests.support.comparable import assert_same_weights
 from tests.support.engines import running_engine
 from tests.support.recordings import read_rollouts
 from tests.support.torchrun import torchrun
@@ -261,26 +262,28 @@ def test_external_engines_are_compared_with_the_trainer(engine: ManagedEngine, m
         check(quantization_config(shape, unquantized_first=1))
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of FP8 engines, whose first layer is not quantized."""
-    root = tmp_path_factory.mktemp("run")
+def complete_run(root: Path, *overrides: str) -> Path:
+    """Complete a run of FP8 engines, whose first layer is not quantized."""
     job = start_job(
         root,
         "model=fp8_tiny",
         "engine.quantization=fp8",
-        "engine.round_activations=false",
         "engine.unquantized_first_layers=1",
         "credit.all_incorrect=zvp",
         "train.total_steps=2",
         "run.checkpoint_every=1",
         "run.save_weights=true",
         "sync.audit_every=1",
-        "eval.start_step=0",
+        *overrides,
     )
     output, _ = job.communicate(timeout=400)
     assert job.returncode == 0, output[-4000:]
     return root / "job"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return complete_run(tmp_path_factory.mktemp("run"))
 
 
 def records(run: Path) -> list[dict[str, float]]:
@@ -296,6 +299,16 @@ def test_every_sync_of_a_run_is_audited_by_value(run: Path) -> None:
         # layer, with codes and scales in three of them
         assert record["sync/audit_compared"] == 4 * 5 + 3 + 4 + 3 * 3 * 4
     assert values[1]["train/samples"] > 0 and values[1]["mismatch/k3_kl"] > 1e-6
+
+
+def test_a_run_repeats_with_two_engines_and_fewer_requests_at_a_time(
+    run: Path, tmp_path: Path
+) -> None:
+    other = complete_run(tmp_path, "engine.count=2", "engine.max_running_requests=24")
+    assert_same_weights(run, other, 2)
+    assert [r["mismatch/k3_kl"] for r in records(run)[1:]] == [
+        r["mismatch/k3_kl"] for r in records(other)[1:]
+    ]
 
 
 def test_an_engine_that_loads_the_export_equals_the_synced_one(run: Path, tmp_path: Path) -> None:

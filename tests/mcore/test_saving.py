@@ -208,6 +208,10 @@ def moments(optimizer: DistributedAdam) -> list[torch.Tensor]:
     return tensors
 
 
+def copy_state(models: Any, optimizer: DistributedAdam) -> list[torch.Tensor]:
+    return [t.detach().clone() for t in (*models[0].parameters(), *moments(optimizer))]
+
+
 @pytest.mark.parametrize("num_steps", [0, 1, 3])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_checkpoint_loads_in_place_over_nan_bit_for_bit(
@@ -221,22 +225,18 @@ def test_a_checkpoint_loads_in_place_over_nan_bit_for_bit(
     for seed in range(num_steps):
         step(models, optimizer, seed)
     write_tensors(gather_tensors(models, optimizer), tmp_path, dist.group.WORLD)
-    saved_weights = [weight.detach().clone() for weight in models[0].parameters()]
-    saved_moments = [tensor.clone() for tensor in moments(optimizer)]
+    saved_tensors = copy_state(models, optimizer)
     optimizer.set_peak_lr(0.02)
     step(models, optimizer, 7)
-    next_weights = [weight.detach().clone() for weight in models[0].parameters()]
-    next_moments = [tensor.clone() for tensor in moments(optimizer)]
+    next_tensors = copy_state(models, optimizer)
     step(models, optimizer, 8)
     for tensor in (*models[0].parameters(), *moments(optimizer)):
         tensor.data.fill_(float("nan"))
     load_tensors(models, optimizer, tmp_path, optimizer_steps=num_steps)
     assert optimizer.steps == num_steps
-    assert all(map(torch.equal, models[0].parameters(), saved_weights))
-    assert all(map(torch.equal, moments(optimizer), saved_moments))
+    assert all(map(torch.equal, copy_state(models, optimizer), saved_tensors))
     step(models, optimizer, 7)
-    assert all(map(torch.equal, models[0].parameters(), next_weights))
-    assert all(map(torch.equal, moments(optimizer), next_moments))
+    assert all(map(torch.equal, copy_state(models, optimizer), next_tensors))
 
 
 def test_reading_a_checkpoint_warns_of_nothing_that_needs_no_action(

@@ -37,7 +37,7 @@ pytestmark = [
 DTYPES = ("float32", "bfloat16")
 DAILY_DTYPES = ("float32", pytest.param("bfloat16", marks=pytest.mark.nightly))
 SHORT = 3
-LONG = 8
+LONG = 9
 # Long enough for an engine and a collector that are cut off and come back
 VERY_LONG = 30
 # Until a run has ended, or goes on without the time in which an engine starts
@@ -51,6 +51,7 @@ TIMEOUTS = (
 )
 
 SHORT_CUT = 5.0
+COLLECTOR = "megatron_rl.rollouts"
 # They tell of faults that a run outlives
 FAULT_METRICS = (
     "sync/engines",
@@ -122,7 +123,7 @@ def test_two_nodes_train_three_steps_as_one_node_does(
     job = NodeJob(root, [*nodes], *settings_of(dtype, SHORT))
     job.wait_for_step(0)
     for node in nodes:
-        kinds = ("held_run.py", "sglang.launch_server", "megatron_rl.rollouts")
+        kinds = ("held_run.py", "sglang.launch_server", COLLECTOR)
         assert all(job.find(node, kind) for kind in kinds)
     assert job.wait() == {"node-1": 0, "node-2": 0}, job.output
     assert_equal(job.run, reference_of(dtype, SHORT), SHORT)
@@ -174,18 +175,42 @@ def kill_and_return(job: NodeJob, node: Node, survivor: Node, place: str) -> str
 def test_a_run_resumes_once_a_killed_node_is_back(
     nodes: Nodes, root: Path, reference_of: ReferenceOf, dtype: str
 ) -> None:
-    """torchrun is a service of each node. That of the other node waits for the killed one."""
+    """torchrun is a service of each node. That of the other node waits for the killed one.
+
+    Each kill follows a new checkpoint: a run that fails twice without one is refused.
+    """
     one, two = nodes
     settings = [*settings_of(dtype, LONG), "run.checkpoint_every=1", "run.resume=auto"]
     job = NodeJob(root, [one, two], *settings, is_service=True)
     places = ("sampling", "training", "syncing", "saving")
-    for step, place in enumerate(places, 1):
-        job.wait_for_step(step)
-        node, survivor = (two, one) if step % 2 else (one, two)
+    for number, place in enumerate(places):
+        checkpoint = job.run / f"checkpoints/iter_{2 * number + 1:07d}"
+        job.wait_until(checkpoint.exists, 400)
+        node, survivor = (one, two) if number % 2 else (two, one)
         effect = kill_and_return(job, node, survivor, place)
         print_row(dtype, f"SIGKILL {node.name} while {place}", effect)
     assert job.wait() == {"node-1": 0, "node-2": 0}, job.output
     assert_equal(job.run, reference_of(dtype, LONG), LONG)
+
+
+@pytest.mark.nightly
+def test_torchrun_with_restarts_waits_for_a_killed_node(
+    nodes: Nodes, root: Path, reference_of: ReferenceOf
+) -> None:
+    """The torchrun of the other node goes on, and starts its rank again."""
+    one, two = nodes
+    settings = [*settings_of("float32", SHORT), "run.checkpoint_every=1", "run.resume=auto"]
+    job = NodeJob(root, [one, two], *settings, restarts=3)
+    job.wait_until((job.run / "checkpoints/iter_0000001").exists, 400)
+    with job.hold("training"):
+        two.kill()
+    job.launchers.pop(two.name)
+    two.boot()
+    job.start(two)
+    seconds = job.wait_until(lambda: len(read_starts(job.run)) == 2, 300)
+    print_row("float32", "SIGKILL node-2, torchrun --max-restarts", f"{seconds:.0f} s")
+    assert job.wait() == {"node-1": 0, "node-2": 0}, job.output
+    assert_equal(job.run, reference_of("float32", SHORT), SHORT)
 
 
 @pytest.mark.nightly
@@ -234,20 +259,19 @@ def test_a_run_with_a_node_that_is_cut_off_ends_and_resumes(
 def service_ports(job: NodeJob, node: Node, peer: Node) -> list[int]:
     """The ports over which a node's engine and collector speak with a peer."""
     ports = set()
-    for process in job.find(node, "sglang") + job.find(node, "megatron_rl.rollouts"):
-        for connection in process.net_connections("tcp4"):
-            if connection.raddr and connection.raddr.ip == peer.address:
-                ports |= {connection.laddr.port, connection.raddr.port}
-            elif connection.status == psutil.CONN_LISTEN:
-                ports.add(connection.laddr.port)
+    for part in ("sglang", COLLECTOR):
+        for connection in job.connections(node, part):
+            if connection.peer_address == peer.address:
+                ports |= {connection.port, connection.peer_port}
+            elif connection.state == "LISTEN":
+                ports.add(connection.port)
     return sorted(ports)
 
 
 def is_connected(job: NodeJob, node: Node, peer: Node) -> bool:
     """True if the collector of a node is connected to a peer."""
-    connections = [c for p in job.find(node, "megatron_rl.rollouts") for c in p.net_connections()]
-    places = [c.raddr.ip for c in connections if c.status == psutil.CONN_ESTABLISHED]
-    return peer.address in places
+    connections = job.connections(node, COLLECTOR)
+    return any(c.state == "ESTAB" and c.peer_address == peer.address for c in connections)
 
 
 @pytest.mark.nightly
@@ -259,7 +283,9 @@ def test_a_run_goes_on_while_the_engine_and_collector_of_a_node_are_cut_off(
     settings = settings_of("float32", VERY_LONG)
     job = NodeJob(root, [one, two], *settings, *TIMEOUTS)
     job.wait_for_step(2)
-    nodes.cut_ports(service_ports(job, two, one))
+    ports = service_ports(job, two, one)
+    assert len(ports) >= 4 and is_connected(job, two, one)
+    nodes.cut_ports(ports)
     seconds = job.wait_for_step(last_step(job.run / "metrics.jsonl") + 2)
     time.sleep(max(0.0, 60 - seconds))
     nodes.join_ports()
@@ -277,7 +303,7 @@ def test_an_engine_and_a_collector_of_the_second_node_are_replaced(
     nodes: Nodes, root: Path, reference_of: ReferenceOf, dtype: str
 ) -> None:
     job = NodeJob(root, [*nodes], *settings_of(dtype, LONG))
-    for step, part in ((1, "megatron_rl.rollouts"), (3, "sglang::scheduler")):
+    for step, part in ((1, COLLECTOR), (3, "sglang::scheduler")):
         job.wait_for_step(step)
         with job.hold("sampling"):
             (process,) = job.find(nodes["node-2"], part)

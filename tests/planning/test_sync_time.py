@@ -9,6 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from megatron_rl.mcore.weights.owners import Grid, Unit, owners_of_stage
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import LatentAttention, ModelShape
 from megatron_rl.planning.sync_time import (
@@ -121,8 +122,8 @@ def test_kimi_k2_has_a_trillion_parameters() -> None:
         # Of a stage: half of 648 dense bytes and half of 768 of experts over NVLink
         (TREE, 0.324 + 0.384),
         (SHARDS, 0.324 + 0.384),
-        # Each of the two owners has its experts already.
-        (JOB, 0.324),
+        # Each of the two owners gathers half of the dense bytes, and has its experts already.
+        (JOB, 0.162),
         # The other stage's 1,416 bytes reach rank 0 over its NIC.
         (SOURCE, 0.324 + 0.384 + 28.32),
     ],
@@ -138,13 +139,21 @@ def test_a_gather_over_two_nodes_shares_their_nics() -> None:
     assert seconds == pytest.approx(1536 / 2 / (2 * 50))
 
 
-def test_at_most_eight_owners_of_a_stage_gather_the_experts_of_the_others() -> None:
-    shape = replace(SMALL, num_experts=16)
-    job = replace(JOB, shape=shape, trainer=Trainer(16, ep=16))
-    experts = 2 * 2 * 16 * 96
-    assert job.trainer.owners == 8
-    # An owner and its neighbour hold the experts of one lane.
-    assert sync_time(job, RATES).gather == pytest.approx(experts / 8 / 2 / 1000)
+@pytest.mark.parametrize(
+    ("trainer", "owners"),
+    [
+        (Trainer(4, tp=2, pp=2, ep=2), 2),  # every rank of the stage
+        (Trainer(16, ep=2), 8),  # four of eight copies of the experts
+        (Trainer(12, pp=2, ep=3), 6),  # both copies
+        (Trainer(16, ep=16), 16),  # experts are never gathered
+        (Trainer(64, tp=8), 8),
+    ],
+)
+def test_owners_are_those_of_the_transport(trainer: Trainer, owners: int) -> None:
+    assert trainer.owners == owners
+    grid = Grid(trainer.gpus, tp=trainer.tp, pp=trainer.pp, ep=trainer.ep)
+    units = [Unit(f"{i}", 1, i % trainer.ep) for i in range(64 * trainer.ep)]
+    assert len({owner.rank for owner in owners_of_stage(units, grid, 0).values()}) == owners
 
 
 @pytest.mark.parametrize(
@@ -154,8 +163,8 @@ def test_at_most_eight_owners_of_a_stage_gather_the_experts_of_the_others() -> N
         (TREE, 2832 / 50),
         # An engine takes one lane at a time.
         (JOB, 2832 / 50),
-        # The busiest of four owners sends (1,296 + 768) / 2 bytes to 8 engines.
-        (replace(JOB, engines=Engines(16, 2)), 8 * 1032 / 50),
+        # Each of four owners sends 708 bytes to 8 engines.
+        (replace(JOB, engines=Engines(16, 2)), 8 * 708 / 50),
         # A GPU receives half a model. Four ranks send two models.
         (SHARDS, 1416 / 50),
         (replace(SHARDS, engines=Engines(16, 2)), 8 * 2832 / 4 / 50),
@@ -173,7 +182,7 @@ def test_load_and_flush() -> None:
 
 @pytest.mark.parametrize(
     ("way", "codes"),
-    [(Way.SOURCE, 1152), (Way.TREE, 576), (Way.LANES, 1152 * 1032 / 2832), (Way.SHARDS, 288)],
+    [(Way.SOURCE, 1152), (Way.TREE, 576), (Way.LANES, 288), (Way.SHARDS, 288)],
 )
 def test_quantise(way: Way, codes: float) -> None:
     time = sync_time(replace(JOB, dtype="fp8", way=way), RATES)
@@ -185,8 +194,8 @@ def test_quantise(way: Way, codes: float) -> None:
     ("job", "one", "two"),
     [
         (SOURCE, 29.028 + 113.28 + 0.341 + 0.6, 113.621 + 29.028 / 3 + 0.6),
-        # The busiest owner prepares 1,032 bytes: two buckets.
-        (JOB, 0.324 + 56.64 + 0.341 + 0.6, 56.981 + 0.324 / 2 + 0.6),
+        # An owner prepares 708 bytes: one bucket, so that nothing overlaps.
+        (JOB, 0.162 + 56.64 + 0.341 + 0.6, 56.981 + 0.162 + 0.6),
         # One stage prepares while the other sends: 1,416 bytes are two buckets.
         (TREE, 56.981 + 0.6, 56.981 + 0.708 / 2 + 0.6),
     ],
@@ -198,9 +207,9 @@ def test_total(job: SyncJob, one: float, two: float) -> None:
 
 def test_preparing_longer_than_sending_is_what_two_buffers_cannot_hide() -> None:
     slow = replace(RATES, hardware=replace(RATES.hardware, nvlink=1))
-    time = sync_time(replace(JOB, buffers=2), slow)
-    assert time.gather == pytest.approx(324)
-    assert time.total == pytest.approx(324 + 56.981 / 2 + 0.6)
+    time = sync_time(replace(SOURCE, buffers=2), slow)
+    assert time.gather == pytest.approx(324 + 384 + 28.32)
+    assert time.total == pytest.approx(736.32 + 113.621 / 3 + 0.6)
 
 
 def test_stages_of_a_tree_that_prepare_longer_than_all_send_are_waited_for() -> None:

@@ -24,6 +24,7 @@ from megatron_rl.rollouts.messages import EngineLeftOut, GroupDone, GroupRequest
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.rejections import UserClassFailed
 from megatron_rl.rollouts.rollout_batch import (
+    NonFiniteResponses,
     RolloutBatch,
     TooManyRejected,
     merge_groups,
@@ -147,20 +148,23 @@ def test_a_batch_with_too_many_losses_ends_the_run(hub: CollectorHub, peer: Peer
     assert message.startswith("batch step-4: 2 of 6") and "2 engine" in message
     assert "rollout.max_rejected_share=0.33" in message and "logs/collector-*.log" in message
     assert isinstance(error.value, Failure) and error.value.exit_code is ExitCode.ENGINE_FAILED
+    assert not isinstance(error.value, NonFiniteResponses)
 
 
 def test_a_batch_without_usable_rollouts_ends_the_run_at_any_limit(
     hub: CollectorHub, peer: Peer
 ) -> None:
-    with pytest.raises(
-        TooManyRejected, match=r"6 of 6 rollouts cannot be used \(6 logprobs_nonfinite \(.* NaN"
-    ):
+    """NaN has an error of its own, with the batch, so that a guard can react to it."""
+    message = r"6 of 6 rollouts cannot be used \(6 logprobs_nonfinite \(.* NaN"
+    with pytest.raises(NonFiniteResponses, match=message) as error:
         sample_batch(
             hub,
             peer,
             lambda request: group_done(request.group_id, rejections={"logprobs_nonfinite": 2}),
             share=1.0,
         )
+    assert isinstance(error.value, TooManyRejected)
+    assert error.value.batch.rejections == {"logprobs_nonfinite": 6}
 
 
 def test_engines_that_are_left_out_are_a_metric(hub: CollectorHub, peer: Peer) -> None:

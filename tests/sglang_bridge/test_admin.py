@@ -98,15 +98,28 @@ def test_text_answers_count_as_success(admin: AdminClient) -> None:
 def test_disk_update_overrides_the_load_format(
     admin: AdminClient, server: http.server.ThreadingHTTPServer
 ) -> None:
-    admin.update_weights_from_disk("/d", weight_version="3", timeout=5)
+    admin.update_weights_from_disk("/d", timeout=5)
     (path, _, body) = server.requests[0]  # type: ignore[attr-defined]
     assert path == "/update_weights_from_disk"
     assert json.loads(body) == {
         "model_path": "/d",
         "load_format": "auto",
-        "weight_version": "3",
         "flush_cache": False,
     }
+
+
+def test_a_version_is_set_without_aborting_requests(
+    admin: AdminClient,
+    server: http.server.ThreadingHTTPServer,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(ANSWERS, "/update_weight_version", (200, b'{"success": true}'))
+    admin.set_weight_version("3")
+    (path, _, body) = server.requests[0]  # type: ignore[attr-defined]
+    assert path == "/update_weight_version"
+    assert json.loads(body) == {"new_version": "3", "abort_all_requests": False}
+    monkeypatch.setitem(ANSWERS, "/model_info", (200, b'{"weight_version": "3"}'))
+    assert admin.weight_version() == "3"
 
 
 def test_checksums_are_typed(admin: AdminClient) -> None:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -31,6 +32,16 @@ _ENVIRONMENT = {
 def settings_of(root: Path, *overrides: str) -> list[str]:
     """The command line of the run `root/job`."""
     return ["experiment=smoke", *SHORT_RUN, f"run.root={root}", "run.name=job", *overrides]
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A TCP connection, or a socket that listens. state: as ss prints it."""
+
+    state: str
+    port: int
+    peer_address: str
+    peer_port: int
 
 
 class NodeJob:
@@ -145,3 +156,23 @@ class NodeJob:
             if part in (words := command_line(process))
             and "sglang_bridge.server.supervise" not in words
         ]
+
+    def connections(self, node: Node, part: str) -> list[Connection]:
+        """The connections of a node's processes with `part` in their command line."""
+        marks = [f"pid={_pid_within(process)}," for process in self.find(node, part)]
+        connections = []
+        for line in node.run("ss", "--tcp", "--all", "--numeric", "--processes", "-H").splitlines():
+            if any(mark in line for mark in marks):
+                state, _, _, place, peer = line.split()[:5]
+                address, _, port = peer.rpartition(":")
+                own_port = int(place.rpartition(":")[2])
+                number = int(port) if port.isdecimal() else 0
+                connections.append(Connection(state, own_port, address, number))
+        return connections
+
+
+def _pid_within(process: psutil.Process) -> int:
+    """Return the id that a process has on its node."""
+    status = Path(f"/proc/{process.pid}/status").read_text()
+    line = next(line for line in status.splitlines() if line.startswith("NSpid:"))
+    return int(line.split()[-1])

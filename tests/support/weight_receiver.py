@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import hashlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -212,7 +213,8 @@ def main() -> None:
 
     torch.set_num_threads(1)
     receiver = Receiver(float(sys.argv[2]) if len(sys.argv) > 2 else 0.0)
-    server = ThreadingHTTPServer(("127.0.0.1", 0), make_handler(receiver))
+    host = os.environ.get("WEIGHT_RECEIVER_HOST", "127.0.0.1")
+    server = ThreadingHTTPServer((host, 0), make_handler(receiver))
     file = Path(sys.argv[1])
     part = file.with_suffix(".part")
     part.write_text(str(server.server_address[1]))

@@ -67,6 +67,11 @@ class StepsAhead:
         self._num_uncounted_tokens = 0
 
     @property
+    def max_staleness(self) -> int:
+        """The largest number of steps that a batch is sampled ahead."""
+        return self._max_staleness
+
+    @property
     def is_used(self) -> bool:
         """True if rollouts may be sampled ahead."""
         return self._max_staleness > 0

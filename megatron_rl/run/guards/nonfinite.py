@@ -66,7 +66,7 @@ class NonFiniteGuard:
     def observe_responses(self, step: int, failure: Exception) -> Trouble | None:
         """Take a batch of which too many responses have NaN. Returns the reason for a rollback.
 
-        The engines have the weights from before the step. Returns None where the failure ends the
+        step: the engines had the weights from before it, or newer ones. Returns None where the failure ends the
         run as without a guard. Raises `NonFiniteRun`.
         """
         if self.action == "skip":

@@ -156,6 +156,9 @@ def test_a_rollback_goes_on_from_a_checkpoint_with_new_prompts(tmp_path: Path) -
     assert parts.cursor.position == 12, "every step has prompts of its own"
     assert parts.version == 12 and parts.audits == [11]
     assert parts.ranks.updates == 9 + 1
+    state = parts.ranks.states[-1].position.guard
+    assert state.trained_tokens == 8 * 10
+    assert state.norms == (1.0,) * 10, "of the steps to 9 and of step 12"
     line = (
         "Rolled back to the checkpoint of step 9: 8 trained tokens are lost (account/rolled_back), "
         "and newer checkpoints are removed. The run goes on with step 12 and new prompts"
@@ -172,8 +175,8 @@ def test_an_equal_checkpoint_is_taken_once_and_an_older_one_if_the_spike_returns
     parts, _ = run(Parts(norms=norms), tmp_path, 11, guard=guard)
     targets = [parts.metrics[step].get("guard/rolled_back_to") for step in (9, 10, 11)]
     assert targets == [8, 6, None]
-    lost = [parts.metrics[step].get("account/rolled_back") for step in (9, 10)]
-    assert lost == [0, 16]
+    lost_tokens = [parts.metrics[step].get("account/rolled_back") for step in (9, 10)]
+    assert lost_tokens == [0, 16]
     assert [state.step for state in parts.ranks.states] == [2, 4, 6, 10, 11]
 
 
@@ -237,6 +240,8 @@ def test_nan_is_skipped_and_rolls_back_after_consecutive_steps(tmp_path: Path) -
     assert parts.metrics[6]["account/rolled_back"] == 8, "step 4 trained"
     assert parts.metrics[3].get("guard/rolled_back_to") is None
     assert "2 consecutive steps had NaN or Inf" in screen
+    counts = {state.step: state.position.nonfinite for state in parts.ranks.states}
+    assert counts == {2: 0, 6: 0, 7: 0}
 
 
 def test_nan_can_stop_the_run_at_once(tmp_path: Path) -> None:

@@ -1,0 +1,170 @@
+"""Script: one of two ranks that send weights to engines, and may die at a phase of an update.
+
+Usage: sync_rank.py JOB.json RANK. Weights of a version are filled with numbers that depend on it.
+Rank 0 prints `DONE` once all versions were sent. A rank that is told to die kills itself.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from megatron_rl.engines.rank_part import GroupCrew
+from sglang_bridge.admin import AdminClient
+from sglang_bridge.engine import Engine
+from sglang_bridge.errors import WeightUpdateFailed
+from sglang_bridge.keys import RunKeys
+from sglang_bridge.weights.distributed import DistributedTransport
+from sglang_bridge.weights.part import RankPart
+from sglang_bridge.weights.source import SoleSource
+from sglang_bridge.weights.updater import WeightUpdater
+
+PHASES = ("formed", "begin", "bucket", "end", "flush", "audit")
+NAMES = [f"w{index}" for index in range(8)]
+
+
+class Job(msgspec.Struct):
+    """What the ranks do.
+
+    urls: of the engines. versions: that are sent. rank, version, phase: who dies when, if anybody.
+    pid: the process that dies instead of the rank. weights: a file with the tensors; None for small
+    ones.
+    """
+
+    port: int
+    urls: list[str]
+    versions: list[int]
+    keys: RunKeys
+    rank: int = -1
+    version: int = -1
+    phase: str = ""
+    pid: int = 0
+    weights: str | None = None
+
+
+def tensors_of(job: Job, version: int, rank: int) -> dict[str, torch.Tensor]:
+    """The tensors of a rank: every second one."""
+    if job.weights is None:
+        whole = {
+            name: torch.full((256,), 100.0 * version + index) for index, name in enumerate(NAMES)
+        }
+    else:
+        from safetensors.torch import load_file
+
+        from tests.support.updaters import in_units
+
+        whole = in_units(load_file(job.weights))
+        whole = {name: tensor + version for name, tensor in whole.items()}
+    layers = sorted({name.split(".layers.")[-1].split(".")[0] for name in whole})
+    return {
+        name: tensor
+        for name, tensor in whole.items()
+        if layers.index(name.split(".layers.")[-1].split(".")[0]) % 2 == rank
+    }
+
+
+class Fate:
+    """Kills this rank, or another process, at a phase of one update."""
+
+    def __init__(self, job: Job, rank: int) -> None:
+        self._job = job
+        self._rank = rank
+        self.version = -1
+        self._lock = threading.Lock()
+
+    def at(self, phase: str) -> None:
+        job = self._job
+        with self._lock:  # engines are called in threads
+            if (self._rank, self.version, phase) != (job.rank, job.version, job.phase):
+                return
+            job.phase = ""
+        print(f"DEATH {time.time()}", flush=True)
+        os.kill(job.pid or os.getpid(), signal.SIGKILL)
+        time.sleep(0.2)  # of a process that is not this one
+
+    def after(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            result = function(*args, **kwargs)
+            self.at(phase)
+            return result
+
+        return call
+
+
+class MortalTransport(DistributedTransport):
+    """Meets its fate between the buckets of an update."""
+
+    fate: Fate
+
+    def connect(self, admins: Sequence[AdminClient]) -> dict[str, str]:
+        return dict(self.fate.after("formed", super().connect)(admins))
+
+    def begin(self, admins: Sequence[AdminClient], version: int, deadline: float) -> dict[str, str]:
+        return dict(self.fate.after("begin", super().begin)(admins, version, deadline))
+
+    def end(self, admins: Sequence[AdminClient], version: int, deadline: float) -> dict[str, str]:
+        return dict(self.fate.after("end", super().end)(admins, version, deadline))
+
+
+def stream(job: Job, version: int, rank: int, fate: Fate) -> Iterator[tuple[str, torch.Tensor]]:
+    tensors = list(tensors_of(job, version, rank).items())
+    for index, item in enumerate(tensors):
+        if index == len(tensors) // 2:
+            time.sleep(0.3)  # the first buckets are with the engines
+            fate.at("bucket")
+        yield item
+
+
+def main(job: Job, rank: int) -> None:
+    """Send every version, as far as it goes."""
+    dist.init_process_group(
+        "gloo", init_method=f"tcp://127.0.0.1:{job.port}", rank=rank, world_size=2
+    )
+    if rank == 0:
+        print(f"READY {time.time()}", flush=True)
+    fate = Fate(job, rank)
+    transport = MortalTransport(backend="gloo", timeout_seconds=20)
+    transport.fate = fate
+    group = dist.new_group(backend="gloo")
+    part = RankPart(
+        transport,
+        GroupCrew(rank, group),
+        bucket_bytes=1024 if job.weights is None else 256 * 1024,
+        open_admin=lambda engine: AdminClient(engine, job.keys, timeout=20),
+    )
+    admins = [AdminClient(Engine(url=url), job.keys, timeout=20) for url in job.urls]
+    for admin in admins:
+        admin.flush_cache = fate.after("flush", admin.flush_cache)  # type: ignore[method-assign]
+    updater = WeightUpdater(part)
+    for version in job.versions:
+        fate.version = version
+        source = SoleSource(lambda version=version: stream(job, version, rank, fate))
+        if rank:
+            part.follow(source)
+            continue
+        try:
+            updater.push(source, version, admins)
+        except WeightUpdateFailed as error:
+            print(f"FAILED {json.dumps(error.failures)}", flush=True)
+            admins = [admin for admin in admins if admin.url not in error.failures]
+        fate.at("audit")
+        print(f"SENT {version} {time.time()}", flush=True)
+    if rank == 0:
+        print("DONE", flush=True)
+    part.close()
+
+
+if __name__ == "__main__":
+    content = Path(sys.argv[1]).read_bytes()
+    main(msgspec.json.decode(content, type=Job), int(sys.argv[2]))
