@@ -31,12 +31,12 @@ _COMPRESSED_QUERY_NORM = "self_attention.q_layernorm."
 class Fp8Weights:
     """Every Hugging Face tensor of a model, by what an FP8 engine does with it.
 
-    quantized: matrices, which engines hold in FP8 with a scale for each block.
-    kept: the other tensors, which keep the engine's dtype.
+    matrices: engines hold them in FP8 with a scale for each block.
+    others: the tensors which keep the engine's dtype.
     """
 
-    quantized: frozenset[str]
-    kept: frozenset[str]
+    matrices: frozenset[str]
+    others: frozenset[str]
 
 
 def fp8_weights(
@@ -47,13 +47,13 @@ def fp8_weights(
     unquantized_first, unquantized_last: the numbers of layers at either end that stay unquantized.
     """
     whole_layers = _unquantized_layers(shape, unquantized_first, unquantized_last)
-    quantized: set[str] = set()
-    kept = set(_outer_names(shape))
+    matrices: set[str] = set()
+    others = set(_outer_names(shape))
     for layer in range(shape.num_layers):
         for name, fusion in _names_of_layer(shape, layer):
             is_kept = fusion in _WHOLE or layer in whole_layers
-            (kept if is_kept else quantized).add(name)
-    return Fp8Weights(frozenset(quantized), frozenset(kept))
+            (others if is_kept else matrices).add(name)
+    return Fp8Weights(frozenset(matrices), frozenset(others))
 
 
 def quantization_config(

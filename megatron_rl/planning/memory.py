@@ -286,7 +286,7 @@ def engine_memory(c: Configuration, shape: ModelShape) -> EngineMemory:
     """
     engine = c.engine
     size = BYTES[engine.dtype]
-    quantized = _quantized_parameters(engine, shape)
+    fp8_parameters = _quantized_parameters(engine, shape)
     tokens = engine.max_running_requests * (c.data.max_prompt_tokens + c.rollout.max_new_tokens)
     if engine.max_total_tokens is not None:
         tokens = min(tokens, engine.max_total_tokens)
@@ -295,8 +295,8 @@ def engine_memory(c: Configuration, shape: ModelShape) -> EngineMemory:
     else:
         values_per_layer = 2 * math.ceil(shape.num_key_value_heads / engine.tp) * shape.head_dim
     return EngineMemory(
-        parameters=math.ceil((num_parameters(shape) - quantized) / engine.tp) * size
-        + math.ceil(quantized * _FP8_BYTES / engine.tp),
+        parameters=math.ceil((num_parameters(shape) - fp8_parameters) / engine.tp) * size
+        + math.ceil(fp8_parameters * _FP8_BYTES / engine.tp),
         kv_cache=tokens * shape.num_layers * values_per_layer * size,
     )
 

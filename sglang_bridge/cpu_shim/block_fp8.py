@@ -56,13 +56,31 @@ def selected_rounding() -> Rounding:
 def replace_products(fp8: Any) -> None:
     """Replace the products of `sglang.srt.layers.quantization.fp8`."""
     rounding = selected_rounding()
+    for method in (fp8.Fp8LinearMethod, fp8.Fp8MoEMethod):
+        method.process_weights_after_loading_block_quant = _leave_weights
+    fp8.Fp8LinearMethod.apply = _linear_product(rounding)
+    fp8.Fp8MoEMethod.create_moe_runner = _skip_runner
+    fp8.Fp8MoEMethod.apply = _expert_products(rounding)
+    supported_dtypes = fp8.Fp8Config.get_supported_act_dtypes
+    fp8.Fp8Config.get_supported_act_dtypes = classmethod(
+        lambda cls: [*supported_dtypes(), torch.float32]
+    )
 
-    def leave_weights(self: Any, layer: Any) -> None:
-        """Keep weights and scales as they were loaded."""
-        if not self.block_quant or self.use_mxfp8:
-            raise ValueError("CPU engines run FP8 with blocks of float32 scales only")
 
-    def apply_linear(
+def _leave_weights(self: Any, layer: Any) -> None:
+    """Keep weights and scales as they were loaded."""
+    if not self.block_quant or self.use_mxfp8:
+        raise ValueError("CPU engines run FP8 with blocks of float32 scales only")
+
+
+def _skip_runner(self: Any, layer: Any, moe_runner_config: Any) -> None:
+    """Keep the configuration alone: a runner would launch GPU kernels."""
+    self.moe_runner_config = moe_runner_config
+    self.runner = None
+
+
+def _linear_product(rounding: Rounding) -> Callable[..., torch.Tensor]:
+    def apply(
         self: Any, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None
     ) -> torch.Tensor:
         weight = dequantize(layer.weight, layer.weight_scale_inv, tuple(self.weight_block_size))
@@ -70,12 +88,11 @@ def replace_products(fp8: Any) -> None:
         output = linear(rows, weight, None if bias is None else bias.float())
         return output.view(*x.shape[:-1], -1).to(x.dtype)
 
-    def skip_runner(self: Any, layer: Any, moe_runner_config: Any) -> None:
-        """Keep the configuration alone: a runner would launch GPU kernels."""
-        self.moe_runner_config = moe_runner_config
-        self.runner = None
+    return apply
 
-    def apply_experts(self: Any, layer: Any, dispatch_output: Any) -> Any:
+
+def _expert_products(rounding: Rounding) -> Callable[..., Any]:
+    def apply(self: Any, layer: Any, dispatch_output: Any) -> Any:
         from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
         config = self.moe_runner_config
@@ -94,16 +111,7 @@ def replace_products(fp8: Any) -> None:
         )
         return StandardCombineInput(hidden_states=output.to(x.dtype))
 
-    fp8.Fp8LinearMethod.process_weights_after_loading_block_quant = leave_weights
-    fp8.Fp8LinearMethod.apply = apply_linear
-    fp8.Fp8MoEMethod.process_weights_after_loading_block_quant = leave_weights
-    fp8.Fp8MoEMethod.create_moe_runner = skip_runner
-    fp8.Fp8MoEMethod.apply = apply_experts
-    supported_dtypes = fp8.Fp8Config.get_supported_act_dtypes
-
-    fp8.Fp8Config.get_supported_act_dtypes = classmethod(
-        lambda cls: [*supported_dtypes(), torch.float32]
-    )
+    return apply
 
 
 def list_codes_and_scales(weight_checker: Any) -> None:
@@ -119,9 +127,9 @@ def list_codes_and_scales(weight_checker: Any) -> None:
         info: dict[str, Any] = original(self, *arguments, **options)
         state = dict(self._model_state())
         for name, weight in weight_checker._build_quantized_set(self._get_model()).items():
-            codes, scales = state[name], state[weight.scale_name]
-            info["checksums"][f"{name}:codes"] = weight_checker._hash_tensor(codes)
-            info["checksums"][weight.scale_name] = weight_checker._hash_tensor(scales)
+            codes = weight_checker._hash_tensor(state[name])
+            scales = weight_checker._hash_tensor(state[weight.scale_name])
+            info["checksums"] |= {f"{name}:codes": codes, weight.scale_name: scales}
         return info
 
     checker._compute_checksum = compute

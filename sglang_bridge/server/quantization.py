@@ -67,9 +67,9 @@ def _require_none(
 
 
 def _require_same(
-    engine: Engine, info: Mapping[str, Any], theirs: Any, expected: Mapping[str, Any]
+    engine: Engine, info: Mapping[str, Any], theirs: Any, ours: Mapping[str, Any]
 ) -> None:
-    remedy = f"start it with {_OVERRIDE} '{format_override(expected)}'"
+    remedy = f"start it with {_OVERRIDE} '{format_override(ours)}'"
     option = info.get("quantization")
     if not isinstance(theirs, dict) or not theirs or option not in (None, "fp8"):
         raise EngineUnhealthy(
@@ -77,13 +77,14 @@ def _require_same(
             f"quantization_config={theirs}; {remedy}"
         )
     differences = [
-        f"{key}={theirs.get(key)!r} instead of {expected[key]!r}"
+        f"{key}={theirs.get(key)!r} instead of {ours[key]!r}"
         for key in ("quant_method", "activation_scheme", "weight_block_size")
-        if theirs.get(key) != expected[key]
+        if theirs.get(key) != ours[key]
     ]
     if theirs.get("scale_fmt") is not None:
         differences.append(f"scale_fmt={theirs['scale_fmt']!r} instead of float32 scales")
-    their_modules, our_modules = _unquantized_modules(theirs), _unquantized_modules(expected)
+    their_modules = _unquantized_modules(theirs)
+    our_modules = _unquantized_modules(ours)
     if their_modules != our_modules:
         differences.append(
             f"unquantized modules {_format_modules(their_modules)} instead of "

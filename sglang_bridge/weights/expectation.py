@@ -8,7 +8,7 @@ from typing import Literal
 
 import torch
 
-from sglang_bridge.weights.block_fp8 import Fp8Pairs, Part
+from sglang_bridge.block_fp8 import Fp8Pairs, Part
 from sglang_bridge.weights.buckets import NamedTensors
 from sglang_bridge.weights.digests import CpuDigest, Digest, GpuDigest
 from sglang_bridge.weights.fused_layout import Slot, engine_dtype, locate_slot, padding_rows

@@ -18,6 +18,7 @@ from launch.testbed.jobs import ROOT, start_job
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.fp8_weights import fp8_weights, quantization_config
 from megatron_rl.rollouts.recording.format import batch_directory
+from sglang_bridge.block_fp8 import dequantize
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineUnhealthy
@@ -27,7 +28,6 @@ from sglang_bridge.server.managed_engine import ManagedEngine
 from sglang_bridge.server.readiness import require_external_engines
 from sglang_bridge.settings import ServerPlace, ServerSettings
 from sglang_bridge.weights.audit import AuditReport, audit_engine
-from sglang_bridge.weights.block_fp8 import dequantize
 from sglang_bridge.weights.disk import DiskTransport
 from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.expectation import WeightExpectation
@@ -39,7 +39,9 @@ from tests.support.updaters import SoleUpdater, in_units
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
 
-LAYERS, EXPERTS, TOP_K = 3, 4, 2
+LAYERS = 3
+EXPERTS = 4
+TOP_K = 2
 Weights = dict[str, torch.Tensor]
 ENGINE_ERROR = 2e-6
 
@@ -312,7 +314,7 @@ def test_a_run_repeats_with_two_engines_and_fewer_requests_at_a_time(
 
 
 def test_an_engine_that_loads_the_export_equals_the_synced_one(run: Path, tmp_path: Path) -> None:
-    """It holds bit for bit what the last sync of the run has sent."""
+    """The last sync of the run has sent the same, bit for bit."""
     from launch import checkpoint
 
     out = tmp_path / "exported"

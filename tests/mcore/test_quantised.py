@@ -24,7 +24,7 @@ from megatron_rl.mcore.weights.quantised import (
 )
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.fp8_weights import Fp8Weights
-from sglang_bridge.weights.block_fp8 import dequantize
+from sglang_bridge.block_fp8 import dequantize
 
 Named = list[tuple[str, torch.Tensor]]
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
@@ -78,7 +78,7 @@ def test_fake_quantization_rounds_to_the_same_values(
     for name, tensor in quantize_weights(iter(tensors.items()), names):
         if name.endswith("_scale_inv"):
             scales[name.removesuffix("_scale_inv")] = tensor
-        elif name in names.quantized:
+        elif name in names.matrices:
             assert torch.equal(dequantize(tensor, scales[name], dtype), simulated[name]), name
         else:
             assert tensor is tensors[name]
@@ -93,7 +93,7 @@ def test_unquantized_engines_need_no_list(tmp_path: Path) -> None:
     )
     names = fp8_weights_of(settings, shape)
     assert names is not None
-    assert {name.split(".")[2] for name in names.quantized} == {"1"}
+    assert {name.split(".")[2] for name in names.matrices} == {"1"}
 
 
 @pytest.mark.parametrize(

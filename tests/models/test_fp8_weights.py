@@ -43,26 +43,26 @@ def test_every_tensor_of_a_family_is_in_one_list(family: str, tmp_path: Path) ->
     FAMILIES[family]().save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     names = fp8_weights(read_shape(tmp_path))
-    assert names.quantized | names.kept == set(tensors)
-    assert not names.quantized & names.kept
-    assert names.quantized == {name for name in tensors if is_linear(name)}
+    assert names.matrices | names.others == set(tensors)
+    assert not names.matrices & names.others
+    assert names.matrices == {name for name in tensors if is_linear(name)}
 
 
 def test_full_rank_queries_have_other_names(tmp_path: Path) -> None:
     FAMILIES["deepseek_v3"](q_rank=None).save_pretrained(tmp_path)
     names = fp8_weights(read_shape(tmp_path))
-    assert names.quantized | names.kept == set(load_file(tmp_path / "model.safetensors"))
+    assert names.matrices | names.others == set(load_file(tmp_path / "model.safetensors"))
 
 
 def test_the_number_of_quantized_tensors_of_a_published_model() -> None:
-    assert len(fp8_weights(QWEN3_30B_A3B).quantized) == 48 * (4 + 128 * 3)
+    assert len(fp8_weights(QWEN3_30B_A3B).matrices) == 48 * (4 + 128 * 3)
 
 
 def test_the_first_and_last_layers_can_stay_unquantized() -> None:
     names = fp8_weights(QWEN3_30B_A3B, unquantized_first=2, unquantized_last=1)
-    layers = {int(name.split(".")[2]) for name in names.quantized}
+    layers = {int(name.split(".")[2]) for name in names.matrices}
     assert layers == set(range(2, 47))
-    assert "model.layers.0.mlp.experts.127.down_proj.weight" in names.kept
+    assert "model.layers.0.mlp.experts.127.down_proj.weight" in names.others
     modules = quantization_config(QWEN3_30B_A3B, unquantized_first=2, unquantized_last=1)
     skipped = [m for m in modules["modules_to_not_convert"] if m.count(".") == 2]
     assert skipped == ["model.layers.0", "model.layers.1", "model.layers.47"]

@@ -361,9 +361,9 @@ def test_engines_cache_keys_and_values_of_all_requests() -> None:
     assert engine_memory(small_cache, SMALL).kv_cache == 30 * 4 * 2 * 1 * 4 * 4
     # By hand: attention 384, the MLP of layer 1 768, the experts of the others 1536
     fp8 = replace(c, engine=replace(c.engine, tp=1, quantization="fp8"))
-    quantized = 4 * 384 + 768 + 3 * 1536
-    others = 4 * (num_parameters(SMALL) - quantized)
-    assert engine_memory(fp8, SMALL).parameters == others + -(-quantized * (128**2 + 4) // 128**2)
+    matrices = 4 * 384 + 768 + 3 * 1536
+    others = 4 * (num_parameters(SMALL) - matrices)
+    assert engine_memory(fp8, SMALL).parameters == others + -(-matrices * (128**2 + 4) // 128**2)
     first = replace(fp8, engine=replace(fp8.engine, unquantized_first_layers=1))
     more = engine_memory(first, SMALL).parameters - engine_memory(fp8, SMALL).parameters
     assert more == pytest.approx((384 + 1536) * (4 - 1 - 4 / 128**2), abs=1)

@@ -52,8 +52,8 @@ def check_blocks(engine: EngineSettings, shape: ModelShape) -> Iterator[BrokenRu
     """Yield broken rules about the blocks of a quantized model, and about layers without them."""
     if engine.quantization is None:
         return
-    unquantized = engine.unquantized_first_layers + engine.unquantized_last_layers
-    if unquantized >= shape.num_layers:
+    num_unquantized = engine.unquantized_first_layers + engine.unquantized_last_layers
+    if num_unquantized >= shape.num_layers:
         key = "engine." + max(_LAYERS, key=lambda name: getattr(engine, name))
         rule = f"All of the model's {shape.num_layers} layers would stay unquantized"
         yield BrokenRule(key, rule, "Lower it, or use engine.quantization=null")

@@ -14,7 +14,7 @@ from megatron_rl.config.schema import EngineSettings
 from megatron_rl.mcore.weights.export import NamedTensors
 from megatron_rl.models.fp8_weights import Fp8Weights, fp8_weights
 from megatron_rl.models.shape import ModelShape
-from sglang_bridge.weights.block_fp8 import BLOCK, SCALE_SUFFIX
+from sglang_bridge.block_fp8 import BLOCK, SCALE_SUFFIX
 from sglang_bridge.weights.fused_layout import engine_dtype
 
 
@@ -43,10 +43,10 @@ def quantize_weights(weights: NamedTensors, names: Fp8Weights) -> NamedTensors:
     from espo_kernels import quantize_fp8_blockwise
 
     for name, tensor in weights:
-        if name in names.kept:
+        if name in names.others:
             yield name, tensor
             continue
-        if name not in names.quantized:
+        if name not in names.matrices:
             raise ValueError(f"weight {name}: the model has no tensor of this name")
         try:
             codes, scales = quantize_fp8_blockwise(_matrix(tensor), block=BLOCK)
@@ -67,14 +67,14 @@ def complete(weights: NamedTensors, names: Fp8Weights, dtype: torch.dtype) -> Na
     missing = dict(_expected_dtypes(names, dtype))
     scale_shapes: dict[str, torch.Size] = {}
     for name, tensor in weights:
-        expected = missing.pop(name, None)
-        if expected is None:
+        dtype_sent = missing.pop(name, None)
+        if dtype_sent is None:
             raise ValueError(f"weight {name}: it comes twice, or the model has no tensor like it")
-        if tensor.dtype != expected:
-            raise ValueError(f"weight {name}: its dtype is {tensor.dtype} instead of {expected}")
+        if tensor.dtype != dtype_sent:
+            raise ValueError(f"weight {name}: its dtype is {tensor.dtype} instead of {dtype_sent}")
         if name.endswith(SCALE_SUFFIX):
             scale_shapes[name.removesuffix(SCALE_SUFFIX)] = tensor.shape
-        elif name in names.quantized:
+        elif name in names.matrices:
             _require_scales(name, tensor, scale_shapes.pop(name, None))
         yield name, tensor
     if missing:
@@ -90,16 +90,16 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _require_scales(name: str, codes: torch.Tensor, scales: torch.Size | None) -> None:
-    expected = tuple(-(-size // BLOCK) for size in codes.shape)
-    if scales is None or tuple(scales) != expected:
+    shape = tuple(-(-size // BLOCK) for size in codes.shape)
+    if scales is None or tuple(scales) != shape:
         found = "none came before it" if scales is None else f"they have the shape {tuple(scales)}"
-        raise ValueError(f"weight {name}: its scales must have the shape {expected}, and {found}")
+        raise ValueError(f"weight {name}: its scales must have the shape {shape}, and {found}")
 
 
 def _expected_dtypes(names: Fp8Weights, dtype: torch.dtype) -> Iterator[tuple[str, torch.dtype]]:
-    ordered: Iterable[str] = sorted(names.quantized | names.kept)
-    for name in ordered:
-        if name in names.quantized:
+    all_names: Iterable[str] = sorted(names.matrices | names.others)
+    for name in all_names:
+        if name in names.matrices:
             yield name, torch.float8_e4m3fn
             yield name + SCALE_SUFFIX, torch.float32
         else:

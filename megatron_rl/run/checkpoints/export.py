@@ -199,8 +199,8 @@ def _require_blocks(request: ExportRequest, shape: ModelShape) -> None:
             f"--fp8: a scale belongs to {BLOCK} x {BLOCK} weights, and {', '.join(parts)} of the "
             f"model is no multiple of {BLOCK}. Export without --fp8"
         )
-    unquantized = request.unquantized_first + request.unquantized_last
-    if unquantized >= shape.num_layers:
+    num_unquantized = request.unquantized_first + request.unquantized_last
+    if num_unquantized >= shape.num_layers:
         raise ExportRefused(
             f"--unquantized-first={request.unquantized_first} and "
             f"--unquantized-last={request.unquantized_last}: all of the model's {shape.num_layers} "

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sglang_bridge.weights.block_fp8 import dequantize
+from sglang_bridge.block_fp8 import dequantize
 from sglang_bridge.weights.expectation import WeightExpectation
 
 ATTENTION = "model.layers.0.self_attn"

@@ -18,7 +18,7 @@ CODES_SUFFIX = ":codes"
 
 
 class Part(NamedTuple):
-    """What a tensor adds to the checksum of one parameter.
+    """Contribution of a tensor to the checksum of one parameter.
 
     name: the tensor's. weight: the one whose slot it takes. suffix: follows the parameter's name.
     dtype: the one that is hashed, None for the engine's.
@@ -93,14 +93,14 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) ->
 
 
 def _require_fitting(weight: str, codes: torch.Tensor, scales: torch.Tensor) -> None:
-    expected = tuple(-(-size // BLOCK) for size in codes.shape)
+    scale_shape = tuple(-(-size // BLOCK) for size in codes.shape)
     if codes.dtype != torch.float8_e4m3fn or scales.dtype != torch.float32:
         raise ValueError(
             f"weight {weight}: its codes are {codes.dtype} and its scales {scales.dtype}; expected "
             "float8_e4m3fn and float32"
         )
-    if tuple(scales.shape) != expected:
+    if tuple(scales.shape) != scale_shape:
         raise ValueError(
             f"weight {weight}: its scales have the shape {tuple(scales.shape)} instead of "
-            f"{expected}"
+            f"{scale_shape}"
         )
