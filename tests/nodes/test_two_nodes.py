@@ -256,16 +256,14 @@ def test_a_run_with_a_node_that_is_cut_off_ends_and_resumes(
     assert_equal(job.run, reference_of("float32", LONG), LONG)
 
 
-def service_ports(job: NodeJob, node: Node, peer: Node) -> list[int]:
-    """The ports over which a node's engine and collector speak with a peer."""
-    ports = set()
-    for part in ("sglang", COLLECTOR):
-        for connection in job.connections(node, part):
-            if connection.peer_address == peer.address:
-                ports |= {connection.port, connection.peer_port}
-            elif connection.state == "LISTEN":
-                ports.add(connection.port)
-    return sorted(ports)
+def service_ports(job: NodeJob, node: Node) -> list[int]:
+    """The ports of a node's engine and collector, and that of the hub.
+
+    The engine reaches rank 0 at the port over which the ranks speak, which has to stay open.
+    """
+    hub = {c.peer_port for c in job.connections(node, COLLECTOR) if c.state == "ESTAB"}
+    parts = ("sglang", COLLECTOR)
+    return sorted(hub | {c.port for part in parts for c in job.connections(node, part)})
 
 
 def is_connected(job: NodeJob, node: Node, peer: Node) -> bool:
@@ -283,7 +281,7 @@ def test_a_run_goes_on_while_the_engine_and_collector_of_a_node_are_cut_off(
     settings = settings_of("float32", VERY_LONG)
     job = NodeJob(root, [one, two], *settings, *TIMEOUTS)
     job.wait_for_step(2)
-    ports = service_ports(job, two, one)
+    ports = service_ports(job, two)
     assert len(ports) >= 4 and is_connected(job, two, one)
     nodes.cut_ports(ports)
     seconds = job.wait_for_step(last_step(job.run / "metrics.jsonl") + 2)
