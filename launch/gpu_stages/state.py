@@ -74,7 +74,7 @@ def _load(c: Configuration, scratch: Path, checkpoint: Path, report: Report) -> 
 def _train(worker: Worker, plan: StepPlan) -> dict[str, torch.Tensor]:
     """Train one step and return every weight afterwards, on the CPU."""
     worker.train(plan)
-    return {name: tensor.cpu().clone() for name, tensor in worker.export().gathered()}
+    return {name: tensor.cpu().clone() for name, tensor in worker.export().stream_all()}
 
 
 def _compare(

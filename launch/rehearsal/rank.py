@@ -174,7 +174,7 @@ class RankStep:
         self._train(batches)
         del batches
         self._begin(EXPORT)
-        for _ in worker.export().owned():
+        for _ in worker.export().stream_owned():
             pass  # its buckets are not rehearsed
         if self._c.run.checkpoint_every:
             self._begin(SAVE)

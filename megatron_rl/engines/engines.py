@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -316,12 +317,7 @@ def open_engines(
     template = collector_template(configuration, shape, keys)
     quantization = engine_quantization(configuration.engine, shape)
     with contextlib.ExitStack() as stack:
-        processes = None
-        if job.local_rank == 0:
-            processes = NodeProcesses(
-                node=job.node, log_directory=directory.logs, recovery=configuration.recovery
-            )
-            stack.callback(processes.stop)
+        processes = _open_processes(configuration, job, directory, stack)
         if processes is not None and configuration.engine.mode == "managed":
             places = server_places(
                 configuration.engine,
@@ -336,6 +332,7 @@ def open_engines(
                 _keep_weight_copy(configuration.sync, job, stack)
 
         def open_sync(members: Members, log: Callable[[str], None]) -> WeightSync:
+            copies = _weight_copies(configuration.sync, members, job, stack, log)
             return open_weight_sync(
                 members,
                 keys,
@@ -346,18 +343,7 @@ def open_engines(
                 model_path=Path(configuration.model.path),
                 job=job,
                 log=log,
-                copies=_weight_copies(configuration.sync, members, job, stack, log),
-            )
-
-        def open_part(log: Callable[[str], None]) -> RankPart:
-            return open_rank_part(
-                job,
-                keys,
-                configuration.sync,
-                configuration.engine,
-                directory=directory.path / "sync",
-                model_path=Path(configuration.model.path),
-                log=log,
+                copies=copies,
             )
 
         yield Engines(
@@ -367,10 +353,42 @@ def open_engines(
             template,
             configuration.recovery,
             open_sync,
-            open_part,
+            partial(_open_part, configuration, keys, job, directory),
             stack,
             quantization,
         )
+
+
+def _open_processes(
+    configuration: Configuration, job: Job, directory: RunDirectory, stack: contextlib.ExitStack
+) -> NodeProcesses | None:
+    """Open the processes of this node on its first rank."""
+    if job.local_rank:
+        return None
+    processes = NodeProcesses(
+        node=job.node, log_directory=directory.logs, recovery=configuration.recovery
+    )
+    stack.callback(processes.stop)
+    return processes
+
+
+def _open_part(
+    configuration: Configuration,
+    keys: RunKeys,
+    job: Job,
+    directory: RunDirectory,
+    log: Callable[[str], None],
+) -> RankPart:
+    """Open this rank's part in weight syncs."""
+    return open_rank_part(
+        job,
+        keys,
+        configuration.sync,
+        configuration.engine,
+        directory=directory.path / "sync",
+        model_path=Path(configuration.model.path),
+        log=log,
+    )
 
 
 def _keep_weight_copy(settings: SyncSettings, job: Job, stack: contextlib.ExitStack) -> None:

@@ -59,7 +59,7 @@ class FollowerSync:
         """Follow rank 0 through a sync. Returns no metrics."""
         self._part.follow(source)
         if command.audit:
-            collections.deque(source.gathered(), maxlen=0)
+            collections.deque(source.stream_all(), maxlen=0)
         return {}
 
     def close(self) -> None:
@@ -201,7 +201,7 @@ class WeightSync:
 
     def _observe(self, targets: Sequence[Member], source: WeightSource) -> WeightExpectation | None:
         """Compute what the engines must hold; None without engines. A collective."""
-        weights = source.gathered()
+        weights = source.stream_all()
         if not targets:
             collections.deque(weights, maxlen=0)
             return None

@@ -20,11 +20,12 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Rank 0 begins an update. forgotten: connections that no rank needs any more."""
+    """Rank 0 begins an update. old_connections: those that no rank needs
+    any more."""
 
     version: int
     targets: tuple[Target, ...]
-    forgotten: tuple[str, ...] = ()
+    old_connections: tuple[str, ...] = ()
 
 
 class Readiness(msgspec.Struct, frozen=True):
@@ -47,7 +48,7 @@ class Go(msgspec.Struct, frozen=True):
 
 
 class SendReport(msgspec.Struct, frozen=True):
-    """What one rank sent.
+    """The report of one rank about what it sent.
 
     failures: reasons by the engine's URL. bytes_sent: by URL. seconds: by part of the work.
     """

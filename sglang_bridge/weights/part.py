@@ -63,7 +63,7 @@ class RankPart:
 
         A collective.
         """
-        for connection in order.forgotten:
+        for connection in order.old_connections:
             self._forget(connection)
         failures: Failures = {}
         is_owner = self._is_owner(source)
@@ -85,15 +85,15 @@ class RankPart:
         report = self._send_owned(go, order, source)
         data = msgspec.msgpack.encode(report)
         reports = [msgspec.msgpack.decode(part, type=SendReport) for part in self.crew.gather(data)]
-        failed = {url for other in reports for url in other.failures}
+        failures = {url for other in reports for url in other.failures}
         for target in order.targets:
-            if target.engine.url in failed or target.connection not in go.connections:
+            if target.engine.url in failures or target.connection not in go.connections:
                 self._forget(target.connection)
         return reports
 
     def _send_owned(self, go: Go, order: Order, source: WeightSource) -> SendReport:
         deadline = time.monotonic() + go.seconds
-        tensors = source.gathered() if self._is_central else source.owned()
+        tensors = source.stream_all() if self._is_central else source.stream_owned()
         if not self._is_owner(source) or not go.connections:
             # The ranks that share tensors with this one still iterate
             collections.deque(tensors, maxlen=0)

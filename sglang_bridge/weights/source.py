@@ -1,4 +1,4 @@
-"""What a rank contributes to a weight update, and how long that takes."""
+"""A rank's contribution to a weight update, and how long it takes."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ class WeightSource(Protocol):
         """The seconds of the last stream, by part: "gather" and "quantise"."""
         ...
 
-    def owned(self) -> NamedTensors:
+    def stream_owned(self) -> NamedTensors:
         """Yield the tensors that this rank sends. A collective that all ranks must exhaust."""
         ...
 
-    def gathered(self) -> NamedTensors:
-        """Yield all tensors on rank 0, and none elsewhere. A collective, as `owned` is."""
+    def stream_all(self) -> NamedTensors:
+        """Yield all tensors on rank 0, and none elsewhere. A collective, as `stream_owned` is."""
         ...
 
 
@@ -66,11 +66,11 @@ class SoleSource:
         """See `WeightSource`."""
         return self._watch.seconds
 
-    def owned(self) -> NamedTensors:
+    def stream_owned(self) -> NamedTensors:
         """See `WeightSource`."""
         self._watch.seconds.clear()
         return self._watch.measure("gather", self._open_stream())
 
-    def gathered(self) -> NamedTensors:
+    def stream_all(self) -> NamedTensors:
         """See `WeightSource`."""
         return self._open_stream()

@@ -20,7 +20,7 @@ from sglang_bridge.weights.source import WeightSource
 
 @dataclass(frozen=True)
 class UpdateSummary:
-    """What an update took.
+    """The costs of an update.
 
     seconds: of the slowest rank, by part. bytes_sent: by rank and by the engine's URL.
     """
@@ -43,7 +43,7 @@ class WeightUpdater:
         self._part = part
         self._transport = part.transport
         self._connections: dict[AdminClient, str] = {}
-        self._forgotten: list[str] = []
+        self._old_connections: list[str] = []
         # Engines whose last update is complete. Any other may have an open one, because of a
         # failure or of another run.
         self._clean_admins: set[AdminClient] = set()
@@ -89,7 +89,7 @@ class WeightUpdater:
         self._transport.forget(admin)
         connection = self._connections.pop(admin, None)
         if connection is not None:
-            self._forgotten.append(connection)
+            self._old_connections.append(connection)
 
     def close(self) -> None:
         """Leave every engine."""
@@ -107,8 +107,8 @@ class WeightUpdater:
                 self._connections[admin] = uuid.uuid4().hex[:12]
                 self._part.register(self._connections[admin], admin)
             targets.append(Target(self._connections[admin], admin.engine))
-        order = Order(version, tuple(targets), tuple(self._forgotten))
-        self._forgotten.clear()
+        order = Order(version, tuple(targets), tuple(self._old_connections))
+        self._old_connections.clear()
         self._part.crew.tell(msgspec.msgpack.encode(order))
         return order
 

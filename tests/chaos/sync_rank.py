@@ -35,7 +35,7 @@ NAMES = [f"w{index}" for index in range(8)]
 
 
 class Job(msgspec.Struct):
-    """What the ranks do.
+    """The work of the ranks.
 
     urls: of the engines. versions: that are sent. rank, version, phase: who dies when, if anybody.
     pid: the process that dies instead of the rank. weights: a file with the tensors; None for small
@@ -134,35 +134,49 @@ def main(job: Job, rank: int) -> None:
     if rank == 0:
         print(f"READY {time.time()}", flush=True)
     fate = Fate(job, rank)
+    part = open_part(job, rank, fate)
+    if rank == 0:
+        lead(job, part, fate)
+        print("DONE", flush=True)
+    else:
+        for version in job.versions:
+            fate.version = version
+            part.follow(source_of(job, version, rank, fate))
+    part.close()
+
+
+def open_part(job: Job, rank: int, fate: Fate) -> RankPart:
+    """Open this rank's part, over a transport that meets its fate."""
     transport = MortalTransport(backend="gloo", timeout_seconds=20)
     transport.fate = fate
-    group = dist.new_group(backend="gloo")
-    part = RankPart(
+    return RankPart(
         transport,
-        GroupCrew(rank, group),
+        GroupCrew(rank, dist.new_group(backend="gloo")),
         bucket_bytes=1024 if job.weights is None else 256 * 1024,
         open_admin=lambda engine: AdminClient(engine, job.keys, timeout=20),
     )
+
+
+def source_of(job: Job, version: int, rank: int, fate: Fate) -> SoleSource:
+    """Return what this rank sends."""
+    return SoleSource(lambda: stream(job, version, rank, fate))
+
+
+def lead(job: Job, part: RankPart, fate: Fate) -> None:
+    """Send every version from rank 0, without engines that failed."""
     admins = [AdminClient(Engine(url=url), job.keys, timeout=20) for url in job.urls]
     for admin in admins:
         admin.flush_cache = fate.after("flush", admin.flush_cache)  # type: ignore[method-assign]
     updater = WeightUpdater(part)
     for version in job.versions:
         fate.version = version
-        source = SoleSource(lambda version=version: stream(job, version, rank, fate))
-        if rank:
-            part.follow(source)
-            continue
         try:
-            updater.push(source, version, admins)
+            updater.push(source_of(job, version, 0, fate), version, admins)
         except WeightUpdateFailed as error:
             print(f"FAILED {json.dumps(error.failures)}", flush=True)
             admins = [admin for admin in admins if admin.url not in error.failures]
         fate.at("audit")
         print(f"SENT {version} {time.time()}", flush=True)
-    if rank == 0:
-        print("DONE", flush=True)
-    part.close()
 
 
 if __name__ == "__main__":

@@ -86,7 +86,7 @@ class Ranks:
 
     @property
     def failures(self) -> list[str]:
-        """What rank 0 says about engines."""
+        """The lines of rank 0 about engines."""
         return [line for line in self.lines if line.startswith("FAILED")]
 
 

@@ -74,7 +74,7 @@ def train(
 
 def save_result(worker: Worker, metrics: dict[str, float], file: Path) -> None:
     """Save metrics, weights and Adam's counts of steps on rank 0. Collective."""
-    weights = {name: tensor.clone() for name, tensor in worker.export().gathered()}
+    weights = {name: tensor.clone() for name, tensor in worker.export().stream_all()}
     if worker.layout.rank == 0:
         result = {"metrics": metrics, "weights": weights, "adam_steps": sorted(adam_steps(worker))}
         torch.save(result, file)
@@ -107,7 +107,7 @@ def save(case: LayoutCase, directory: Path) -> None:
 
 def save_model(worker: Worker, case: LayoutCase, file: Path) -> None:
     """Save the weights on rank 0, and logits if every rank computes all of them. Collective."""
-    weights = {name: tensor.clone() for name, tensor in worker.export().gathered()}
+    weights = {name: tensor.clone() for name, tensor in worker.export().stream_all()}
     batch = pack(SEQUENCES)
     logits = None
     if LAYOUTS[case.layout].kind.axes <= {"ep"}:
@@ -142,7 +142,7 @@ def load(case: LayoutCase, directory: Path, saved_layout: str) -> None:
     checkpoint = directory / f"saved-{saved_layout}"
     load_tensors(worker.policy.models, adam, checkpoint, optimizer_steps=STEPS_PER_BATCH)
     assert adam_steps(worker) == {STEPS_PER_BATCH}
-    weights = {name: tensor.clone() for name, tensor in worker.export().gathered()}
+    weights = {name: tensor.clone() for name, tensor in worker.export().stream_all()}
     if layout.rank == 0:
         torch.save({"weights": weights}, directory / f"{saved_layout}:{case.layout}-loaded.pt")
     metrics = train(worker, case, layout, directory, 1)

@@ -84,7 +84,7 @@ def gradient(
         for weight in chunk.parameters():
             weight.data = weight.main_grad.clone()
     weights = OwnedWeights(policy.models, shape, layout, None, iter, bucket_bytes=1 << 20)
-    return {name: tensor.clone() for name, tensor in weights.gathered()}
+    return {name: tensor.clone() for name, tensor in weights.stream_all()}
 
 
 def gather_gradients(chunk: Any) -> None:

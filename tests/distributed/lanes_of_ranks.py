@@ -9,7 +9,6 @@ import collections
 import hashlib
 import json
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +34,7 @@ from megatron_rl.models.families import read_shape
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.keys import RunKeys
+from sglang_bridge.weights.part import RankPart
 from sglang_bridge.weights.updater import WeightUpdater
 
 GRIDS: dict[str, dict[str, Any]] = {
@@ -93,65 +93,85 @@ def checksum(tensor: torch.Tensor) -> str:
 
 
 def read_rank_zero(weights: OwnedWeights) -> Iterator[tuple[str, str]]:
-    for name, tensor in weights.gathered():
+    for name, tensor in weights.stream_all():
         yield name, checksum(tensor)
 
 
-def main(
-    out: Path, model: Path, grid: str, dtype: str, bucket_bytes: int, urls: Sequence[str]
-) -> None:
+def open_weights(
+    model: Path, grid: str, dtype: str, bucket_bytes: int
+) -> tuple[parallel.RankLayout, OwnedWeights]:
+    """Build this rank's part of a random model. Collective."""
     settings = ParallelSettings(timeout_s=60, **GRIDS[grid])
     layout = parallel.initialize(settings, seed=0)
     shape = read_shape(model)
     options: dict[str, Any] = {"dtype": dtype}
     models = build_models(shape, ModelSettings(path=str(model), **options), settings)
     initialize_hf_weights(models, shape, seed=3)
-    counter = CollectiveCounter()
-    weights = OwnedWeights(
-        models, shape, layout, torch_dtype(dtype), iter, bucket_bytes=bucket_bytes
-    )
-    engine_options: dict[str, Any] = {"dtype": dtype}
-    part = open_rank_part(
+    engine_dtype = torch_dtype(dtype)
+    weights = OwnedWeights(models, shape, layout, engine_dtype, iter, bucket_bytes=bucket_bytes)
+    return layout, weights
+
+
+def open_part(
+    layout: parallel.RankLayout, out: Path, model: Path, dtype: str, bucket_bytes: int
+) -> RankPart:
+    """Open this rank's part in syncs."""
+    options: dict[str, Any] = {"dtype": dtype}
+    return open_rank_part(
         layout,
         KEYS,
         SyncSettings(bucket_mb=bucket_bytes / 2**20, timeout_s=50),
-        EngineSettings(**engine_options),
+        EngineSettings(**options),
         directory=out / "sync",
         model_path=model,
         log=print,
     )
+
+
+def send(part: RankPart, weights: OwnedWeights, urls: Sequence[str]) -> dict[str, Any]:
+    """Send the weights once. Rank 0 returns what was sent over each link."""
+    if part.crew.rank:
+        FollowerSync(part).send(Sync(version=5), weights)
+        return {}
+    updater = WeightUpdater(part)
+    admins = [AdminClient(Engine(url=url), KEYS, timeout=50) for url in urls]
+    updater.push(weights, 5, admins)
+    items = updater.summary.bytes_sent.items()
+    return {"bytes": {f"{rank} {url}": count for (rank, url), count in items}}
+
+
+def open_meter(weights: OwnedWeights) -> AllocationMeter:
+    """Open a meter that knows the shard of this rank."""
     meter = AllocationMeter()
-    for chunk in models:
+    for chunk in weights.models:
         for parameter in (*chunk.parameters(), *chunk.buffers()):
             meter.meter.add(parameter)
-    summary: dict[str, Any] = {"shard": meter.meter.current.total()}
-    start = time.perf_counter()
+    return meter
+
+
+def main(
+    out: Path, model: Path, grid: str, dtype: str, bucket_bytes: int, urls: Sequence[str]
+) -> None:
+    """Send, and write what this rank did and what it holds."""
+    layout, weights = open_weights(model, grid, dtype, bucket_bytes)
+    counter = CollectiveCounter()
+    part = open_part(layout, out, model, dtype, bucket_bytes)
+    meter = open_meter(weights)
+    report: dict[str, Any] = {"shard": meter.meter.current.total()}
     with meter:
-        if layout.rank == 0:
-            updater = WeightUpdater(part)
-            admins = [AdminClient(Engine(url=url), KEYS, timeout=50) for url in urls]
-            updater.push(weights, 5, admins)
-            summary["seconds"] = dict(updater.summary.seconds)
-            summary["bytes"] = {
-                f"{rank} {url}": n for (rank, url), n in updater.summary.bytes_sent.items()
-            }
-        else:
-            FollowerSync(part).send(Sync(version=5), weights)
-    summary["wall"] = time.perf_counter() - start
-    summary["peak"] = meter.meter.peak.total()
-    summary["collectives"] = dict(counter.counts)
-    # What a sync sent before: everything gathered, on rank 0
-    whole = {name: checksum(t) for name, t in iterate_hf_weights(models, shape, torch_dtype(dtype))}
-    summary["of_stage"] = whole
-    summary["gathered"] = dict(read_rank_zero(weights))
-    summary["gathered_order"] = list(summary["gathered"])
-    summary["largest"] = max(
-        parameter.num_whole_bytes(parameter.layout(0), torch_dtype(dtype))
-        for held in weights._units.values()
-        for parameter in held
+        report |= send(part, weights, urls)
+    report["peak"] = meter.meter.peak.total()
+    report["collectives"] = dict(counter.counts)
+    # One rank with everything would send these bits
+    stage = iterate_hf_weights(weights.models, weights.shape, weights.dtype)
+    report["of_stage"] = {name: checksum(tensor) for name, tensor in stage}
+    report["on_rank_zero"] = dict(read_rank_zero(weights))
+    report["largest"] = max(
+        parameter.num_whole_bytes(parameter.layout(0), weights.dtype)
+        for parameters in weights._units.values()
+        for parameter in parameters
     )
-    summary["pp_rank"] = layout.pp_rank
-    (out / f"{grid}-{dtype}-{layout.rank}.json").write_text(json.dumps(summary))
+    (out / f"{grid}-{dtype}-{layout.rank}.json").write_text(json.dumps(report))
     part.close()
     parallel.shutdown()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -89,29 +88,42 @@ def test_owners_share_the_bytes_and_engines_hold_the_same_bits(
     share: float,
 ) -> None:
     urls = [receiver.url for receiver in receivers]
-    before = [receiver.state()["bytes"] for receiver in receivers]
+    states = [receiver.state() for receiver in receivers]
     reports = run(tmp_path, model, grid, dtype, ranks, urls)
     # The bits that one rank with everything would send
     expected: dict[str, str] = {}
     for report in reports:
         expected |= report["of_stage"]
-    assert reports[0]["gathered"] == expected
-    for receiver, earlier in zip(receivers, before, strict=True):
-        state = receiver.state()
-        served = state["serving"][-1]
-        assert served["version"] == "5"
-        assert {name: served["weights"][name] for name in expected} == expected
-        groups = {name: n for name, n in state["bytes"].items() if name not in earlier}
-        assert len(groups) == ranks, "each rank has a lane"
-    links = Counter({tuple(key.split()): count for key, count in reports[0]["bytes"].items()})
-    total = sum(links.values())
-    of_rank_zero = sum(count for (rank, _), count in links.items() if rank == "0")
-    print(f"{grid} {dtype}: rank 0 sends {of_rank_zero} of {total}, {of_rank_zero / total:.0%}")
-    for (rank, url), count in sorted(links.items()):
-        print(f"  rank {rank} to {url}: {count}")
-    assert of_rank_zero <= share * total
+    assert reports[0]["on_rank_zero"] == expected
+    for receiver, earlier in zip(receivers, states, strict=True):
+        require_weights(receiver, expected)
+        lanes = receiver.state()["bytes"].keys() - earlier["bytes"].keys()
+        assert len(lanes) == ranks
+    assert share_of_rank_zero(grid, dtype, reports[0]["bytes"]) <= share
     for report in reports:
+        require_little_memory(report)
         assert not any(name.startswith("all_gather") for name in report["collectives"])
-        limit = report["shard"] + 2 * BUCKET_BYTES + report["largest"]
-        print(f"  peak {report['peak']} of {limit}, with a shard of {report['shard']}")
-        assert report["peak"] <= limit
+
+
+def require_weights(receiver: ReceiverProcess, expected: dict[str, str]) -> None:
+    """Require that an engine serves these weights."""
+    state = receiver.state()["serving"][-1]
+    assert state["version"] == "5"
+    assert {name: state["weights"][name] for name in expected} == expected
+
+
+def share_of_rank_zero(grid: str, dtype: str, links: dict[str, int]) -> float:
+    """The share of all bytes that rank 0 sent. links: bytes by rank and engine."""
+    total = sum(links.values())
+    count = sum(count for link, count in links.items() if link.startswith("0 "))
+    print(f"{grid} {dtype}: rank 0 sends {count} of {total}, {count / total:.0%}")
+    for link, num_bytes in sorted(links.items()):
+        print(f"  rank {link}: {num_bytes}")
+    return count / total
+
+
+def require_little_memory(report: dict[str, Any]) -> None:
+    """Require that a rank held no more than its shard, two buckets and one parameter."""
+    limit = report["shard"] + 2 * BUCKET_BYTES + report["largest"]
+    print(f"  peak {report['peak']} of {limit}, with a shard of {report['shard']}")
+    assert report["peak"] <= limit

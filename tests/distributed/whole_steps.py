@@ -201,7 +201,7 @@ def train(
 def run_case(case: LayoutCase, layout: RankLayout, directory: Path) -> None:
     worker, adam, batcher = build(case, layout, directory)
     batches, num_calls = train(case, layout, directory, worker, batcher)
-    weights = {name: tensor.clone() for name, tensor in worker.export().gathered()}
+    weights = {name: tensor.clone() for name, tensor in worker.export().stream_all()}
     routers: list[Any] = [None] * layout.world_size
     dist.all_gather_object(routers, (num_calls, min(adam.router_gradients, default=None)))
     if layout.rank == 0:

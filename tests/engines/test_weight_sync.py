@@ -78,7 +78,7 @@ class FakeUpdater:
         self._engines = engines
 
     def push(self, source: WeightSource, version: int, admins: Sequence[FakeAdmin]) -> None:
-        self.pushes.append((version, [name for name, _ in source.owned()]))
+        self.pushes.append((version, [name for name, _ in source.stream_owned()]))
         self.targets.append([admin.url for admin in admins])
         complete = WeightExpectation(dtype=torch.float32, num_experts=2)
         for name, tensor in WEIGHTS.items():
@@ -439,7 +439,7 @@ class FakePart:
         self.names: list[str] = []
 
     def follow(self, source: WeightSource) -> None:
-        self.names += [name for name, _ in source.owned()]
+        self.names += [name for name, _ in source.stream_owned()]
 
 
 @pytest.mark.parametrize("audit", [False, True])
@@ -448,8 +448,8 @@ def test_a_follower_sends_what_it_owns_and_streams_once_more_for_an_audit(audit:
     streams: list[str] = []
 
     class Source(SoleSource):
-        def gathered(self) -> Iterator[tuple[str, torch.Tensor]]:
-            for name, tensor in super().gathered():
+        def stream_all(self) -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor in super().stream_all():
                 streams.append(name)
                 yield name, tensor
 

@@ -46,7 +46,7 @@ def test_owned_and_gathered_tensors_are_those_of_the_export(
     source = weights(dtype)
     expected = dict(iterate_hf_weights(source.models, source.shape, dtype))
     assert source.owns_any
-    for stream in (source.owned(), source.gathered()):
+    for stream in (source.stream_owned(), source.stream_all()):
         tensors = dict(stream)
         assert tensors.keys() == expected.keys()
         for name, tensor in tensors.items():
@@ -56,10 +56,10 @@ def test_owned_and_gathered_tensors_are_those_of_the_export(
 
 
 def test_what_engines_fuse_stays_in_one_bucket(weights: Any) -> None:
-    """Of latent attention, Megatron has another parameter between the two."""
+    """Megatron has another parameter between the two of latent attention."""
     for bucket_bytes in (64, 3000):
         units: dict[str, int] = {}
-        stream = weights(torch.bfloat16).owned()
+        stream = weights(torch.bfloat16).stream_owned()
         for index, bucket in enumerate(
             iterate_buckets(stream, bucket_bytes=bucket_bytes, device=CPU)
         ):
@@ -71,7 +71,7 @@ def test_gathered_tensors_come_in_the_order_of_an_engine_s_parameters(weights: A
     """The hash of an audit then waits for no tensor, and copies none."""
     source = weights(torch.float32)
     next_slots: dict[str, int] = {}
-    for name, _ in source.gathered():
+    for name, _ in source.stream_all():
         slot = locate_slot(name, num_experts=source.shape.num_experts)
         assert slot.index == next_slots.get(slot.parameter, 0), name
         next_slots[slot.parameter] = slot.index + 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 
 import pytest
@@ -33,9 +34,8 @@ SIZES = st.sampled_from([1, 2, 4])
 @st.composite
 def grids(draw: st.DrawFn) -> Grid:
     tp, cp, pp, ep, etp = (draw(SIZES) for _ in range(5))
-    dense, experts = tp * cp, ep * etp
-    common = max(dense, experts)
-    assume(common % dense == 0 and common % experts == 0)
+    common = max(tp * cp, ep * etp)
+    assume(common % (tp * cp) == 0 and common % (ep * etp) == 0)
     return Grid(common * draw(SIZES) * pp, tp=tp, cp=cp, pp=pp, ep=ep, etp=etp)
 
 
@@ -141,37 +141,34 @@ def test_collectors_are_the_first_holders(grid: Grid) -> None:
     assert ranks == {ep_rank * grid.etp for ep_rank in range(grid.ep)}
 
 
+def ranks_of(grid: Grid, kind: str, *, of_experts: bool) -> list[tuple[int, ...]]:
+    """Oracle: the groups of the rank generator with which Megatron builds its process groups."""
+    sizes = {"tp": grid.tp, "ep": 1, "cp": grid.cp}
+    if of_experts:
+        sizes = {"tp": grid.etp, "ep": grid.ep, "cp": 1}
+    dp = grid.world_size // (math.prod(sizes.values()) * grid.pp)
+    generator = RankGenerator(**sizes, dp=dp, pp=grid.pp, order="tp-cp-ep-dp-pp", rank_offset=0)
+    return [tuple(group) for group in generator.get_ranks(kind)]
+
+
 @given(grids())
-def test_holders_are_megatron_s_groups(grid: Grid) -> None:
-    """Oracle: the rank generator that Megatron builds its process groups with."""
-    dp = grid.world_size // (grid.tp * grid.cp * grid.pp)
-    dense = RankGenerator(
-        tp=grid.tp, ep=1, dp=dp, pp=grid.pp, cp=grid.cp, order="tp-cp-ep-dp-pp", rank_offset=0
-    )
-    tp_groups = [tuple(group) for group in dense.get_ranks("tp")]
-    ours = [shards for stage in range(grid.pp) for shards in grid.dense_holders(stage)]
-    assert sorted(ours) == sorted(tp_groups)
-    for pipeline in dense.get_ranks("pp"):
+def test_holders_are_megatron_s_tensor_parallel_groups(grid: Grid) -> None:
+    holders = [shards for stage in range(grid.pp) for shards in grid.dense_holders(stage)]
+    assert sorted(holders) == sorted(ranks_of(grid, "tp", of_experts=False))
+    for pipeline in ranks_of(grid, "pp", of_experts=False):
         assert [grid.stage_of(rank) for rank in pipeline] == list(range(grid.pp))
-    expert_dp = grid.world_size // (grid.etp * grid.ep * grid.pp)
-    experts = RankGenerator(
-        tp=grid.etp,
-        ep=grid.ep,
-        dp=expert_dp,
-        pp=grid.pp,
-        cp=1,
-        order="tp-cp-ep-dp-pp",
-        rank_offset=0,
-    )
-    etp_groups = {tuple(group) for group in experts.get_ranks("tp")}
+
+
+@given(grids())
+def test_holders_of_experts_are_megatron_s_expert_parallel_ranks(grid: Grid) -> None:
+    expected = set(ranks_of(grid, "tp", of_experts=True))
     for stage in range(grid.pp):
         for ep_rank in range(grid.ep):
-            for shards in grid.expert_holders(stage, ep_rank):
-                assert shards in etp_groups
-    for group in experts.get_ranks("ep"):
-        stage = grid.stage_of(group[0])
+            assert expected.issuperset(grid.expert_holders(stage, ep_rank))
+    for group in ranks_of(grid, "ep", of_experts=True):
         for ep_rank, rank in enumerate(group):
-            assert any(rank in shards for shards in grid.expert_holders(stage, ep_rank))
+            holders = grid.expert_holders(grid.stage_of(rank), ep_rank)
+            assert any(rank in shards for shards in holders)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -183,29 +180,31 @@ def test_shards_join_as_megatron_s_resharding_planner_says(
     fusion: Fusion, axis: int, stride: int, dtype: torch.dtype
 ) -> None:
     """Oracle: its plan from the ranks of a copy to one rank with the whole parameter."""
-    ranks = (4, 5, 6, 7)
+    ranks = [4, 5, 6, 7]
     whole = torch.randn(16, 16).to(dtype)
     shards = {rank: shard(fusion, whole, i, 4) for i, rank in enumerate(ranks)}
-
-    def metadata(shape: torch.Size, owner: int, group: list[int], stride: int) -> ParameterMetadata:
-        return ParameterMetadata(
-            name="w",
-            shape=tuple(shape),
-            dtype=dtype,
-            element_size=dtype.itemsize,
-            is_tp=True,
-            partition_dim=axis,
-            partition_stride=stride,
-            owner_rank=owner,
-            tensor_parallel_group_ranks=group,
-        )
-
-    source = metadata(shards[4].shape, 4, list(ranks), stride)
-    # Megatron keeps the whole gated weight as gate above up: one segment for each half
-    target = metadata(whole.shape, 0, [0], stride)
+    source = metadata_of(shards[4], ranks, axis, stride)
+    target = metadata_of(whole, [0], axis, stride)
     copies = _determine_source_ranks_for_dst_param("w", source, target, 0)
     result = torch.zeros_like(whole)
     for rank, from_slice, to_slice in copies:
         result[to_slice] = shards[rank][from_slice]
     assert {rank for rank, _, _ in copies} == set(ranks)
     assert torch.equal(result, join_shards(fusion, list(shards.values())))
+
+
+def metadata_of(
+    tensor: torch.Tensor, ranks: list[int], axis: int, stride: int
+) -> ParameterMetadata:
+    """Megatron's description of a tensor that some ranks share. stride: segments of a shard."""
+    return ParameterMetadata(
+        name="w",
+        shape=tuple(tensor.shape),
+        dtype=tensor.dtype,
+        element_size=tensor.itemsize,
+        is_tp=True,
+        partition_dim=axis,
+        partition_stride=stride,
+        owner_rank=ranks[0],
+        tensor_parallel_group_ranks=ranks,
+    )

@@ -44,7 +44,7 @@ class Receiver:
         self._delays: dict[str, float] = {}
 
     def state(self) -> dict[str, Any]:
-        """What a test reads."""
+        """Return the state, for tests."""
         return {
             "weight_version": self._label,
             "paths": dict(self._paths),
@@ -99,7 +99,9 @@ class Receiver:
 
         timeout = datetime.timedelta(minutes=30)
         url = f"tcp://{request['master_address']}:{request['master_port']}"
-        rank, size, name = request["rank_offset"], request["world_size"], request["group_name"]
+        rank = request["rank_offset"]
+        size = request["world_size"]
+        name = request["group_name"]
         store, _, _ = next(iter(rendezvous(url, rank, size, timeout=timeout)))
         group, _ = _new_process_group_helper(
             size,

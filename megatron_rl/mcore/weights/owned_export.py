@@ -58,10 +58,10 @@ class OwnedWeights:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """The seconds of the last `owned`: for gathering shards, and for `transform`."""
+        """The seconds of the last `stream_owned`: for gathering shards, and for `transform`."""
         return self._watch.seconds
 
-    def owned(self) -> NamedTensors:
+    def stream_owned(self) -> NamedTensors:
         """Yield the tensors that this rank owns, as views where it holds them whole.
 
         Collective over tensor-parallel groups: all ranks must exhaust it.
@@ -70,29 +70,31 @@ class OwnedWeights:
         tensors = self._watch.measure("gather", self._tensors(self._units, self._owners))
         return self._watch.measure("quantise", self.transform(tensors))
 
-    def gathered(self) -> NamedTensors:
+    def stream_all(self) -> NamedTensors:
         """Yield all tensors on rank 0, without holding more than a bucket, and none elsewhere.
 
         A collective. The tensors of one parameter of an engine come in its order: first the stage's
         tensors outside experts, then those of each expert-parallel rank.
         """
-        tensors = self._gathered()
+        tensors = self._stream_parts()
         return self.complete(tensors) if self.job.rank == 0 else tensors
 
-    def _gathered(self) -> NamedTensors:
+    def _stream_parts(self) -> NamedTensors:
         grid = _grid(self.job)
         for stage in range(grid.pp):
             for ep_rank in (None, *range(grid.ep)):
-                yield from self._gathered_part(grid, stage, ep_rank)
+                yield from self._stream_part(grid, stage, ep_rank)
 
-    def _gathered_part(self, grid: Grid, stage: int, ep_rank: int | None) -> NamedTensors:
+    def _stream_part(self, grid: Grid, stage: int, ep_rank: int | None) -> NamedTensors:
         holders = grid.dense_holders(stage)
         if ep_rank is not None:
             holders = grid.expert_holders(stage, ep_rank)
         source = holders[0][0]
         tensors: NamedTensors = iter(())
         if stage == _stage():
-            part = {unit: held for unit, held in self._units.items() if unit.ep_rank == ep_rank}
+            part = {
+                unit: members for unit, members in self._units.items() if unit.ep_rank == ep_rank
+            }
             tensors = self.transform(self._tensors(part, collectors_of_stage(part, grid, stage)))
         if source == 0:
             yield from tensors  # none on the other ranks
@@ -123,12 +125,12 @@ class OwnedWeights:
                 key = (update_unit(layout.hf_names[0]), other)
                 size = parameter.num_whole_bytes(layout, self.dtype)
                 num_bytes[key] = num_bytes.get(key, 0) + size
-                held = parameters.setdefault(key, [])
+                members = parameters.setdefault(key, [])
                 if other in (None, ep_rank):
-                    held.append(parameter)
+                    members.append(parameter)
         return {
-            Unit(name, num_bytes[name, other], other): held
-            for (name, other), held in parameters.items()
+            Unit(name, num_bytes[name, other], other): members
+            for (name, other), members in parameters.items()
         }
 
     @torch.no_grad()

@@ -135,6 +135,6 @@ def _candidates(grid: Grid, stage: int, max_owners: int) -> list[list[int]]:
     candidates = []
     for ep_rank in range(grid.ep):
         ranks = [r for shards in grid.expert_holders(stage, ep_rank) for r in shards]
-        chosen = min(count, len(ranks))
-        candidates.append([ranks[i * len(ranks) // chosen] for i in range(chosen)])
+        size = min(count, len(ranks))
+        candidates.append([ranks[i * len(ranks) // size] for i in range(size)])
     return candidates

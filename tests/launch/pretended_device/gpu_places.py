@@ -139,7 +139,7 @@ def save_and_resume(c: Configuration, worker: Worker, out: Path) -> dict[str, An
 
 
 def weights_of(worker: Worker) -> dict[str, torch.Tensor]:
-    return {name: tensor.cpu().clone() for name, tensor in worker.export().gathered()}
+    return {name: tensor.cpu().clone() for name, tensor in worker.export().stream_all()}
 
 
 def send_weights(c: Configuration, worker: Worker, out: Path) -> dict[str, Any]:

@@ -135,7 +135,7 @@ def save(worker: Worker, directory: Path, layout: RankLayout) -> None:
 
 
 def export(worker: Worker) -> dict[str, torch.Tensor]:
-    return {name: tensor.cpu().clone() for name, tensor in worker.export().gathered()}
+    return {name: tensor.cpu().clone() for name, tensor in worker.export().stream_all()}
 
 
 class GradientLog:

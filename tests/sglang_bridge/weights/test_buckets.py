@@ -1,6 +1,7 @@
 """Streams of tensors cut into buckets."""
 
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -124,8 +125,10 @@ def test_the_next_bucket_is_filled_while_the_last_one_is_in_use() -> None:
             reads.append(index)
             yield str(index), torch.full((2,), float(index))
 
-    buckets = iterate_buckets(lazy(), bucket_bytes=16, device=CPU, slots=2)  # type: ignore[arg-type]
-    first, second = next(buckets), next(buckets)
+    stream: Any = lazy()
+    buckets = iterate_buckets(stream, bucket_bytes=16, device=CPU, slots=2)
+    first = next(buckets)
+    second = next(buckets)
     assert len(reads) == 5
     assert first.flat.view(torch.float32).tolist() == [0, 0, 1, 1]
     assert second.flat.view(torch.float32).tolist() == [2, 2, 3, 3]

@@ -78,7 +78,8 @@ def test_every_engine_gets_every_bucket_once_and_in_order() -> None:
 
 
 def test_an_engine_that_fails_gets_nothing_more_and_the_others_everything() -> None:
-    failing, good = ScriptedGroup(failure="no session is open"), ScriptedGroup()
+    failing = ScriptedGroup(failure="no session is open")
+    good = ScriptedGroup()
     courier, _ = carry(failing, good)
     reason = "no session is open (it should take w0, 0.0 MB)"
     assert courier.failures == {"http://0": reason}

@@ -77,7 +77,8 @@ def test_version_is_complete_and_replaces_the_previous_one(
 
 def test_every_owner_writes_its_own_files(folder: Path) -> None:
     admin = LoadingAdmin()
-    first, second = open_transport(folder), open_transport(folder, rank=1)
+    first = open_transport(folder)
+    second = open_transport(folder, rank=1)
     weights = make_weights("abcd")
     first.begin([admin], 1, LATER)
     send(second, admin, {name: weights[name] for name in "cd"}, 1)
@@ -95,7 +96,8 @@ def test_every_owner_writes_its_own_files(folder: Path) -> None:
 
 def test_a_tensor_of_two_owners_is_refused(folder: Path) -> None:
     admin = LoadingAdmin()
-    first, second = open_transport(folder), open_transport(folder, rank=1)
+    first = open_transport(folder)
+    second = open_transport(folder, rank=1)
     first.begin([admin], 1, LATER)
     send(first, admin, make_weights("ab"), 1)
     send(second, admin, make_weights("b"), 1)

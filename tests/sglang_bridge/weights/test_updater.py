@@ -447,7 +447,7 @@ def test_a_rank_that_owns_nothing_connects_to_no_engine() -> None:
 
 @pytest.mark.parametrize("step", ["connect", "send b"])
 def test_an_engine_that_fails_for_one_rank_fails_for_all(step: str) -> None:
-    """It holds only a part of the weights, so no version, and all ranks drop their lanes."""
+    """The engine has a part of the weights, so no version, and all ranks drop their lanes."""
     ranks = TwoRanks(lambda what: {B: "the broadcast broke"} if what == step else {})
     with pytest.raises(WeightUpdateFailed) as error_info:
         ranks.push()
