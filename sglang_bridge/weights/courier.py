@@ -15,6 +15,11 @@ from sglang_bridge.weights.buckets import Bucket
 from sglang_bridge.weights.calls import TOO_LATE, Failures
 from sglang_bridge.weights.weight_group import Delivery, WeightGroup
 
+# By words of an engine
+_REMEDIES = {
+    "memory": ". Lower sync.bucket_mb",
+    "must run between": ". Another trainer has closed the session: give each run its own engines",
+}
 _POLL_SECONDS = 0.002
 # After that, the next engine's turn begins beside this one.
 _TURN_SECONDS = 5.0
@@ -41,8 +46,8 @@ class Lane:
         """See the class."""
         reason = None if self._delivery is None else self._delivery.failure
         if self._failure is None and reason is not None:
-            remedy = ". Lower sync.bucket_mb" if "memory" in reason else ""
-            self._failure = f"{reason} (it should {self._task}){remedy}"
+            remedies = [remedy for words, remedy in _REMEDIES.items() if words in reason]
+            self._failure = f"{reason} (it should {self._task}){''.join(remedies)}"
         return self._failure
 
     @property

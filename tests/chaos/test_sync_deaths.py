@@ -165,10 +165,13 @@ def test_an_engine_that_dies_costs_its_own_lanes_only(
         assert require_nothing_mixed(replacement) == ["4"]
 
 
-def test_two_trainers_on_one_engine_are_told_apart(
+def test_a_second_trainer_on_an_engine_is_noticed(
     tmp_path: Path, receivers: list[ReceiverProcess]
 ) -> None:
-    """Each closes the session of the other. What they leave together is never served."""
+    """The second one closes the session of the first, which may be that of a dead trainer.
+
+    The second one's sync is its first, which a run audits by value.
+    """
     shared = receivers[0]
     shared.delay("/update_weights_from_distributed", 0.3)
     both = [Ranks(tmp_path, urls=[shared.url], versions=[version], keys=KEYS) for version in (1, 2)]
@@ -176,9 +179,7 @@ def test_two_trainers_on_one_engine_are_told_apart(
         ranks.wait()
     failures = [line for ranks in both for line in ranks.failures]
     print(*failures, sep="\n")
-    assert any("another trainer updates this engine" in line for line in failures)
-    for state in shared.state()["serving"]:
-        assert state["weights"] == checksums(int(state["version"]))
+    assert any("nother trainer" in line for line in failures)
 
 
 @pytest.mark.engine
