@@ -81,7 +81,7 @@ def _create_groups(parallel: ParallelSettings) -> None:
         expert_model_parallel_size=parallel.ep,
         expert_tensor_parallel_size=expert_tensor_size(parallel),
         # Declared as whole minutes, and used as `timedelta(minutes=...)`
-        distributed_timeout_minutes=parallel.timeout_s / 60,  # type: ignore[arg-type]
+        distributed_timeout_minutes=parallel.timeout_s / 60,
     )
     # Megatron creates this group, which gathers the state of experts for checkpoints, with torch's
     # default of half an hour
