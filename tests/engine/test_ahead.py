@@ -7,7 +7,7 @@ import pytest
 
 from launch.testbed.jobs import kill, process_tree, start_job, wait_for_step
 from megatron_rl.run.checkpoints.state_file import read_state
-from tests.support.comparable import assert_same_weights, metrics_of
+from tests.support.comparable import assert_same_weights, metrics_of_any_engines
 from tests.support.exactness import EXACT
 
 STEPS = 6
@@ -16,7 +16,7 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.distributed,
     pytest.mark.chaos,
-    pytest.mark.timeout(420),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(
         not EXACT, reason="MKL's sums depend on the batch on a processor without AVX-512"
     ),
@@ -25,7 +25,7 @@ pytestmark = [
 
 def run_whole(root: Path, *settings: str) -> Path:
     job = start_job(root, *settings)
-    output, _ = job.communicate(timeout=300)
+    output, _ = job.communicate(timeout=600)
     assert job.returncode == 0, output[-4000:]
     return root / "job"
 
@@ -36,12 +36,6 @@ def run_killed(root: Path, step: int, *settings: str) -> Path:
     wait_for_step(root / "job", step, job)
     kill(job, process_tree(job))
     return run_whole(root, *settings, "run.resume=auto")
-
-
-def shared_metrics(run: Path) -> list[dict[str, float]]:
-    """All metrics except those that count engines and their audits."""
-    counts = ("sync/audit_compared", "sync/engines")
-    return [{k: v for k, v in record.items() if k not in counts} for record in metrics_of(run)]
 
 
 @pytest.mark.parametrize(
@@ -67,7 +61,7 @@ def test_a_killed_run_that_samples_ahead_resumes_bit_for_bit(
     )
     whole = run_whole(tmp_path / "whole", *settings, "engine.count=2")
     killed = run_killed(tmp_path / "killed", kill_after, *settings, "engine.max_running_requests=5")
-    assert shared_metrics(killed) == shared_metrics(whole)
+    assert metrics_of_any_engines(killed) == metrics_of_any_engines(whole)
     assert_same_weights(killed, whole, STEPS)
     checkpoint = f"checkpoints/iter_{STEPS:07d}"
     assert read_state(killed / checkpoint).position == read_state(whole / checkpoint).position

@@ -16,6 +16,15 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
     return [{k: v for k, v in record.items() if not is_time(k)} for record in records]
 
 
+def metrics_of_any_engines(run: Path) -> list[dict[str, Any]]:
+    """Return the records of a run, without times and without what counts engines."""
+    counts = ("sync/audit_compared", "sync/bytes", "sync/engines")
+    return [
+        {name: value for name, value in record.items() if not name.startswith(counts)}
+        for record in metrics_of(run)
+    ]
+
+
 def weights_of(run: Path, step: int) -> dict[str, torch.Tensor]:
     """Return the weights in Hugging Face format, which has a file for each pipeline stage."""
     files = (run / f"checkpoints/step-{step}").glob("*.safetensors")
