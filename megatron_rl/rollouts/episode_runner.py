@@ -130,6 +130,11 @@ class EpisodeRunner:
         indices = set(range(first, first + request.num_samples))
         self._playing[request.group_id, request.attempt] = indices
 
+    def _count_end(self, request: GroupRequest, index: int) -> None:
+        playing = self._playing.get((request.group_id, request.attempt), set())
+        playing.discard(index)
+        self._rest.set()
+
     def forget(self, request: GroupRequest) -> None:
         """Count no episode of a request as playing."""
         self._playing.pop((request.group_id, request.attempt), None)
@@ -161,9 +166,7 @@ class EpisodeRunner:
                 open_attempt, is_evaluation=request.evaluation, subject=subject
             )
         finally:
-            playing = self._playing.get((request.group_id, request.attempt), set())
-            playing.discard(index)
-            self._rest.set()
+            self._count_end(request, index)
         *lost_episodes, episode = episodes
         episode.rejected_tokens += _tokens_of(lost_episodes)
         if outcome.ending is not Ending.RETURNED:

@@ -156,7 +156,7 @@ class RolloutQueue:
         self._holders: dict[str, _Holder] = {}  # by id of a group that is not released yet
         self._hold: Hold | Settle | None = None  # until `proceed`
         # By node and epoch: the tokens that the collector had received at the last hold
-        self._num_sampled: dict[tuple[int, int], int] = {}
+        self._num_sampled = Counter[tuple[int, int]]()
         self._held: dict[int, Held] = {}  # by node, since the last `hold`
         # By node, the ids of groups that were withdrawn. Their answer may be on its way.
         self._withdrawn_ids: dict[int, set[str]] = {}
@@ -345,7 +345,7 @@ class RolloutQueue:
         num_tokens = 0
         for node, message in self._held.items():
             key = (node, self._epochs[node])
-            num_tokens += message.num_sampled - self._num_sampled.get(key, 0)
+            num_tokens += message.num_sampled - self._num_sampled[key]
             self._num_sampled[key] = message.num_sampled
         return num_tokens
 

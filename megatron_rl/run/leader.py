@@ -179,18 +179,12 @@ class Leader:
         """Sample, credit, plan, train and sync. Adds the metrics of the step to `values`."""
         watch = Stopwatch()
         with watch.section("rollout"), self._abortable():
-            source = self.parts.rollouts
-            last_step = self._last_step(step)
-            self.steps_ahead.begin_open(step, last_step, self._version, source)
             batch, trouble = self._sample(step)
-            self.steps_ahead.begin_next(step, last_step, source)
         batch, credit, plan, outcome = self._train_batch(step, batch, watch)
         self._expire_sync()
         with self._next_rollouts(watch):
-            num_new_tokens = self._on_update.before_sync(source)
-        values |= batch.metrics() | credit.metrics()
-        if self.steps_ahead.is_used:
-            values |= batch.age_metrics(self._version)
+            num_new_tokens = self._on_update.before_sync(self.parts.rollouts)
+        values |= batch.metrics() | credit.metrics() | self._age_metrics(batch)
         with watch.section("account"):
             values |= self._training_metrics(batch, credit, plan, outcome)
             self.compare_with_engines(values, num_new_tokens)
@@ -200,14 +194,20 @@ class Leader:
         if trouble is not None:
             with watch.section("rollback"):
                 self._roll_back(step, trouble, values)
+        self._sync_after_step(values, watch)
+        values |= watch.values()
+        self.records.progress.log_step(step, values, is_sampled=self.weights is not None)
+        self._report_alarms(values)
+
+    def _sync_after_step(self, values: dict[str, float], watch: Stopwatch) -> None:
         with watch.section("sync"):
             if self.sync.when == "step":
                 self.send_weights(values)
         with self._next_rollouts(watch):
-            self._on_update.after_sync(source)
-        values |= watch.values()
-        self.records.progress.log_step(step, values, is_sampled=self.weights is not None)
-        self._report_alarms(values)
+            self._on_update.after_sync(self.parts.rollouts)
+
+    def _age_metrics(self, batch: RolloutBatch) -> dict[str, float]:
+        return batch.age_metrics(self._version) if self.steps_ahead.is_used else {}
 
     @property
     def _version(self) -> int:
@@ -233,6 +233,14 @@ class Leader:
         A batch that is useless because of NaN is trained, so that it is in the account. Its update
         is rolled back.
         """
+        source = self.parts.rollouts
+        last_step = self._last_step(step)
+        self.steps_ahead.begin_open(step, last_step, self._version, source)
+        batch, trouble = self._take_batch(step)
+        self.steps_ahead.begin_next(step, last_step, source)
+        return batch, trouble
+
+    def _take_batch(self, step: int) -> tuple[RolloutBatch, Trouble | None]:
         try:
             return self.steps_ahead.take(step, self.parts.rollouts), None
         except NonFiniteResponses as failure:

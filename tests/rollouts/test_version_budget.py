@@ -139,6 +139,10 @@ def test_a_budget_of_no_tokens_waits_at_once() -> None:
 
 def test_a_collector_settles_once_every_response_has_ended_or_waits() -> None:
     """Also for requests that have just arrived, and for responses that have just been let go."""
+    sampling = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
+    request = GroupRequest(
+        group_id="g", prompt=PROMPT, num_samples=3, sampling=sampling, budget=VersionBudget(2, 2)
+    )
 
     async def run() -> None:
         engine = VersionedEngine()
@@ -146,15 +150,7 @@ def test_a_collector_settles_once_every_response_has_ended_or_waits() -> None:
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
             collector = Collector(0, configuration(url), outbox.put)
             await collector.handle(SetVersion(0))
-            await collector.handle(
-                GroupRequest(
-                    group_id="g",
-                    prompt=PROMPT,
-                    num_samples=3,
-                    sampling=Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,)),
-                    budget=VersionBudget(2, 2),
-                )
-            )
+            await collector.handle(request)
             await collector.handle(Settle())
             assert await asyncio.wait_for(outbox.get(), 5) == Held(3, 6, 6)
             engine.version = 1
@@ -163,17 +159,20 @@ def test_a_collector_settles_once_every_response_has_ended_or_waits() -> None:
             assert await asyncio.wait_for(outbox.get(), 5) == Held(3, 12, 12)
             engine.version = 2
             await collector.handle(SetVersion(2))
-            messages = [await asyncio.wait_for(outbox.get(), 5)]
+            done = await asyncio.wait_for(outbox.get(), 5)
             await collector.handle(Settle())
-            messages.append(await asyncio.wait_for(outbox.get(), 5))
-            assert messages[1] == Held(0, 0, 18)
-            assert isinstance(messages[0], GroupDone)
-            assert messages[0].generated_tokens == 18
-            (tokens,) = {r.tokens_by_version for r in messages[0].group.rollouts}
-            assert tokens == ((0, 2), (1, 2), (2, 2))
+            assert await asyncio.wait_for(outbox.get(), 5) == Held(0, 0, 18)
+            assert_two_tokens_of_each_version(done)
             await collector.close()
 
     asyncio.run(run())
+
+
+def assert_two_tokens_of_each_version(message: FromCollector) -> None:
+    assert isinstance(message, GroupDone)
+    assert message.generated_tokens == 18
+    (tokens,) = {rollout.tokens_by_version for rollout in message.group.rollouts}
+    assert tokens == ((0, 2), (1, 2), (2, 2))
 
 
 def test_a_collector_does_not_wait_for_requests_that_were_withdrawn() -> None:

@@ -1,4 +1,4 @@
-"""What happens to open responses when the engines get other weights."""
+"""Handles responses that are open when the engines get other weights."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class ResponseControl(Protocol):
 
 
 class OnUpdate(Protocol):
-    """What happens to open responses when the engines get other weights.
+    """Handles responses that are open when the engines get other weights.
 
     is_quiet: no request is open between two steps.
     """

@@ -39,7 +39,7 @@ class StoppedAfterSave(Failure):
 
 @dataclass(frozen=True)
 class SavePoint:
-    """What a checkpoint holds apart from tensors.
+    """The content of a checkpoint apart from tensors.
 
     batches: the rollouts that were sampled before their step, by step.
     """

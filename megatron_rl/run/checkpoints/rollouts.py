@@ -64,18 +64,17 @@ class LocalBatch:
 def read_local_batches(batches: Sequence[BatchAhead], node: int) -> list[LocalBatch]:
     """Read the rollouts that a node stores. Raises OSError if their collector has ended."""
     try:
-        return [
-            LocalBatch(
-                batch,
-                [
-                    (index, group, [read_rollout(ref) for ref in group.rollouts])
-                    for index, group in groups_on_node(batch.groups, node)
-                ],
-            )
-            for batch in batches
-        ]
+        return [_read_local_batch(batch, node) for batch in batches]
     except RolloutGone as error:
         raise OSError(str(error)) from error
+
+
+def _read_local_batch(batch: BatchAhead, node: int) -> LocalBatch:
+    groups = [
+        (index, group, [read_rollout(ref) for ref in group.rollouts])
+        for index, group in groups_on_node(batch.groups, node)
+    ]
+    return LocalBatch(batch, groups)
 
 
 def load_batches(

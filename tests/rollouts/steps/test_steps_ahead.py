@@ -132,22 +132,29 @@ class SimulatedRun:
             if fault == "collector ends" and self.queue.held_ids:
                 lost_id = self.queue.order.choice(self.queue.held_ids)
                 self.queue.lost_ids.add(lost_id)
-            if lost_ids := self.queue.lost_groups(batch.delivered_ids):
-                lost = [r.rollout_id for i in lost_ids for r in batch.parts[i].rollouts]
-                batch = self.sampler.sample_again(batch, lost)
-            self._train(step, batch)
+            self._train(step, self._with_all_rollouts(batch))
             if self.continues:
                 self.queue.version += 1
                 if fault == "checkpoint":
                     self.ahead.complete(self.sampler)
-                continue
-            self.queue.serves = fault != "no engine"
-            self.ahead.complete(self.sampler, lambda: self.queue.serves)
-            self.queue.version += 1
-            self.queue.serves = True
-            self.ahead.complete(self.sampler)
-            assert self.queue.is_empty
+            else:
+                self._wait_and_sync(fault)
         return self
+
+    def _with_all_rollouts(self, batch: RolloutBatch) -> RolloutBatch:
+        lost_ids = self.queue.lost_groups(batch.delivered_ids)
+        if not lost_ids:
+            return batch
+        rollouts = [r.rollout_id for i in lost_ids for r in batch.parts[i].rollouts]
+        return self.sampler.sample_again(batch, rollouts)
+
+    def _wait_and_sync(self, fault: str) -> None:
+        self.queue.serves = fault != "no engine"
+        self.ahead.complete(self.sampler, lambda: self.queue.serves)
+        self.queue.version += 1
+        self.queue.serves = True
+        self.ahead.complete(self.sampler)
+        assert self.queue.is_empty
 
     def _train(self, step: int, batch: RolloutBatch) -> None:
         rollouts = [rollout for group in batch.all_groups for rollout in group.rollouts]
