@@ -156,7 +156,7 @@ def test_engines_and_kernels_are_chosen_for_the_device(outcome: dict[str, Any]) 
         ("engine on the CPU", "engine.device=cpu"),
         ("no GPU", "engine.device=cuda"),
         ("one GPU for two", "engine.count=1"),
-        ("unrounded FP8 products", "engine.round_activations=False"),
+        ("unrounded FP8 products", "engine.round_activations=false"),
     ],
 )
 def test_engines_without_their_gpu_are_refused(
