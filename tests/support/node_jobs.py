@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import psutil
 
 from launch.testbed.jobs import ROOT, SHORT_RUN, command_line, last_step
+from tests.support.comparable import metrics_of
 from tests.support.nodes import Node
 
 HELD_RUN = "tests/nodes/held_run.py"
@@ -27,6 +29,14 @@ _ENVIRONMENT = {
     # Ranks that torchrun starts again on several nodes need a new store
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
+
+
+def metrics_without_places(run: Path) -> list[dict[str, Any]]:
+    """Return the records of a run, without times and without metrics that name an engine."""
+    return [
+        {name: value for name, value in record.items() if not name.startswith("sync/bytes/")}
+        for record in metrics_of(run)
+    ]
 
 
 def settings_of(root: Path, *overrides: str) -> list[str]:

@@ -37,6 +37,7 @@ from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.engines.members import Members
+from megatron_rl.engines.quantization import require_fp8_gpu
 from megatron_rl.engines.server_places import server_places
 from megatron_rl.engines.weight_sync import open_weight_sync
 from megatron_rl.mcore import parallel
@@ -210,7 +211,11 @@ def choose_kernels() -> dict[str, Any]:
 def place_engines(c: Configuration) -> dict[str, Any]:
     """Place engines on the node's other GPUs, and build their command lines."""
     engine = EngineSettings(dtype="bfloat16", count=2, tp=2)
-    places = server_places(engine, c.model, join(c.parallel), seed=0, return_routes=True)
+    job = join(c.parallel)
+    places = server_places(engine, c.model, job, seed=0, return_routes=True)
+    fp8_places = server_places(
+        engine, c.model, job, seed=0, return_routes=True, quantization={"quant_method": "fp8"}
+    )
     argv = build_argv(engine, places[1], port=1, key_config=Path("keys"))
     environment = build_environment(engine, places[1], {})
     info = {"device": "cuda", "moe_runner_backend": "flashinfer_cutlass"}
@@ -219,6 +224,8 @@ def place_engines(c: Configuration) -> dict[str, Any]:
         "engine_gpus": [place.gpus for place in places],
         "engine_arguments": [word for word in argv if word.startswith("--device")],
         "engine_nccl": {name: environment.get(name) for name in ("NCCL_CUMEM_ENABLE",)},
+        "fp8_engines": [place.quantization for place in fp8_places],
+        "fp8_refusal": message_of(partial(require_fp8_gpu, (8, 0), "A100")),
         "audit_refusal": message_of(lambda: require_auditable(one, info, "cuda")),
         "nccl_refusal": message_of(refuse_other_nccl),
     }
@@ -239,6 +246,15 @@ def refuse_settings() -> dict[str, Any]:
         "float32 engine": (node, ["model.dtype=float32"]),
         "engine on the CPU": (node, ["model.dtype=bfloat16", "engine.device=cpu"]),
         "no GPU": (none, ["engine.device=cuda"]),
+        "unrounded FP8 products": (
+            node,
+            [
+                "model=fp8_tiny",
+                "model.dtype=bfloat16",
+                "engine.quantization=fp8",
+                "engine.round_activations=false",
+            ],
+        ),
         "one GPU for two": (few, ["model.dtype=bfloat16", "parallel=ep2"]),
     }
     return {

@@ -136,6 +136,8 @@ def test_weights_arrive_on_another_device_and_are_audited(outcome: dict[str, Any
 @pytest.mark.timeout(600)
 def test_engines_and_kernels_are_chosen_for_the_device(outcome: dict[str, Any]) -> None:
     assert outcome["engine_gpus"] == [[1, 2], [3, 4]]
+    assert outcome["fp8_engines"] == [{"quant_method": "fp8"}] * 2
+    assert "A100 has compute capability 8.0" in outcome["fp8_refusal"]
     assert outcome["engine_arguments"] == ["--device=cuda"]
     assert outcome["engine_nccl"] == {"NCCL_CUMEM_ENABLE": "0"}
     assert "flashinfer_cutlass" in outcome["audit_refusal"]
@@ -154,6 +156,7 @@ def test_engines_and_kernels_are_chosen_for_the_device(outcome: dict[str, Any]) 
         ("engine on the CPU", "engine.device=cpu"),
         ("no GPU", "engine.device=cuda"),
         ("one GPU for two", "engine.count=1"),
+        ("unrounded FP8 products", "engine.round_activations=false"),
     ],
 )
 def test_engines_without_their_gpu_are_refused(
