@@ -68,16 +68,25 @@ def update_policy(
     total = float(sum(losses)) if losses else 0.0  # the host waits for all passes here, once
     if losses:
         metrics.add_mean("train/loss", total, 1.0 / dp_size)
-    result = _apply(policy, optimizer, loss_is_finite=math.isfinite(total), max_norm=max_norm)
-    if result.is_applied:
-        metrics.add_mean("train/grad_norm", result.grad_norm, 1.0)
-    return result
+    is_finite = math.isfinite(total)
+    return _apply(policy, optimizer, metrics, loss_is_finite=is_finite, max_norm=max_norm)
 
 
 def _apply(
-    policy: Policy, optimizer: DistributedAdam, *, loss_is_finite: bool, max_norm: float | None
+    policy: Policy,
+    optimizer: DistributedAdam,
+    metrics: MetricSums,
+    *,
+    loss_is_finite: bool,
+    max_norm: float | None,
 ) -> StepResult:
-    """Apply the gradients unless a loss, a replayed route or the norm is at fault. Collective."""
+    """Apply the gradients unless a loss, a replayed route or the norm is at fault. Collective.
+
+    metrics: receives the norm of gradients that were applied.
+    """
     has_replay_faults = policy.replay is not None and policy.replay.has_faults
     is_finite = loss_is_finite and not has_replay_faults
-    return optimizer.step(loss_is_finite=is_finite, max_norm=max_norm)
+    result = optimizer.step(loss_is_finite=is_finite, max_norm=max_norm)
+    if result.is_applied:
+        metrics.add_mean("train/grad_norm", result.grad_norm, 1.0)
+    return result

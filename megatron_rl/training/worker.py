@@ -140,10 +140,7 @@ class Worker:
         metrics = MetricSums()
         self._token_values = None
         with stopwatch.section("exchange"):
-            rollouts = exchange_rollouts(
-                plan, self.receivers, self.layout.rank, self.layout.control_group, read_rollout
-            )
-            steps = self.batcher.optimizer_steps(plan, self.layout.dp_rank, rollouts)
+            steps = self._receive(plan)
         global_metrics: dict[str, float] = {}
         results = self._run(
             plan,
@@ -158,16 +155,10 @@ class Worker:
         if applied_steps:
             global_metrics["train/lr"] = applied_steps[-1].lr
         merged_metrics = self._merge(metrics, global_metrics)
-        spikes = [result.grad_norm for result in results if result.is_spike]
-        is_finite = bool(spikes) or len(applied_steps) == len(plan.optimizer_steps)
+        spike = next((result.grad_norm for result in results if result.is_spike), None)
+        is_finite = spike is not None or len(applied_steps) == len(plan.optimizer_steps)
         self._require_valid_routes(plan, merged_metrics)
-        every = self.logger.save_rollouts_every
-        if not is_finite:
-            self._record(plan, self._fault_directory("nonfinite", plan))
-        elif spikes:
-            self._record(plan, self._fault_directory("spike", plan))
-        elif every and plan.step % every == 0:
-            self._record(plan, batch_directory(self.rollouts_directory, plan.step))
+        self._record_if_needed(plan, is_finite=is_finite, is_spike=spike is not None)
         extremes = self._merge_extremes() if keep_values else {}
         return TrainOutcome(
             is_finite,
@@ -176,7 +167,7 @@ class Worker:
             stopwatch.seconds,
             extremes,
             norms=tuple(result.grad_norm for result in applied_steps),
-            spike=spikes[0] if spikes else None,
+            spike=spike,
             weights_finite=not check_weights or self.optimizer.weights_are_finite(),
         )
 
@@ -236,6 +227,16 @@ class Worker:
             bucket_bytes=int(self.sync.bucket_mb * 2**20),
             complete=check,
         )
+
+    def _receive(self, plan: StepPlan) -> list[list[MicroBatch]]:
+        """Fetch this rank's rollouts and pack the micro-batches of each optimizer step.
+
+        A collective.
+        """
+        rollouts = exchange_rollouts(
+            plan, self.receivers, self.layout.rank, self.layout.control_group, read_rollout
+        )
+        return self.batcher.optimizer_steps(plan, self.layout.dp_rank, rollouts)
 
     def _run(
         self,
@@ -375,6 +376,16 @@ class Worker:
 
     def _fault_directory(self, fault: str, plan: StepPlan) -> Path:
         return self.rollouts_directory / f"{fault}-step-{plan.step}"
+
+    def _record_if_needed(self, plan: StepPlan, *, is_finite: bool, is_spike: bool) -> None:
+        """Record a batch that was not applied, and every `logger.save_rollouts_every` steps one."""
+        every = self.logger.save_rollouts_every
+        if not is_finite:
+            self._record(plan, self._fault_directory("nonfinite", plan))
+        elif is_spike:
+            self._record(plan, self._fault_directory("spike", plan))
+        elif every and plan.step % every == 0:
+            self._record(plan, batch_directory(self.rollouts_directory, plan.step))
 
     def _record(self, plan: StepPlan, directory: Path) -> None:
         record_planned_batch(

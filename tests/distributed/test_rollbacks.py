@@ -175,27 +175,27 @@ def test_a_run_that_is_killed_during_a_rollback_ends_like_an_undisturbed_one(
     assert [record.get("guard/rolled_back_to") for record in reference][6] == 3
     for place in places:
         root = tmp_path / place
-        monkeypatch.setenv("KILL_AT", place)
-        kill(root, **options)
-        monkeypatch.delenv("KILL_AT")
+        kill(root, place, monkeypatch, **options)
         output = end_of(start(root, *NAN, "run.resume=auto", **options))
         assert "resuming after step 3" in output
         assert metrics_of(root / "job") == reference
         assert_same_end(root, reference_root, 8)
 
 
-def kill(root: Path, **options: Any) -> None:
-    """Train until the plugin kills rank 0. No bad checkpoint is left."""
+def kill(root: Path, place: str, monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    """Train until the plugin kills rank 0 at a place. No bad checkpoint is left."""
     write_recording(
         root / "rollouts/recorded",
         read_shape(TWO_DIGIT_ADDITION),
         steps=STEPS,
         marked_steps=[5, 6],
     )
-    job = start(root, *NAN, **options)
+    with monkeypatch.context() as environment:
+        environment.setenv("KILL_AT", place)
+        job = start(root, *NAN, **options)
     output, _ = job.communicate(timeout=300)
     assert job.returncode != 0, output[-4000:]
-    is_late = os.environ["KILL_AT"] == "commit"
+    is_late = place == "commit"
     assert ("Rolled back to the checkpoint of step 3" in output) == is_late
     names = {path.name for path in (root / "job/checkpoints").glob("iter_*") if not path.suffix}
     assert max(names) == "iter_0000003", "a resumed run begins there"

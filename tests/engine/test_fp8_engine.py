@@ -343,14 +343,34 @@ def test_an_engine_that_loads_the_export_equals_the_synced_one(run: Path, tmp_pa
 @pytest.mark.distributed
 def test_megatron_with_dequantized_weights_computes_the_same(tmp_path: Path) -> None:
     """The trainer's forward pass, with the routes replayed."""
-    assets = ROOT / "megatron_rl/models/assets"
     start = write_model(tmp_path / "start")
+    recording = record_rollouts(tmp_path, start)
+    stream = quantized(load_file(start / "model.safetensors"), start)
+    for name, weights in {"dequantized": dequantized(stream), "unquantized": {}}.items():
+        path = start if not weights else with_weights(start, weights, tmp_path / name)
+        case = f"one-none:{path}:{recording}:4096:{tmp_path / name}.pt"
+        torchrun(Path(__file__).with_name("megatron_logprobs.py"), case, ranks=1)
+    rollouts = recorded_logprobs(recording)
+    errors = {}
+    for name in ("dequantized", "unquantized"):
+        own = torch.load(tmp_path / f"{name}.pt", weights_only=True)
+        assert own.keys() == rollouts.keys()
+        differences = torch.cat([(own[key] - rollouts[key]).abs() for key in rollouts])
+        errors[name] = (float(differences.mean()), float(differences.max()))
+    print(f"engine and Megatron, mean and max of {len(differences)} tokens: {errors}")
+    assert errors["dequantized"][1] <= ENGINE_ERROR
+    assert errors["unquantized"][1] > 1e-3
+
+
+def record_rollouts(root: Path, model: Path) -> Path:
+    """Sample from an FP8 engine that rounds no activations, and return the recorded batch."""
+    assets = ROOT / "megatron_rl/models/assets"
     for file in (assets / "qwen3_moe_fp8_blank").glob("token*"):
-        shutil.copy(file, start)
+        shutil.copy(file, model)
     job = start_job(
-        tmp_path,
+        root,
         "model=hf",
-        f"model.path={start}",
+        f"model.path={model}",
         "model.dtype=float32",
         "model.recompute=none",
         "engine.quantization=fp8",
@@ -361,28 +381,18 @@ def test_megatron_with_dequantized_weights_computes_the_same(tmp_path: Path) -> 
     )
     output, _ = job.communicate(timeout=400)
     assert job.returncode == 0, output[-4000:]
-    recording = batch_directory(tmp_path / "job/recorded", 1)
-    stream = quantized(load_file(start / "model.safetensors"), start)
-    for name, weights in {"dequantized": dequantized(stream), "unquantized": {}}.items():
-        path = start if not weights else with_weights(start, weights, tmp_path / name)
-        case = f"one-none:{path}:{recording}:4096:{tmp_path / name}.pt"
-        torchrun(Path(__file__).with_name("megatron_logprobs.py"), case, ranks=1)
-    rollouts = {
+    return batch_directory(root / "job/recorded", 1)
+
+
+def recorded_logprobs(recording: Path) -> Weights:
+    """Return the engine's log-probabilities of the sampled tokens, by rollout."""
+    return {
         rollout.rollout_id: torch.cat(
             [
-                torch.from_numpy(s.logprobs.copy())
-                for s in rollout.segments
-                if s.logprobs is not None
+                torch.from_numpy(segment.logprobs.copy())
+                for segment in rollout.segments
+                if segment.logprobs is not None
             ]
         )
         for rollout in read_rollouts(recording)
     }
-    errors = {}
-    for name in ("dequantized", "unquantized"):
-        own = torch.load(tmp_path / f"{name}.pt", weights_only=True)
-        assert own.keys() == rollouts.keys()
-        differences = torch.cat([(own[key] - rollouts[key]).abs() for key in rollouts])
-        errors[name] = (float(differences.mean()), float(differences.max()))
-    print(f"engine and Megatron, mean and max of {len(differences)} tokens: {errors}")
-    assert errors["dequantized"][1] <= ENGINE_ERROR
-    assert errors["unquantized"][1] > 1e-3

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -351,24 +352,32 @@ def test_all_sizes_are_whole_bytes() -> None:
     assert {type(value) for value in vars(memory).values()} == {int}
 
 
-def test_engines_cache_keys_and_values_of_all_requests() -> None:
+def make_engine_settings(**engine: Any) -> Configuration:
     c = make_settings()
-    c = replace(c, engine=replace(c.engine, max_running_requests=5, tp=2, dtype="float32"))
+    values: dict[str, Any] = {"max_running_requests": 5, "dtype": "float32"}
+    return replace(c, engine=replace(c.engine, **(values | engine)))
+
+
+def test_engines_cache_keys_and_values_of_all_requests() -> None:
+    c = make_engine_settings(tp=2)
     memory = engine_memory(c, SMALL)
     assert memory.parameters == 4 * -(-num_parameters(SMALL) // 2)
     assert memory.kv_cache == 5 * 20 * 4 * 2 * 1 * 4 * 4
-    small_cache = replace(c, engine=replace(c.engine, max_total_tokens=30))
+    small_cache = make_engine_settings(tp=2, max_total_tokens=30)
     assert engine_memory(small_cache, SMALL).kv_cache == 30 * 4 * 2 * 1 * 4 * 4
-    # By hand: attention 384, the MLP of layer 1 768, the experts of the others 1536
-    fp8 = replace(c, engine=replace(c.engine, tp=1, quantization="fp8"))
+    latent = replace(SMALL, latent=LatentAttention(None, 6, 2, 2, 4))
+    assert engine_memory(c, latent).kv_cache == 5 * 20 * 4 * (6 + 2) * 4
+
+
+def test_engines_in_fp8_hold_matrices_in_bytes_and_a_scale_for_each_block() -> None:
+    """By hand: attention 384, the MLP of layer 1 768, the experts of the others 1536."""
+    fp8 = make_engine_settings(quantization="fp8")
     matrices = 4 * 384 + 768 + 3 * 1536
     others = 4 * (num_parameters(SMALL) - matrices)
     assert engine_memory(fp8, SMALL).parameters == others + -(-matrices * (128**2 + 4) // 128**2)
-    first = replace(fp8, engine=replace(fp8.engine, unquantized_first_layers=1))
+    first = make_engine_settings(quantization="fp8", unquantized_first_layers=1)
     more = engine_memory(first, SMALL).parameters - engine_memory(fp8, SMALL).parameters
     assert more == pytest.approx((384 + 1536) * (4 - 1 - 4 / 128**2), abs=1)
-    latent = replace(SMALL, latent=LatentAttention(None, 6, 2, 2, 4))
-    assert engine_memory(c, latent).kv_cache == 5 * 20 * 4 * (6 + 2) * 4
 
 
 @pytest.mark.parametrize(

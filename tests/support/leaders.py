@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO
@@ -42,50 +43,50 @@ from megatron_rl.training.worker import LostRollouts, TrainOutcome
 from tests.support.groups import group
 
 
+def ignore(step_or_label: object) -> None:
+    """Do nothing."""
+
+
+@dataclass(eq=False, kw_only=True)
 class ScriptedParts:
     """All parts of a step in one object: notes each call in `calls`, and metrics by step.
 
     finite, accuracies: the outcome of each update and evaluation. num_lost: responses lost in each
-    evaluation. on_sample, on_train: called with the step.
+    evaluation. on_sample, on_train: called with the step. on_measure: called with the label.
     lost_rollouts: those that are gone at each attempt to train.
     norms: of the gradients of each trained step. One above the limit is a spike. Empty: no norm.
     """
 
-    audit_obstacle = ""
-    is_current = False
+    finite: Sequence[bool] = ()
+    accuracies: Sequence[float | None] = ()
+    groups: Sequence[Group] = ()
+    num_lost: int = 0
+    on_sample: Callable[[int], object] = ignore
+    on_train: Callable[[int], object] = ignore
+    on_measure: Callable[[str], object] = ignore
+    lost_rollouts: Sequence[tuple[str, ...]] = ()
+    norms: Sequence[float] = ()
+    extra_metrics: dict[str, float] = field(default_factory=dict)
+    comparisons: list[TokenComparison | None] = field(default_factory=list)
 
-    def __init__(
-        self,
-        *,
-        finite: Sequence[bool] = (),
-        accuracies: Sequence[float | None] = (),
-        groups: Sequence[Group] = (),
-        num_lost: int = 0,
-        on_sample: Callable[[int], object] = lambda step: None,
-        on_train: Callable[[int], object] = lambda step: None,
-        lost_rollouts: Sequence[tuple[str, ...]] = (),
-        norms: Sequence[float] = (),
-    ) -> None:
-        self.cursor = PromptCursor(epoch=0, position=0, digest="d")
-        self.calls: list[str] = []
-        self.metrics: dict[int, dict[str, float]] = {}
-        self.released_groups: list[str] = []
-        self.version = -1
-        self.extra_metrics: dict[str, float] = {}
-        self.on_measure: Callable[[str], object] = lambda label: None
-        self.comparisons: list[TokenComparison | None] = []
-        self.counted_tokens: list[int] = []
-        self._num_lost = num_lost
-        self._on_sample = on_sample
-        self._on_train = on_train
-        self._finite = iter(finite)
-        self._accuracies = iter(accuracies)
-        self._lost_rollouts = iter(lost_rollouts)
-        self._open_step: int | None = None
-        self.begun_steps: list[int] = []
-        self._norms = iter(norms)
-        self.audits: list[int] = []
-        self._groups = tuple(groups) or (group(1.0, 0.0, name="g"),)
+    cursor: PromptCursor = field(default=PromptCursor(epoch=0, position=0, digest="d"), init=False)
+    version: int = field(default=-1, init=False)
+    is_current: bool = field(default=False, init=False)
+    calls: list[str] = field(default_factory=list, init=False)
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict, init=False)
+    released_groups: list[str] = field(default_factory=list, init=False)
+    counted_tokens: list[int] = field(default_factory=list, init=False)
+    begun_steps: list[int] = field(default_factory=list, init=False)
+    audits: list[int] = field(default_factory=list, init=False)
+    audit_obstacle = ""
+    _open_step: int | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        self._finite = iter(self.finite)
+        self._accuracies = iter(self.accuracies)
+        self._lost_rollouts = iter(self.lost_rollouts)
+        self._norms = iter(self.norms)
+        self._groups = tuple(self.groups) or (group(1.0, 0.0, name="g"),)
 
     def state(self) -> SelectorState:
         return SelectorState(prompts=self.cursor)
@@ -127,7 +128,7 @@ class ScriptedParts:
         position = self.cursor.position + 1
         self.cursor = msgspec.structs.replace(self.cursor, position=position)
         self.calls.append(f"sample step-{step}")
-        self._on_sample(step)
+        self.on_sample(step)
         parts = {group.group_id: group for group in self._groups}
         return RolloutBatch(self._groups, 8, delivered_ids=tuple(parts), parts=parts)
 
@@ -143,7 +144,7 @@ class ScriptedParts:
             half_width=0.1,
             parseable=0.5,
             ended_share=1.0,
-            num_rejected=self._num_lost,
+            num_rejected=self.num_lost,
             questions=2,
             samples=8,
             tokens=5,
@@ -167,7 +168,7 @@ class ScriptedParts:
                 return {"sync/version": float(version)}
             case Train(plan):
                 self.calls.append(f"train {plan.step}")
-                self._on_train(plan.step)
+                self.on_train(plan.step)
                 if lost_rollouts := next(self._lost_rollouts, ()):
                     return LostRollouts(lost_rollouts)
                 is_finite = next(self._finite, True)
@@ -209,6 +210,19 @@ class ScriptedParts:
         self.metrics[step] = dict(values)
 
 
+def assemble(
+    stand_in: Any, train: TrainSettings, credit: CreditSettings | None, sets: Mapping[str, Any]
+) -> StepParts:
+    """Return parts with real credit and plans. `stand_in` samples and evaluates."""
+    return StepParts(
+        rollouts=stand_in,
+        credit=Credit(GrpoSettings(), credit, seed=0),
+        planner=StepPlanner(train, ParallelSettings(), dp_size=1, seed=0),
+        evaluation=stand_in,
+        sets=sets,
+    )
+
+
 def lead(
     parts: ScriptedParts,
     tmp_path: Path,
@@ -233,13 +247,7 @@ def lead(
     """
     stand_in: Any = parts
     settings = TrainSettings(total_steps=steps, optimizer_steps_per_batch=1, **train)
-    step_parts = StepParts(
-        rollouts=stand_in,
-        credit=Credit(GrpoSettings(), credit, seed=0),
-        planner=StepPlanner(settings, ParallelSettings(), dp_size=1, seed=0),
-        evaluation=stand_in,
-        sets=sets,
-    )
+    step_parts = assemble(stand_in, settings, credit, sets)
 
     def open_parts(c: Configuration) -> StepParts:
         parts.calls.append(f"open parts for {c.rollout.max_new_tokens} tokens")

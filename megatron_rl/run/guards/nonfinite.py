@@ -66,8 +66,8 @@ class NonFiniteGuard:
     def observe_responses(self, step: int, failure: Exception) -> Trouble | None:
         """Take a batch of which too many responses have NaN. Returns the reason for a rollback.
 
-        step: the engines had the weights from before it, or newer ones. Returns None where the failure ends the
-        run as without a guard. Raises `NonFiniteRun`.
+        step: the engines had the weights from before it, or newer ones. Returns None where the
+        failure ends the run as without a guard. Raises `NonFiniteRun`.
         """
         if self.action == "skip":
             return None

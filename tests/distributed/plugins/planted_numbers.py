@@ -92,11 +92,16 @@ def _mark_rollback(retire: Callable[..., None]) -> Callable[..., None]:
     return run
 
 
-match os.environ.get("KILL_AT"):
-    case "rename":
-        CheckpointStore.retire_newer = _kill_after(CheckpointStore.retire_newer)  # type: ignore[method-assign]
-    case "load":
-        tensors.load_tensors = _kill_after(tensors.load_tensors)
-    case "commit":
-        CheckpointStore.retire_newer = _mark_rollback(CheckpointStore.retire_newer)  # type: ignore[method-assign]
-        CheckpointStore.commit = _kill_before_commit(CheckpointStore.commit)  # type: ignore[method-assign]
+def _plant_kill(place: str | None) -> None:
+    store: Any = CheckpointStore
+    match place:
+        case "rename":
+            store.retire_newer = _kill_after(store.retire_newer)
+        case "load":
+            tensors.load_tensors = _kill_after(tensors.load_tensors)
+        case "commit":
+            store.retire_newer = _mark_rollback(store.retire_newer)
+            store.commit = _kill_before_commit(store.commit)
+
+
+_plant_kill(os.environ.get("KILL_AT"))

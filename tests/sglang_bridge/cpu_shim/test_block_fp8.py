@@ -45,8 +45,8 @@ def test_every_code_has_its_value() -> None:
 
 def test_activations_are_rounded_128_at_a_time() -> None:
     x = torch.zeros(2, 256)
-    x[0, 0], x[0, 1] = 448.0, 17.0  # scale 1: between 16 and 18, ties to even
-    x[0, 128], x[0, 129] = 44.8, 1.7  # scale 0.1
+    x[0, :2] = torch.tensor([448.0, 17.0])  # scale 1: between 16 and 18, ties to even
+    x[0, 128:130] = torch.tensor([44.8, 1.7])  # scale 0.1
     x[1, 0] = 3.0
     result = round_activations(x)
     assert result[0, :2].tolist() == [448.0, 16.0]
@@ -129,9 +129,11 @@ def test_other_formats_are_refused() -> None:
 
 
 def test_experts_without_rounding_are_those_of_the_trainer() -> None:
-    x, weights = rows(6, 128), torch.rand(6, 2)
+    x = rows(6, 128)
+    weights = torch.rand(6, 2)
     ids = torch.tensor([[0, 1], [2, 0], [1, 2], [0, 2], [1, 0], [2, 1]])
-    gate_up, down = rows(3, 256, 128, seed=1) / 10, rows(3, 128, 128, seed=2) / 10
+    gate_up = rows(3, 256, 128, seed=1) / 10
+    down = rows(3, 128, 128, seed=2) / 10
     plain = experts(x, gate_up, down, weights, ids)
     assert torch.equal(plain, experts(x, gate_up, down, weights, ids, rounding=torch.Tensor.float))
     rounded = experts(x, gate_up, down, weights, ids, rounding=round_activations)

@@ -101,16 +101,21 @@ def test_names_without_values_are_the_same(device: str) -> None:
     assert set(records[1].checksums().values()) == {""}
 
 
+def checksums_of(name: str, codes: torch.Tensor, scales: torch.Tensor) -> dict[str, str]:
+    record = expectation()
+    record.add(f"{name}_scale_inv", scales)
+    record.add(name, codes)
+    return record.checksums()
+
+
 def test_the_same_values_from_other_codes_and_scales_are_told_apart() -> None:
     """SGLang's own checksum is blind to them."""
     scales = pair(0)[1]
-    ones, halves = (torch.full((128, 256), x).to(torch.float8_e4m3fn) for x in (1.0, 0.5))
+    ones = torch.ones(128, 256).to(torch.float8_e4m3fn)
+    halves = torch.full((128, 256), 0.5).to(torch.float8_e4m3fn)
     name = f"{ATTENTION}.o_proj.weight"
-    first, second = expectation(), expectation()
-    for record, c, s in ((first, ones, scales), (second, halves, scales * 2)):
-        record.add(f"{name}_scale_inv", s)
-        record.add(name, c)
-    mine, other = first.checksums(), second.checksums()
+    mine = checksums_of(name, ones, scales)
+    other = checksums_of(name, halves, scales * 2)
     assert mine[name] == other[name]
     assert mine[f"{name}:codes"] != other[f"{name}:codes"]
     assert mine[f"{name}_scale_inv"] != other[f"{name}_scale_inv"]
