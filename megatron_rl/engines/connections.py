@@ -48,7 +48,7 @@ class EngineConnections:
         self.store.release(group_ids)
 
     def can_sample(self) -> bool:
-        """Return False while no engine serves."""
+        """Return False while no engine serves. A collector that is gone comes back."""
         return bool(self.fleet.members.serving)
 
     def stop(self) -> None:

@@ -313,8 +313,11 @@ class Fleet:
         self._board.order(node, orders)
 
     def _limit_outage(self, *, counts: bool) -> None:
-        """Raise `NoEngineLeft` when nothing has served for too long, or nothing can."""
-        problem = self._outage() if counts else ""
+        """Raise `NoEngineLeft` when nothing has served for too long, or nothing can.
+
+        counts: whether the time without engines counts. That without collectors always does.
+        """
+        problem = self._outage() if counts else self._collector_outage()
         if not problem:
             self._out_since = None
             return
@@ -336,12 +339,16 @@ class Fleet:
             if not may_return and all(m.state is MemberState.GONE for m in self.members):
                 raise NoEngineLeft(f"every engine has left the run. {reasons}")
             return f"no engine serves ({reasons})"
-        if not self._queue.connected_nodes:
-            if len(self._collectors_given_up) == len(self._nodes):
-                reasons = "; ".join(self._collectors_given_up.values())
-                raise NoEngineLeft(f"every collector is given up: {reasons}")
-            return "no collector is connected"
-        return ""
+        return self._collector_outage()
+
+    def _collector_outage(self) -> str:
+        """Describe why no collector works, or return an empty string. Raises `NoEngineLeft`."""
+        if self._queue.connected_nodes:
+            return ""
+        if len(self._collectors_given_up) == len(self._nodes):
+            reasons = "; ".join(self._collectors_given_up.values())
+            raise NoEngineLeft(f"every collector is given up: {reasons}")
+        return "no collector is connected"
 
     def _reason(self, name: str) -> str:
         return self.members[name].reason or "it has to receive the weights again"

@@ -22,6 +22,7 @@ from megatron_rl.rollouts.messages import (
     GroupRequest,
     Held,
     Hold,
+    LiftBudgets,
     Proceed,
     Release,
     RemoveEngine,
@@ -72,8 +73,10 @@ class Collector:
                 await self._change_engines(message)
             case Hold(keep_partials):
                 self._start(self._hold(keep_partials))
-            case Settle():
-                self._start(self._settle())
+            case Settle(number):
+                self._start(self._settle(number))
+            case LiftBudgets():
+                self._runner.lift_budgets()
             case Proceed():
                 self._runner.engines.proceed()
             case Stop():
@@ -107,16 +110,16 @@ class Collector:
 
     async def _hold(self, keep_partials: bool) -> None:
         await self._runner.engines.hold(keep_partials=keep_partials)
-        await self._report_held()
+        await self._report_held(0)
 
-    async def _settle(self) -> None:
+    async def _settle(self, number: int) -> None:
         await self._runner.settle()
-        await self._report_held()
+        await self._report_held(number)
 
-    async def _report_held(self) -> None:
+    async def _report_held(self, number: int) -> None:
         engines = self._runner.engines
         num_partials, num_tokens = engines.partials
-        await self._send(Held(num_partials, num_tokens, engines.num_sampled))
+        await self._send(Held(num_partials, num_tokens, engines.num_sampled, number))
 
     async def _change_engines(self, message: AddEngine | RemoveEngine | SetVersion) -> None:
         engines = self._runner.engines

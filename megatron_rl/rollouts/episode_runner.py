@@ -36,6 +36,7 @@ from megatron_rl.rollouts.messages import (
     Configure,
     FromCollector,
     GroupRequest,
+    VersionBudget,
 )
 from megatron_rl.rollouts.rejections import NO_VERDICT
 from megatron_rl.rollouts.user_process.attempts import EpisodeAttempt
@@ -121,6 +122,7 @@ class EpisodeRunner:
         self._logged_reasons: set[str] = set()
         # By request: the places in the group of episodes that were announced and have not ended
         self._playing: dict[tuple[str, int], set[int]] = {}
+        self._budgets: dict[tuple[str, int], VersionBudget] = {}  # by request
         self._rest = asyncio.Event()  # set whenever an episode ends or a response is parked
         self.engines.on_parking = self._rest.set
 
@@ -129,6 +131,8 @@ class EpisodeRunner:
         first = request.first_sample
         indices = set(range(first, first + request.num_samples))
         self._playing[request.group_id, request.attempt] = indices
+        if request.budget is not None:
+            self._budgets[request.group_id, request.attempt] = request.budget
 
     def _count_end(self, request: GroupRequest, index: int) -> None:
         playing = self._playing.get((request.group_id, request.attempt), set())
@@ -138,7 +142,13 @@ class EpisodeRunner:
     def forget(self, request: GroupRequest) -> None:
         """Count no episode of a request as playing."""
         self._playing.pop((request.group_id, request.attempt), None)
+        self._budgets.pop((request.group_id, request.attempt), None)
         self._rest.set()
+
+    def lift_budgets(self) -> None:
+        """Sample the responses of all announced requests to their end."""
+        self._budgets.clear()
+        self.engines.recheck_budgets()
 
     async def settle(self) -> None:
         """Wait until every announced episode has ended, or waits for other weights."""
@@ -214,7 +224,7 @@ class EpisodeRunner:
                     return_routes=routes is not None,
                     rejected_tokens=rejected_tokens,
                     seed=_response_seed(self._configuration.seed, rollout_id, next(turns)),
-                    budget=request.budget,
+                    budget=lambda: self._budgets.get((request.group_id, request.attempt)),
                 )
             finally:
                 limit.restart()

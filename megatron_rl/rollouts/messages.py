@@ -122,7 +122,16 @@ class Hold(msgspec.Struct, frozen=True, tag="hold"):
 
 
 class Settle(msgspec.Struct, frozen=True, tag="settle"):
-    """Answer with `Held` once every response has ended or has used up its `VersionBudget`."""
+    """Answer with `Held` once every response has ended or has used up its `VersionBudget`.
+
+    number: the answer repeats it.
+    """
+
+    number: Count
+
+
+class LiftBudgets(msgspec.Struct, frozen=True, tag="lift_budgets"):
+    """Sample the responses of all requests so far to their end, whatever their budget is."""
 
 
 class Proceed(msgspec.Struct, frozen=True, tag="proceed"):
@@ -166,12 +175,14 @@ class Held(msgspec.Struct, frozen=True, tag="held"):
     """No engine works on a request of this collector, until `Proceed`.
 
     num_partials, num_tokens: the responses that were interrupted, and their tokens.
-    num_sampled: all tokens that this collector has received from engines.
+    num_sampled: all tokens that this collector has received from engines. number: that of the
+    `Settle` which it answers, 0 for a `Hold`.
     """
 
     num_partials: Count
     num_tokens: Count
     num_sampled: Count = 0
+    number: Count = 0
 
 
 class CallAbandoned(msgspec.Struct, frozen=True, tag="call_abandoned"):
@@ -200,6 +211,7 @@ ToCollector = (
     | SetVersion
     | Hold
     | Settle
+    | LiftBudgets
     | Proceed
     | Stop
 )

@@ -32,6 +32,7 @@ from megatron_rl.rollouts.messages import (
     GroupRequest,
     Held,
     Hold,
+    LiftBudgets,
     Proceed,
     Release,
     RemoveEngine,
@@ -154,7 +155,10 @@ class RolloutQueue:
         self._ready: deque[Group] = deque()  # groups that `as_completed` has not yielded yet
         self._loads = Counter[int]()  # outstanding rollouts by node
         self._holders: dict[str, _Holder] = {}  # by id of a group that is not released yet
-        self._hold: Hold | Settle | None = None  # until `proceed`
+        self._hold: Hold | None = None  # until `proceed`
+        self._settle_numbers: dict[int, int] | None = None  # by node, while responses settle
+        self._num_settles = 0
+        self._next_attempts = Counter[str]()  # by id of a group that was withdrawn for good
         # By node and epoch: the tokens that the collector had received at the last hold
         self._num_sampled = Counter[tuple[int, int]]()
         self._held: dict[int, Held] = {}  # by node, since the last `hold`
@@ -202,7 +206,8 @@ class RolloutQueue:
                 raise ValueError(
                     f"group {request.group_id} was submitted already: a group is delivered once"
                 )
-            outstanding = _Outstanding(request, time.monotonic())
+            attempt = self._next_attempts.pop(request.group_id, 0)
+            outstanding = _Outstanding(request, time.monotonic(), attempt=attempt)
             self._outstanding[request.group_id] = outstanding
             self._assign(outstanding)
 
@@ -251,6 +256,31 @@ class RolloutQueue:
                 return group
         return None
 
+    def lift_budgets(self) -> None:
+        """Let the responses of all requests so far be sampled to their end."""
+        for outstanding in self._outstanding.values():
+            outstanding.request = msgspec.structs.replace(outstanding.request, budget=None)
+        for node in self.connected_nodes:
+            self._send(node, LiftBudgets())
+
+    def withdraw(self, group_ids: Sequence[str]) -> None:
+        """Drop requests, with or without an answer. The same ids may be requested again."""
+        ids_by_node: dict[int, list[str]] = {}
+        for group_id in group_ids:
+            outstanding = self._outstanding.pop(group_id, None)
+            if outstanding is None:
+                continue
+            self._next_attempts[group_id] = outstanding.attempt + 1
+            if outstanding.node is not None:
+                self._loads[outstanding.node] -= outstanding.request.num_samples
+                ids_by_node.setdefault(outstanding.node, []).append(group_id)
+        for node, ids in ids_by_node.items():
+            self._send(node, Withdraw(tuple(ids)))
+            self._withdrawn_ids.setdefault(node, set()).update(ids)
+        wanted_ids = set(group_ids)
+        self._ready = deque(g for g in self._ready if g.group_id not in wanted_ids)
+        self.release(group_ids)
+
     def lost_groups(self, group_ids: Sequence[str]) -> list[str]:
         """Return those delivered groups whose rollouts are lost with their collector."""
         self._handle_events()
@@ -282,7 +312,11 @@ class RolloutQueue:
 
         Raises `HoldTimedOut`, and `CollectorFailed`.
         """
-        self._start_hold(Hold(keep_partials=abort is not None))
+        self._handle_events()
+        self._held = {}
+        self._hold = Hold(keep_partials=abort is not None)
+        for node in self.connected_nodes:
+            self._send(node, self._hold)
         reminder = Reminder()
         deadline = time.monotonic() + timeout_seconds
         while waiting_nodes := set(self.connected_nodes) - self._held.keys():
@@ -310,9 +344,14 @@ class RolloutQueue:
 
         Raises `CollectorFailed`.
         """
-        self._start_hold(Settle())
+        self._handle_events()
+        self._held = {}
+        self._settle_numbers = {}
+        for node in self.connected_nodes:
+            self._send_settle(node)
         reminder = Reminder()
-        while waiting_nodes := set(self.connected_nodes) - self._held.keys():
+        # Of nodes as events have told: the requests of one that is gone have to be moved first
+        while waiting_nodes := self._epochs.keys() - self._held.keys():
             if idle is not None:
                 idle()
             if not can_continue():
@@ -321,16 +360,25 @@ class RolloutQueue:
             if reminder.is_due():
                 nodes = sorted(waiting_nodes)
                 self._write_log(f"waiting for responses of node(s) {nodes} to use up their budget")
-        self._hold = None
+        self._settle_numbers = None
         return self._held_requests()
 
-    def _start_hold(self, message: Hold | Settle) -> None:
-        """Tell all collectors, also those that connect later, to hold their requests."""
-        self._handle_events()
-        self._held = {}
-        self._hold = message
-        for node in self.connected_nodes:
-            self._send(node, message)
+    def _send_settle(self, node: int) -> None:
+        """Ask a node, after the requests that it has, to settle. Earlier answers do not count."""
+        if self._settle_numbers is None:
+            return
+        self._num_settles += 1
+        self._settle_numbers[node] = self._num_settles
+        self._held.pop(node, None)
+        self._send(node, Settle(self._num_settles))
+
+    def _take_held(self, node: int, message: Held) -> None:
+        """Take an answer to the present hold. Answers to earlier ones come late."""
+        number = 0
+        if self._settle_numbers is not None:
+            number = self._settle_numbers.get(node, -1)
+        if message.number == number:
+            self._held[node] = message
 
     def _held_requests(self) -> HeldRequests:
         held = self._held.values()
@@ -404,6 +452,7 @@ class RolloutQueue:
         self._loads[node] += outstanding.request.num_samples
         request = msgspec.structs.replace(outstanding.request, attempt=outstanding.attempt)
         self._send(node, request)
+        self._send_settle(node)
 
     def _nodes_with_engines(self) -> list[int]:
         nodes = {engine.node for engine in self._engines.values()}
@@ -464,7 +513,7 @@ class RolloutQueue:
             case AbortRequest() | EngineLeftOut() | CallAbandoned():
                 self._handle_news(message)
             case Held():
-                self._held[node] = message
+                self._take_held(node, message)
             case GroupDone() if self._is_expected(node, message):
                 return self._take(node, message)
             case GroupDone() if message.group.group_id in self._withdrawn_ids.get(node, ()):
@@ -498,6 +547,7 @@ class RolloutQueue:
                 self._send(node, AddEngine(engine))
         if self._hold is not None:
             self._send(node, self._hold)
+        self._send_settle(node)
         self._assign_waiting()
         # Requests may be at nodes without engines, because this one was not connected
         self._move_requests()

@@ -168,12 +168,17 @@ class Leader:
             accuracies=tuple(self._accuracies),
             phase=None if self.curriculum is None else self.curriculum.state,
             unevaluated_metrics=_to_storable(self._unevaluated_metrics),
-            steps_ahead=tuple(sorted(self.steps_ahead.batches)),
+            steps_ahead=tuple(self.steps_ahead.batches_after(step)),
         )
 
     def save_point(self, step: int) -> SavePoint:
         """Return what a checkpoint after `step` holds apart from tensors."""
-        return SavePoint(self.state(step), dict(self.steps_ahead.batches))
+        state = self.state(step)
+        fallback = None
+        place = self.steps_ahead.state_before(step + 1)
+        if place is not None:
+            fallback = msgspec.structs.replace(state, selection=place, steps_ahead=())
+        return SavePoint(state, self.steps_ahead.batches_after(step), fallback)
 
     def train_step(self, step: int, values: dict[str, float]) -> None:
         """Sample, credit, plan, train and sync. Adds the metrics of the step to `values`."""
@@ -207,7 +212,17 @@ class Leader:
             self._on_update.after_sync(self.parts.rollouts)
 
     def _age_metrics(self, batch: RolloutBatch) -> dict[str, float]:
-        return batch.age_metrics(self._version) if self.steps_ahead.is_used else {}
+        """Return metrics of ages. Raises RuntimeError for one above `rollout.max_staleness`."""
+        if not self.steps_ahead.is_used:
+            return {}
+        metrics = batch.age_metrics(self._version)
+        age = metrics.get("rollout/age/max", 0.0)
+        if age > self.steps_ahead.max_staleness:
+            raise RuntimeError(
+                f"rollouts of age {age:g} were trained, and the bound is "
+                f"rollout.max_staleness={self.steps_ahead.max_staleness}: please report it"
+            )
+        return metrics
 
     @property
     def _version(self) -> int:
@@ -380,7 +395,7 @@ class Leader:
         for key in ("account/evaluation", "account/generated"):
             values[key] = values.get(key, 0.0) + tokens
         if self._on_update.is_quiet:
-            self.compare_with_engines(values, tokens)
+            self.compare_with_engines(values, tokens + self.parts.rollouts.count_tokens())
 
     def _refuse_endings_by_accuracy(self) -> None:
         """Raise `AccuracyUnknown` if the run, or a phase that is not over, ends by accuracy."""
@@ -423,12 +438,11 @@ class Leader:
                 is_postponed = False
             self._unevaluated_metrics = dict(values) if is_postponed else None
             if self.steps_ahead.is_used and self._ending_key(step):
-                self.steps_ahead.complete(self.parts.rollouts)
                 values["account/unfinished"] = float(self._drop_steps_ahead())
 
     def _drop_steps_ahead(self) -> int:
         """Drop rollouts that no step will train. Returns their number of tokens."""
-        group_ids, num_tokens = self.steps_ahead.drop()
+        group_ids, num_tokens = self.steps_ahead.drop(self.parts.rollouts)
         self.holder.release(group_ids)
         return num_tokens
 
@@ -615,8 +629,8 @@ class Leader:
         if self.checkpoints is None:
             return
         if self.checkpoints.is_due(step, last=last):
-            self.steps_ahead.complete(self.parts.rollouts)
-            self.steps_ahead.replace_lost(self.parts.rollouts)
+            if not self._is_stop_requested():
+                self.steps_ahead.complete_for_save(self.parts.rollouts)
             self._pending_metrics |= self.checkpoints.save(self.save_point(step), last=last)
         if not last:
             self._exit_if_requested(step)  # the request may have come during the save

@@ -159,7 +159,7 @@ async def sample(
                 return_routes=True,
                 rejected_tokens=Counter(),
                 seed=index,
-                budget=VersionBudget(TOKENS_PER_VERSION, VERSIONS[-1]),
+                budget=lambda: VersionBudget(TOKENS_PER_VERSION, VERSIONS[-1]),
             )
         )
         for index, prompt in enumerate(prompts)

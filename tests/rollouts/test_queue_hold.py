@@ -3,12 +3,22 @@
 import threading
 import time
 
+import msgspec
 import pytest
 
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.rollouts.hub import CollectorHub
-from megatron_rl.rollouts.messages import GroupRequest, Held, Hold, Proceed
+from megatron_rl.rollouts.messages import (
+    GroupRequest,
+    Held,
+    Hold,
+    LiftBudgets,
+    Proceed,
+    Settle,
+    VersionBudget,
+    Withdraw,
+)
 from megatron_rl.rollouts.queue import HeldRequests, HoldTimedOut, RolloutQueue
 from tests.support.collectors import Peer, group_done, request
 
@@ -69,3 +79,73 @@ def test_a_hold_has_a_deadline_and_names_the_nodes(queue: RolloutQueue, peer: Pe
     with pytest.raises(HoldTimedOut, match=r"node\(s\) \[0\] .* 0\.3 s") as error:
         queue.hold(abort=None, timeout_seconds=0.3)
     assert error.value.exit_code is ExitCode.ENGINE_FAILED
+
+
+def test_a_node_that_gets_a_request_has_to_settle_again(
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
+) -> None:
+    """Its earlier answer did not know of the request, which another collector had."""
+    other = Peer(hub, 1)
+    hub.wait_for(2, 5)
+    queue.submit([request("a"), request("b")])
+    has_answered = threading.Event()
+
+    def answer() -> None:
+        (first,) = [m for m in peer.receive(2) if isinstance(m, Settle)]
+        peer.send(Held(0, 0, 0, first.number))
+        has_answered.set()
+        (moved, second) = peer.receive(2)
+        assert isinstance(moved, GroupRequest) and isinstance(second, Settle)
+        peer.send(Held(9, 9, 9, first.number))  # late
+        peer.send(Held(1, 5, 7, second.number))
+
+    def end_other() -> None:
+        if has_answered.is_set():
+            queue.disconnect_before(1, 1, "ended")
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    held_requests = queue.settle(can_continue=lambda: True, idle=end_other)
+    assert held_requests == HeldRequests(num_partials=1, num_tokens=5, num_new_tokens=7)
+    thread.join()
+    other.close()
+
+
+def test_a_settle_ends_when_nothing_can_sample(queue: RolloutQueue, peer: Peer) -> None:
+    queue.submit([request("a")])
+    assert queue.settle(can_continue=lambda: False) == HeldRequests(0, 0, 0)
+
+
+def test_withdrawn_requests_can_be_made_again(queue: RolloutQueue, peer: Peer) -> None:
+    """A late answer to the first request is not an answer to the second one."""
+    queue.submit([request("a"), request("b")])
+    peer.send(group_done("b"))
+    queue.withdraw(["a", "b"])
+    peer.send(group_done("a"))
+    queue.submit([request("a")])
+    messages = peer.receive(5)
+    last = messages[-1]
+    assert isinstance(last, GroupRequest) and (last.group_id, last.attempt) == ("a", 1)
+    assert any(isinstance(message, Withdraw) for message in messages)
+    peer.send(msgspec.structs.replace(group_done("a"), attempt=1, generated_tokens=3))
+    groups = list(queue.as_completed(lambda: None))
+    assert [group.group_id for group in groups] == ["a"]
+    assert queue.tokens_of("a") == 3
+
+
+def test_lifted_budgets_are_gone_for_collectors_that_come_later(
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
+) -> None:
+    queue.submit([msgspec.structs.replace(request("a"), budget=VersionBudget(2, 3))])
+    queue.lift_budgets()
+    messages = peer.receive(2)
+    assert isinstance(messages[-1], LiftBudgets)
+    peer.close()
+    later = Peer(hub, 0, epoch=1)
+    requests: list[GroupRequest] = []
+    deadline = time.monotonic() + 10
+    while not requests and time.monotonic() < deadline:
+        queue.lost_groups([])  # handles events
+        requests += [m for m in later.receive() if isinstance(m, GroupRequest)]
+    assert [request.budget for request in requests] == [None]
+    later.close()

@@ -80,7 +80,7 @@ async def sample(
                 return_routes=True,
                 rejected_tokens=Counter[str](),
                 seed=11,
-                budget=budget,
+                budget=lambda: budget,
             )
         )
         for version in versions:
@@ -151,17 +151,17 @@ def test_a_collector_settles_once_every_response_has_ended_or_waits() -> None:
             collector = Collector(0, configuration(url), outbox.put)
             await collector.handle(SetVersion(0))
             await collector.handle(request)
-            await collector.handle(Settle())
-            assert await asyncio.wait_for(outbox.get(), 5) == Held(3, 6, 6)
+            await collector.handle(Settle(1))
+            assert await asyncio.wait_for(outbox.get(), 5) == Held(3, 6, 6, 1)
             engine.version = 1
             await collector.handle(SetVersion(1))
-            await collector.handle(Settle())
-            assert await asyncio.wait_for(outbox.get(), 5) == Held(3, 12, 12)
+            await collector.handle(Settle(2))
+            assert await asyncio.wait_for(outbox.get(), 5) == Held(3, 12, 12, 2)
             engine.version = 2
             await collector.handle(SetVersion(2))
             done = await asyncio.wait_for(outbox.get(), 5)
-            await collector.handle(Settle())
-            assert await asyncio.wait_for(outbox.get(), 5) == Held(0, 0, 18)
+            await collector.handle(Settle(3))
+            assert await asyncio.wait_for(outbox.get(), 5) == Held(0, 0, 18, 3)
             assert_two_tokens_of_each_version(done)
             await collector.close()
 
@@ -185,8 +185,8 @@ def test_a_collector_does_not_wait_for_requests_that_were_withdrawn() -> None:
                 GroupRequest(group_id="g", prompt=PROMPT, num_samples=2, sampling=sampling)
             )
             await collector.handle(Withdraw(("g",)))
-            await collector.handle(Settle())
-            assert await asyncio.wait_for(outbox.get(), 5) == Held(0, 0, 0)
+            await collector.handle(Settle(4))
+            assert await asyncio.wait_for(outbox.get(), 5) == Held(0, 0, 0, 4)
             await collector.close()
 
     asyncio.run(run())

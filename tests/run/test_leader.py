@@ -8,6 +8,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from megatron_rl.config.schema import CreditSettings, EvalSettings
@@ -45,7 +46,10 @@ def test_order_of_calls_in_a_run(tmp_path: Path) -> None:
 
 
 def test_the_next_step_is_sampled_before_the_engines_get_new_weights(tmp_path: Path) -> None:
-    parts = lead(ScriptedParts(), tmp_path, steps=3, max_staleness=1)
+    current = group(1.0, 0.0, name="g")
+    rollouts = [msgspec.structs.replace(r, tokens_by_version=()) for r in current.rollouts]
+    current = msgspec.structs.replace(current, rollouts=tuple(rollouts))
+    parts = lead(ScriptedParts(groups=[current]), tmp_path, steps=3, max_staleness=1)
     assert parts.calls == [
         "sync 0",
         "evaluate 0 at version 0",
@@ -67,6 +71,12 @@ def test_the_next_step_is_sampled_before_the_engines_get_new_weights(tmp_path: P
     # Of the evaluation, of two steps, and of one step each
     assert parts.counted_tokens == [5, 16, 8, 0, 5]
     assert parts.metrics[3]["account/unfinished"] == 0.0
+
+
+def test_a_rollout_above_the_bound_is_not_trained_in_silence(tmp_path: Path) -> None:
+    """All scripted rollouts are of version 0."""
+    with pytest.raises(RuntimeError, match=r"age 2 .* rollout\.max_staleness=1"):
+        lead(ScriptedParts(), tmp_path, steps=3, max_staleness=1)
 
 
 def test_rollouts_of_a_step_that_is_never_trained_are_unfinished(tmp_path: Path) -> None:

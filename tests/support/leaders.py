@@ -80,6 +80,7 @@ class ScriptedParts:
     audits: list[int] = field(default_factory=list, init=False)
     audit_obstacle = ""
     _open_step: int | None = field(default=None, init=False)
+    _num_tokens: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._finite = iter(self.finite)
@@ -118,6 +119,17 @@ class ScriptedParts:
     def settle(self) -> None:
         pass
 
+    def drop_open(self) -> int:
+        return 0
+
+    def lift_budgets(self) -> None:
+        pass
+
+    def count_tokens(self) -> int:
+        num_tokens = self._num_tokens
+        self._num_tokens = 0
+        return num_tokens
+
     def replace_lost(self, batch: RolloutBatch) -> RolloutBatch:
         return batch
 
@@ -128,6 +140,7 @@ class ScriptedParts:
         position = self.cursor.position + 1
         self.cursor = msgspec.structs.replace(self.cursor, position=position)
         self.calls.append(f"sample step-{step}")
+        self._num_tokens += 8
         self.on_sample(step)
         parts = {group.group_id: group for group in self._groups}
         return RolloutBatch(self._groups, 8, delivered_ids=tuple(parts), parts=parts)

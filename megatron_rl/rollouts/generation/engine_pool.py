@@ -151,7 +151,8 @@ class EnginePool:
         self._idle.set()
         self._version_change = asyncio.Event()
         self.num_sampled = 0  # tokens that engines have sent
-        self._parked: set[PartialResponse] = set()  # those that wait for other weights
+        # Responses that wait for other weights, and the rollout of each
+        self._parked: dict[PartialResponse, str] = {}
         self.on_parking: Callable[[], None] = lambda: None
         for engine in engines:
             self.add(engine)
@@ -159,6 +160,10 @@ class EnginePool:
     def set_version(self, version: int) -> None:
         """Use responses of these weights alone, from now on."""
         self._version = version
+        self.recheck_budgets()
+
+    def recheck_budgets(self) -> None:
+        """Let parked responses look whether they may go on."""
         self._parked.clear()  # from now on, not only once their tasks go on
         self._version_change.set()
         self._version_change = asyncio.Event()
@@ -196,7 +201,7 @@ class EnginePool:
         return_routes: bool,
         rejected_tokens: Counter[str],
         seed: int | None = None,
-        budget: VersionBudget | None = None,
+        budget: Callable[[], VersionBudget | None] = lambda: None,
     ) -> Generation:
         """Sample one response. Raises `EngineError` and `GenerationRejected`.
 
@@ -206,7 +211,8 @@ class EnginePool:
 
         rejected_tokens: receives the tokens of responses that cannot be used, by the reason. The
         tokens of a request without a reply are unknown.
-        budget: a response that has used it up waits for the next weights.
+        budget: returns the present one. A response that has used it up waits for other weights, or
+        for another budget.
         """
 
         response = PartialResponse(token_ids, sampling)
@@ -214,9 +220,9 @@ class EnginePool:
         self._responses.add(response)
         try:
             while True:
-                limit = self._limit(response, budget)
+                limit = self._limit(response, budget())
                 if limit == 0:
-                    await self._park(response)
+                    await self._park(response, rid)
                     continue
                 async with self._slots:
                     generation = await self._extend(
@@ -264,17 +270,22 @@ class EnginePool:
 
     @property
     def num_parked(self) -> int:
-        """The number of responses that wait for other weights."""
-        return len(self._parked)
+        """The number of rollouts of which every open response waits for other weights.
 
-    async def _park(self, response: PartialResponse) -> None:
+        0 while another response is open.
+        """
+        if self._responses - self._parked.keys():
+            return 0
+        return len(set(self._parked.values()))
+
+    async def _park(self, response: PartialResponse, rid: str) -> None:
         """Wait for the next weights."""
-        self._parked.add(response)
+        self._parked[response] = rid
         self.on_parking()
         try:
             await self._version_change.wait()
         finally:
-            self._parked.discard(response)
+            self._parked.pop(response, None)
 
     @property
     def partials(self) -> tuple[int, int]:

@@ -143,6 +143,7 @@ class RecordedRollouts:
         self._routes = routes
         self._vocab_size = vocab_size
         self._position = 0
+        self._num_tokens = 0  # of batches since the last `count_tokens`
         self._digest = hashlib.sha256(
             b"".join((path / BATCH_FILE).read_bytes() for path in self._batches)
         ).hexdigest()
@@ -193,7 +194,21 @@ class RecordedRollouts:
         except (RecordingUnreadable, UnfitRollout) as error:
             raise BadRecording(f"rollout.recording: {error}") from error
         self._position += 1
+        self._num_tokens += batch.generated_tokens
         return batch
+
+    def drop_open(self) -> int:
+        """Do nothing: no step is open. Returns 0."""
+        return 0
+
+    def count_tokens(self) -> int:
+        """Return the tokens of the batches that were read since the last call."""
+        num_tokens = self._num_tokens
+        self._num_tokens = 0
+        return num_tokens
+
+    def lift_budgets(self) -> None:
+        """Do nothing: no response is open."""
 
     def settle(self) -> None:
         """Do nothing: the position counts the batches that were read."""

@@ -63,7 +63,7 @@ class WaitForResponses:
 
     def before_sync(self, source: StepSource) -> int:
         self.steps_ahead.complete(source, self.can_sample)
-        return self.steps_ahead.count_tokens()
+        return source.count_tokens()
 
     def after_sync(self, source: StepSource) -> None:
         self.steps_ahead.complete(source)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from megatron_rl.config.schema import RolloutSettings
-from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.group import Group, sampled_tokens
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.prompts.selection.selector import RolloutRequest, Selector
@@ -43,7 +43,10 @@ class RolloutSampler:
     _open: dict[int, StepSampling] = field(default_factory=dict, init=False)  # by step, in order
     # By step that is open or has failed: the selector's state before it
     _states_before: dict[int, SelectorState] = field(default_factory=dict, init=False)
+    # By step that has failed: the ids under which its groups have to be released
+    _failed_ids: dict[int, tuple[str, ...]] = field(default_factory=dict, init=False)
     _num_repeated: int = field(default=0, init=False)  # requests that earlier batches repeated
+    _num_tokens: int = field(default=0, init=False)  # sampled since the last `count_tokens`
 
     def sample(self, step: int) -> RolloutBatch:
         """Sample and score one batch. Raises `TooManyRejected` or `UserClassFailed`."""
@@ -84,15 +87,44 @@ class RolloutSampler:
         except _CannotContinue:
             return None
         batch = self._without_lost_groups(self._end(sampling))
+        self._failed_ids[sampling.step] = batch.delivered_ids
         batch.require(sampling.label, self.settings.max_rejected_share)
-        del self._states_before[sampling.step]
+        self.settle()
         return batch
 
     def settle(self) -> None:
-        """Count the last step as sampled, although its batch cannot be used."""
-        failed_steps = self._states_before.keys() - self._open.keys()
-        for step in failed_steps:
+        """Count the steps that have ended as sampled, also those whose batch cannot be used."""
+        for step in self._states_before.keys() - self._open.keys():
             del self._states_before[step]
+        self._failed_ids.clear()
+
+    def drop_open(self) -> int:
+        """Drop the steps that are open or have failed, with their requests.
+
+        Their prompts will be selected again. Returns the number of their tokens that have arrived.
+        """
+        if not self._states_before:
+            return 0
+        ids = [group_id for group_ids in self._failed_ids.values() for group_id in group_ids]
+        for sampling in self._open.values():
+            ids += [*sampling.requested_ids, *sampling.parts]
+        self.queue.withdraw(ids)
+        self.selector.restore(self.state())
+        num_tokens = sum(sampling.generated_tokens for sampling in self._open.values())
+        self._open.clear()
+        self._states_before.clear()
+        self._failed_ids.clear()
+        return num_tokens
+
+    def count_tokens(self) -> int:
+        """Return the tokens that engines have sampled for groups since the last call."""
+        num_tokens = self._num_tokens
+        self._num_tokens = 0
+        return num_tokens
+
+    def lift_budgets(self) -> None:
+        """Let the responses of all open steps be sampled to their end."""
+        self.queue.lift_budgets()
 
     def sample_again(self, batch: RolloutBatch, rollout_ids: Sequence[str]) -> RolloutBatch:
         """Replace the groups of these rollouts, which are gone, and others that are gone too.
@@ -153,7 +185,9 @@ class RolloutSampler:
         """Receive groups until the selection has enough of them. Raises `_CannotContinue`."""
         while True:
             for part in self._arrivals(sampling.requested_ids, can_continue):
-                sampling.generated_tokens += self.queue.tokens_of(part.group_id)
+                num_tokens = self.queue.tokens_of(part.group_id)
+                sampling.generated_tokens += num_tokens
+                self._num_tokens += num_tokens
                 self._submit(sampling, sampling.take(part))
             requests = sampling.selection.next_round()
             if not requests:
@@ -180,12 +214,17 @@ class RolloutSampler:
     def _repeat(self, batch: RolloutBatch, part_ids: Sequence[str]) -> RolloutBatch:
         """Request parts of groups again and put them into the batch.
 
-        The tokens of the lost ones are in the batch's count already.
+        The tokens of the lost ones are in the batch's count already. Under other weights, the new
+        ones may be more or less.
         """
         self.queue.request_again(part_ids)
         new_parts = {part.group_id: part for part in self._arrivals(set(part_ids))}
         self._num_repeated += len(part_ids)
-        return batch.with_parts(new_parts, num_repeated=len(part_ids))
+        num_new = sum(map(sampled_tokens, new_parts.values()))
+        num_lost = sum(sampled_tokens(batch.parts[part_id]) for part_id in part_ids)
+        self._num_tokens += num_new - num_lost
+        repeated = batch.with_parts(new_parts, num_repeated=len(part_ids))
+        return replace(repeated, generated_tokens=batch.generated_tokens + num_new - num_lost)
 
     def _submit(self, sampling: StepSampling, requests: Sequence[RolloutRequest]) -> None:
         parameters = Sampling(

@@ -6,8 +6,10 @@ from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
+from megatron_rl.contracts.exit_codes import Failure
+from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.rollouts.messages import VersionBudget
-from megatron_rl.rollouts.rollout_batch import NonFiniteResponses, RolloutBatch, TooManyRejected
+from megatron_rl.rollouts.rollout_batch import RolloutBatch
 
 
 class StepSource(Protocol):
@@ -33,8 +35,24 @@ class StepSource(Protocol):
         """Count the last step as sampled, although its batch cannot be used."""
         ...
 
+    def drop_open(self) -> int:
+        """Drop the steps that are open or have failed. Returns their tokens that have arrived."""
+        ...
+
     def replace_lost(self, batch: RolloutBatch) -> RolloutBatch:
         """Replace the groups of a finished batch whose rollouts are gone."""
+        ...
+
+    def count_tokens(self) -> int:
+        """Return the tokens that were sampled since the last call."""
+        ...
+
+    def lift_budgets(self) -> None:
+        """Let the responses of all open steps be sampled to their end."""
+        ...
+
+    def state(self) -> SelectorState:
+        """Return the place among the prompts, before the first step that is open or has failed."""
         ...
 
 
@@ -63,8 +81,9 @@ class StepsAhead:
         self._continues_responses = continues_responses
         self._tokens_per_version = tokens_per_version
         self._batches: dict[int, RolloutBatch] = {}  # by step
-        self._failures: dict[int, TooManyRejected] = {}  # by step
-        self._num_uncounted_tokens = 0
+        # By step with a batch: the place among the prompts before it, if it is known
+        self._states_before: dict[int, SelectorState] = {}
+        self._failures: dict[int, Failure] = {}  # by step
 
     @property
     def max_staleness(self) -> int:
@@ -80,6 +99,18 @@ class StepsAhead:
     def batches(self) -> Mapping[int, RolloutBatch]:
         """The batches that are sampled and not trained, by step."""
         return MappingProxyType(self._batches)
+
+    def batches_after(self, step: int) -> dict[int, RolloutBatch]:
+        """Return the batches of the next steps, up to one that is open or has failed."""
+        batches: dict[int, RolloutBatch] = {}
+        while step + 1 in self._batches:
+            step += 1
+            batches[step] = self._batches[step]
+        return batches
+
+    def state_before(self, step: int) -> SelectorState | None:
+        """Return the place among the prompts before a step with a batch, if it is known."""
+        return self._states_before.get(step)
 
     def restore(self, batches: Mapping[int, RolloutBatch]) -> None:
         """Continue with the batches of a checkpoint."""
@@ -103,8 +134,9 @@ class StepsAhead:
     def take(self, step: int, source: StepSource) -> RolloutBatch:
         """Return the batch of a step, which is sampled now if it was not before.
 
-        Raises `TooManyRejected`, also for a batch that was sampled ahead.
+        Raises what prevents it, such as `TooManyRejected`, also for a batch that was sampled ahead.
         """
+        self._states_before.pop(step, None)
         batch = self._batches.pop(step, None)
         if batch is not None:
             return source.replace_lost(batch)
@@ -114,7 +146,6 @@ class StepsAhead:
             source.begin_step(step)
         batch = source.finish_step()
         assert batch is not None
-        self._num_uncounted_tokens += batch.generated_tokens
         return batch
 
     def begin_next(self, step: int, last_step: int, source: StepSource) -> None:
@@ -132,39 +163,42 @@ class StepsAhead:
 
         can_continue: the wait ends without them once it returns False.
 
-        A batch that cannot be used is an error of its own step: `take` raises it.
+        A step that cannot be sampled is an error of its own: `take` raises it.
         """
         while source.open_steps:
             step = source.open_steps[0]
+            if step in self._failures:
+                return
+            state = source.state()
             try:
                 batch = source.finish_step(can_continue)
-            except TooManyRejected as failure:
+            except Failure as failure:
                 self._failures[step] = failure
                 continue
             if batch is None:
                 return
-            self._num_uncounted_tokens += batch.generated_tokens
             self._batches[step] = batch
+            self._states_before[step] = state
 
-    def replace_lost(self, source: StepSource) -> None:
-        """Replace groups whose rollouts are gone. Their engines may have other weights now."""
+    def complete_for_save(self, source: StepSource) -> None:
+        """Wait for the rollouts of all steps that have begun, so that a checkpoint holds them."""
+        if self._tokens_per_version is not None and source.open_steps:
+            source.lift_budgets()
+        self.complete(source)
         self._batches = {step: source.replace_lost(batch) for step, batch in self._batches.items()}
 
-    def drop(self) -> tuple[list[str], int]:
-        """Drop all batches. Returns the ids of their groups, and their number of tokens."""
-        batches = list(self._batches.values())
-        batches += [f.batch for f in self._failures.values() if isinstance(f, NonFiniteResponses)]
-        group_ids = [group_id for batch in batches for group_id in batch.delivered_ids]
-        num_tokens = sum(batch.generated_tokens for batch in batches)
+    def drop(self, source: StepSource) -> tuple[list[str], int]:
+        """Drop all batches and open steps.
+
+        Returns the ids of the batches' groups, and the number of tokens that were sampled for all.
+        """
+        group_ids = [id_ for batch in self._batches.values() for id_ in batch.delivered_ids]
+        num_tokens = sum(batch.generated_tokens for batch in self._batches.values())
+        num_tokens += source.drop_open()
         self._batches = {}
+        self._states_before = {}
         self._failures = {}
         return group_ids, num_tokens
-
-    def count_tokens(self) -> int:
-        """Return the tokens of the batches that were sampled since the last call."""
-        num_tokens = self._num_uncounted_tokens
-        self._num_uncounted_tokens = 0
-        return num_tokens
 
     def _budget(self, num_ahead: int, version: int) -> VersionBudget | None:
         """Return the budget of a step that trains after `num_ahead` further syncs."""

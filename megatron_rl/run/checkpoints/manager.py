@@ -41,11 +41,13 @@ class StoppedAfterSave(Failure):
 class SavePoint:
     """The content of a checkpoint apart from tensors.
 
-    batches: the rollouts that were sampled before their step, by step.
+    batches: the rollouts that were sampled before their step, by step. fallback: the state without
+    them, in case that they are gone. None: there is none.
     """
 
     state: LoopState
     batches: Mapping[int, RolloutBatch] = field(default_factory=dict)
+    fallback: LoopState | None = None
 
 
 @dataclass
@@ -127,9 +129,12 @@ class CheckpointManager:
             batches = tuple(_batch_ahead(step, batch) for step, batch in point.batches.items())
             command = Checkpoint(state.step, encode_state(state), in_background, best, batches)
             result: SaveResult | None = self.dispatcher.run(command)
-        self._is_saving = in_background
+        self._is_saving = in_background and result is None
         self._has_rolled_back = False
         values = watch.seconds | values
+        if result is not None and result.lacks_rollouts and point.fallback is not None:
+            self.progress.log(f"{result.problem}: they will be sampled again")
+            return values | self.save(SavePoint(point.fallback), last=last)
         if result is not None:
             values |= self._report(result)
         return values

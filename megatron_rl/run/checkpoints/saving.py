@@ -51,11 +51,13 @@ class SaveResult:
     """The result of a save.
 
     problem: the reason why there is no checkpoint; empty after a success. nbytes: its size.
+    lacks_rollouts: the reason is that rollouts are gone.
     """
 
     step: int
     problem: str = ""
     nbytes: int = 0
+    lacks_rollouts: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,7 +127,7 @@ class CheckpointWriter:
         try:
             batches = self._read_batches(command)
         except _SaveFailed as problem:
-            return SaveResult(command.step, str(problem))
+            return SaveResult(command.step, str(problem), lacks_rollouts=True)
         snapshot = _Snapshot(
             command.step, command.state, tensors, random_state(), command.best, batches
         )

@@ -45,6 +45,7 @@ class SimulatedQueue:
     version: int = 0
     serves: bool = True
     num_repeated: int = 0
+    num_lifts: int = 0
     engines_left_out: tuple[str, ...] = ()
     lost_ids: set[str] = field(default_factory=set)
     deliveries: Counter[str] = field(default_factory=Counter)
@@ -79,6 +80,14 @@ class SimulatedQueue:
     def release(self, group_ids: Sequence[str]) -> None:
         for group_id in group_ids:
             del self._delivered[group_id]
+
+    def withdraw(self, group_ids: Sequence[str]) -> None:
+        for group_id in group_ids:
+            self._outstanding.pop(group_id, None)
+            self._delivered.pop(group_id, None)
+
+    def lift_budgets(self) -> None:
+        self.num_lifts += 1
 
     @property
     def held_ids(self) -> list[str]:
@@ -136,10 +145,18 @@ class SimulatedRun:
             if self.continues:
                 self.queue.version += 1
                 if fault == "checkpoint":
-                    self.ahead.complete(self.sampler)
+                    self.ahead.complete_for_save(self.sampler)
+                if fault == "rollback":
+                    self._drop()
             else:
                 self._wait_and_sync(fault)
         return self
+
+    def _drop(self) -> None:
+        """Drop what was sampled ahead, as a rollback does."""
+        group_ids, _ = self.ahead.drop(self.sampler)
+        self.queue.release(group_ids)
+        assert self.queue.held_ids == [] and self.queue.is_empty
 
     def _with_all_rollouts(self, batch: RolloutBatch) -> RolloutBatch:
         lost_ids = self.queue.lost_groups(batch.delivered_ids)
@@ -205,7 +222,9 @@ def test_every_group_is_trained_once_and_never_too_old(
     max_staleness=st.integers(1, 5),
     seed=st.integers(0, 2**20),
     faults=st.dictionaries(
-        st.integers(1, 12), st.sampled_from(["checkpoint", "collector ends"]), max_size=5
+        st.integers(1, 12),
+        st.sampled_from(["checkpoint", "collector ends", "rollback"]),
+        max_size=5,
     ),
 )
 def test_responses_that_continue_are_trained_once_and_never_too_old(
@@ -214,7 +233,12 @@ def test_responses_that_continue_are_trained_once_and_never_too_old(
     undisturbed = make_run("uniform", max_staleness=0, seed=0).run(12, {})
     run = make_run("uniform", max_staleness=max_staleness, seed=seed, continues=True)
     run.run(12, faults)
-    assert run.trained == undisturbed.trained
+    if "rollback" not in faults.values():
+        assert run.trained == undisturbed.trained
+    ids = [rollout_id for ids in run.trained.values() for rollout_id in ids]
+    assert len(ids) == len(set(ids)) == 12 * 16
+    for step, rollout_ids in run.trained.items():
+        assert all(rollout_id.startswith(f"step-{step}-") for rollout_id in rollout_ids)
     assert max(run.ages) <= max_staleness
     assert run.queue.held_ids == [] and run.queue.is_empty
 
@@ -245,8 +269,8 @@ def test_a_step_is_sampled_while_the_one_before_trains() -> None:
     assert run.sampler.open_steps == (2,) and not run.queue.is_empty
     run.ahead.complete(run.sampler)
     assert list(run.ahead.batches) == [2] and run.queue.is_empty
-    assert run.ahead.count_tokens() == 2 * 48
-    assert run.ahead.count_tokens() == 0
+    assert run.sampler.count_tokens() == 2 * 48
+    assert run.sampler.count_tokens() == 0
 
 
 def test_no_step_is_sampled_beyond_the_last_one() -> None:
@@ -296,7 +320,7 @@ def test_batches_that_are_dropped_are_counted() -> None:
     batch = run.ahead.take(1, run.sampler)
     run.ahead.begin_next(1, 9, run.sampler)
     run.ahead.complete(run.sampler)
-    group_ids, num_tokens = run.ahead.drop()
+    group_ids, num_tokens = run.ahead.drop(run.sampler)
     assert (sorted(group_ids), num_tokens) == ([f"step-2-{n}" for n in range(4)], 48)
     run.queue.release([*group_ids, *batch.delivered_ids])
     assert run.queue.held_ids == [] and not run.ahead.batches
