@@ -54,6 +54,7 @@ COLLECTOR = "megatron_rl.rollouts"
 # They tell of faults that a run outlives
 FAULT_METRICS = (
     "sync/engines",
+    "sync/bytes",
     "sync/audit_compared",
     "rollout/engines_left_out",
     "rollout/repeated",
