@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -117,6 +117,22 @@ class _Holder:
     generated_tokens: int
 
 
+@dataclass
+class _Holding:
+    """The state of a hold.
+
+    message: sent to collectors that connect, until `proceed`. settle_numbers: by node, those that
+    were sent while responses settle. answers: by node, to the present hold. num_sampled: by node
+    and epoch, the tokens that the collector had received at the last hold.
+    """
+
+    message: Hold | None = None
+    settle_numbers: dict[int, int] | None = None
+    num_settles: int = 0
+    answers: dict[int, Held] = field(default_factory=dict)
+    num_sampled: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+
 class RolloutQueue:
     """Distributes group requests over the collectors of all nodes.
 
@@ -155,13 +171,8 @@ class RolloutQueue:
         self._ready: deque[Group] = deque()  # groups that `as_completed` has not yielded yet
         self._loads = Counter[int]()  # outstanding rollouts by node
         self._holders: dict[str, _Holder] = {}  # by id of a group that is not released yet
-        self._hold: Hold | None = None  # until `proceed`
-        self._settle_numbers: dict[int, int] | None = None  # by node, while responses settle
-        self._num_settles = 0
+        self._holding = _Holding()
         self._next_attempts = Counter[str]()  # by id of a group that was withdrawn for good
-        # By node and epoch: the tokens that the collector had received at the last hold
-        self._num_sampled = Counter[tuple[int, int]]()
-        self._held: dict[int, Held] = {}  # by node, since the last `hold`
         # By node, the ids of groups that were withdrawn. Their answer may be on its way.
         self._withdrawn_ids: dict[int, set[str]] = {}
         self.generated_tokens = 0
@@ -313,13 +324,13 @@ class RolloutQueue:
         Raises `HoldTimedOut`, and `CollectorFailed`.
         """
         self._handle_events()
-        self._held = {}
-        self._hold = Hold(keep_partials=abort is not None)
+        self._holding.answers = {}
+        self._holding.message = Hold(keep_partials=abort is not None)
         for node in self.connected_nodes:
-            self._send(node, self._hold)
+            self._send(node, self._holding.message)
         reminder = Reminder()
         deadline = time.monotonic() + timeout_seconds
-        while waiting_nodes := set(self.connected_nodes) - self._held.keys():
+        while waiting_nodes := set(self.connected_nodes) - self._holding.answers.keys():
             if time.monotonic() > deadline:
                 raise HoldTimedOut(
                     f"the engines of node(s) {sorted(waiting_nodes)} still worked on requests "
@@ -345,13 +356,13 @@ class RolloutQueue:
         Raises `CollectorFailed`.
         """
         self._handle_events()
-        self._held = {}
-        self._settle_numbers = {}
+        self._holding.answers = {}
+        self._holding.settle_numbers = {}
         for node in self.connected_nodes:
             self._send_settle(node)
         reminder = Reminder()
         # Of nodes as events have told: the requests of one that is gone have to be moved first
-        while waiting_nodes := self._epochs.keys() - self._held.keys():
+        while waiting_nodes := self._epochs.keys() - self._holding.answers.keys():
             if idle is not None:
                 idle()
             if not can_continue():
@@ -360,28 +371,28 @@ class RolloutQueue:
             if reminder.is_due():
                 nodes = sorted(waiting_nodes)
                 self._write_log(f"waiting for responses of node(s) {nodes} to use up their budget")
-        self._settle_numbers = None
+        self._holding.settle_numbers = None
         return self._held_requests()
 
     def _send_settle(self, node: int) -> None:
         """Ask a node, after the requests that it has, to settle. Earlier answers do not count."""
-        if self._settle_numbers is None:
+        if self._holding.settle_numbers is None:
             return
-        self._num_settles += 1
-        self._settle_numbers[node] = self._num_settles
-        self._held.pop(node, None)
-        self._send(node, Settle(self._num_settles))
+        self._holding.num_settles += 1
+        self._holding.settle_numbers[node] = self._holding.num_settles
+        self._holding.answers.pop(node, None)
+        self._send(node, Settle(self._holding.num_settles))
 
     def _take_held(self, node: int, message: Held) -> None:
         """Take an answer to the present hold. Answers to earlier ones come late."""
         number = 0
-        if self._settle_numbers is not None:
-            number = self._settle_numbers.get(node, -1)
+        if self._holding.settle_numbers is not None:
+            number = self._holding.settle_numbers.get(node, -1)
         if message.number == number:
-            self._held[node] = message
+            self._holding.answers[node] = message
 
     def _held_requests(self) -> HeldRequests:
-        held = self._held.values()
+        held = self._holding.answers.values()
         return HeldRequests(
             num_partials=sum(message.num_partials for message in held),
             num_tokens=sum(message.num_tokens for message in held),
@@ -391,15 +402,15 @@ class RolloutQueue:
     def _count_new_tokens(self) -> int:
         """Return the tokens that collectors have received since the last call."""
         num_tokens = 0
-        for node, message in self._held.items():
+        for node, message in self._holding.answers.items():
             key = (node, self._epochs[node])
-            num_tokens += message.num_sampled - self._num_sampled[key]
-            self._num_sampled[key] = message.num_sampled
+            num_tokens += message.num_sampled - self._holding.num_sampled[key]
+            self._holding.num_sampled[key] = message.num_sampled
         return num_tokens
 
     def proceed(self) -> None:
         """Let collectors send requests again, and continue those that were interrupted."""
-        self._hold = None
+        self._holding.message = None
         for node in self.connected_nodes:
             self._send(node, Proceed())
 
@@ -545,8 +556,8 @@ class RolloutQueue:
         for engine in self._engines.values():
             if engine.node == node:
                 self._send(node, AddEngine(engine))
-        if self._hold is not None:
-            self._send(node, self._hold)
+        if self._holding.message is not None:
+            self._send(node, self._holding.message)
         self._send_settle(node)
         self._assign_waiting()
         # Requests may be at nodes without engines, because this one was not connected
@@ -556,7 +567,7 @@ class RolloutQueue:
         """Send the requests of a collector that is gone to others. They may have to wait."""
         if self._epochs.get(node) == epoch:
             del self._epochs[node]
-        self._held.pop(node, None)
+        self._holding.answers.pop(node, None)
         self._withdrawn_ids.pop(node, None)
         self._detach(node)
         self._assign_waiting()

@@ -114,20 +114,10 @@ class CheckpointManager:
         watch = Stopwatch()
         with watch.section("checkpoint"):
             values = self.wait_for_save()
-        best = None if self.best is None else self.best.state(point.state.step)
-        state = RunState(
-            position=point.state,
-            optimizer_steps=self.optimizer_steps(),
-            world_size=self.world_size,
-            settings=self.configuration,
-            reference=self.reference,
-            best=best,
-        )
         in_background = self.settings.background_saves and not last and not self.stop_requested
-        task = f"saving the checkpoint of step {state.step}"
+        task = f"saving the checkpoint of step {point.state.step}"
         with watch.section("checkpoint"), self.progress.task(task):
-            batches = tuple(_batch_ahead(step, batch) for step, batch in point.batches.items())
-            command = Checkpoint(state.step, encode_state(state), in_background, best, batches)
+            command = self._command(point, in_background=in_background)
             result: SaveResult | None = self.dispatcher.run(command)
         self._is_saving = in_background and result is None
         self._has_rolled_back = False
@@ -153,6 +143,19 @@ class CheckpointManager:
             if self.best is not None:
                 self.best.restore(point.state.best)
         return point
+
+    def _command(self, point: SavePoint, *, in_background: bool) -> Checkpoint:
+        best = None if self.best is None else self.best.state(point.state.step)
+        state = RunState(
+            position=point.state,
+            optimizer_steps=self.optimizer_steps(),
+            world_size=self.world_size,
+            settings=self.configuration,
+            reference=self.reference,
+            best=best,
+        )
+        batches = tuple(_batch_ahead(step, batch) for step, batch in point.batches.items())
+        return Checkpoint(state.step, encode_state(state), in_background, best, batches)
 
     def wait_for_save(self) -> dict[str, float]:
         """Wait for the save in the background, if there is one; returns its metrics.
