@@ -333,7 +333,7 @@ def test_checkpoint_of_another_model_is_refused_by_name(
     monkeypatch.setattr("megatron_rl.run.modes.evaluate.parallel.initialize", lambda *_, **__: None)
     configuration = compose(["experiment=smoke", "mode=eval"])
     with pytest.raises(CheckpointUnusable, match=message):
-        list(checkpoint_weights(configuration, shape, store.path(1), megatron)())
+        list(checkpoint_weights(configuration, shape, store.path(1), megatron)().stream_all())
     (store.path(1) / "metadata.json").unlink()
     with pytest.raises(
         CheckpointUnusable, match=r"cannot be loaded: .*is not a distributed checkpoint"

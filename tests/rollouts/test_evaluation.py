@@ -96,7 +96,7 @@ def test_order_of_completion_does_not_change_the_accuracy() -> None:
         def submit(self, new_requests: list[GroupRequest]) -> None:
             requests[:] = new_requests
 
-        def as_completed(self, idle: object) -> list[Group]:
+        def as_completed(self, idle: object, **_: object) -> list[Group]:
             results = [
                 msgspec.structs.replace(result, group_id=request.group_id)
                 for request, result in zip(requests, groups, strict=True)
@@ -221,7 +221,7 @@ class RecordingQueue:
     def submit(self, requests: list[GroupRequest]) -> None:
         self.requests = requests
 
-    def as_completed(self, idle: Any) -> list[Group]:
+    def as_completed(self, idle: Any, **_: object) -> list[Group]:
         count = self.requests[0].num_samples
         return [
             msgspec.structs.replace(
