@@ -53,7 +53,6 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]
     park.close()
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(
     not EXACT, reason="MKL's sums depend on the batch on a processor without AVX-512"
