@@ -79,7 +79,7 @@ def test_a_node_has_its_own_name_address_processes_and_files(nodes: Nodes) -> No
 
 def test_all_processes_of_a_killed_node_end_and_its_files_are_gone(nodes: Nodes) -> None:
     one, two = nodes
-    script = "setsid sleep 61 & touch /dev/shm/x; echo ready; sleep 62"
+    script = "setsid sleep 61 & sleep 62 & touch /dev/shm/x; echo ready; wait"
     tree = one.start("sh", "-c", script, stdout=subprocess.PIPE)
     other = two.start("sleep", "63")
     assert tree.stdout is not None and tree.stdout.readline() == "ready\n"
