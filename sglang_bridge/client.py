@@ -176,7 +176,7 @@ class GenerateClient:
         has_routes = generation.routes is not None or not return_routes
         if has_routes and int(generation.output_ids[-1]) in sampling.stop_token_ids:
             return replace(generation, finish_reason=FinishReason.STOP)
-        return generation
+        return replace(generation, is_expired=True)
 
     def _expiry(self, name: str) -> RequestExpired:
         return RequestExpired(

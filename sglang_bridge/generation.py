@@ -45,7 +45,8 @@ class Generation:
     output_ids: int32 [r]. logprobs: float32 [r], nats, of the temperature-scaled distribution.
     routes: int32 [n-1, layers, topk], row t for the model's input t; None if they were not
     requested, or if an aborted request has none. Rows that the request left out are missing at the
-    beginning. version_spans: oldest first.
+    beginning. version_spans: oldest first. is_expired: the client aborted the request, because the
+    engine was silent.
     """
 
     output_ids: npt.NDArray[np.int32]
@@ -55,6 +56,7 @@ class Generation:
     version_spans: tuple[VersionSpan, ...]
     cached_tokens: int
     retractions: int
+    is_expired: bool = False
 
     @property
     def weight_versions(self) -> tuple[str, ...]:

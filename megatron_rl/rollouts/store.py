@@ -5,9 +5,11 @@ Every process of the same user on the node can read them.
 
 from __future__ import annotations
 
+import mmap
 import os
 from collections import Counter
 from collections.abc import Iterable
+from typing import BinaryIO
 
 import numpy as np
 
@@ -96,6 +98,46 @@ def _mean_logprob(rollout: Rollout) -> float | None:
     return float(sum(map(np.sum, logprobs))) / num_sampled if num_sampled else None
 
 
+class RolloutReader:
+    """Reads rollouts from the memory of collectors on this node.
+
+    It can keep rollouts readable after their collector has ended or released them, until `close`.
+    """
+
+    def __init__(self) -> None:
+        self._memory: dict[tuple[int, int], mmap.mmap] = {}  # by process and descriptor
+
+    def keep(self, ref: RolloutRef) -> None:
+        """Keep a rollout readable, with the others of its group. Raises `RolloutGone`."""
+        location = ref.location
+        if (location.pid, location.fd) in self._memory:
+            return
+        try:
+            with _open_memory(location) as stream:
+                memory = mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ)
+        except (OSError, ValueError) as error:
+            raise _gone(ref, error) from error
+        self._memory[location.pid, location.fd] = memory
+
+    def read(self, ref: RolloutRef) -> Rollout:
+        """Read one rollout. Raises `RolloutGone` as `read_rollout` does."""
+        location = ref.location
+        memory = self._memory.get((location.pid, location.fd))
+        if memory is None:
+            return read_rollout(ref)
+        data = bytearray(memory[location.offset : location.offset + location.nbytes])
+        try:
+            return _decode(ref, data)
+        except codec.CodecError as error:
+            raise _gone(ref, error) from error
+
+    def close(self) -> None:
+        """Free the memory."""
+        for memory in self._memory.values():
+            memory.close()
+        self._memory.clear()
+
+
 def read_rollout(ref: RolloutRef) -> Rollout:
     """Read one rollout from its collector's memory on this node.
 
@@ -104,15 +146,28 @@ def read_rollout(ref: RolloutRef) -> Rollout:
     """
     location = ref.location
     try:
-        fd = os.open(f"/proc/{location.pid}/fd/{location.fd}", os.O_RDONLY | os.O_CLOEXEC)
-        with os.fdopen(fd, "rb", buffering=0):
-            data = _read_all(fd, location.nbytes, location.offset)
-        rollout = codec.decode(data)
+        with _open_memory(location) as stream:
+            data = _read_all(stream.fileno(), location.nbytes, location.offset)
+        return _decode(ref, data)
     except (OSError, codec.CodecError) as error:
-        raise RolloutGone(f"rollout {ref.rollout_id} cannot be read: {error}") from error
+        raise _gone(ref, error) from error
+
+
+def _open_memory(location: RolloutLocation) -> BinaryIO:
+    fd = os.open(f"/proc/{location.pid}/fd/{location.fd}", os.O_RDONLY | os.O_CLOEXEC)
+    return os.fdopen(fd, "rb", buffering=0)
+
+
+def _decode(ref: RolloutRef, data: bytearray) -> Rollout:
+    """Decode a rollout. Raises `RolloutGone` for another one, and `CodecError`."""
+    rollout = codec.decode(data)
     if rollout.rollout_id != ref.rollout_id:
         raise RolloutGone(f"rollout {ref.rollout_id}: its location now holds {rollout.rollout_id}")
     return rollout
+
+
+def _gone(ref: RolloutRef, error: Exception) -> RolloutGone:
+    return RolloutGone(f"rollout {ref.rollout_id} cannot be read: {error}")
 
 
 def _write_all(fd: int, data: bytes) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -26,16 +26,17 @@ def record_groups(
     *,
     is_writer: bool,
     group: dist.ProcessGroup | None,
+    read: Callable[[RolloutRef], Rollout] = read_rollout,
 ) -> list[str]:
     """Write groups that are stored on this node (a collective) and return the parts of all nodes.
 
     groups: (place in the batch, group), those of this node.
-    is_writer: True on one rank of each node.
+    is_writer: True on one rank of each node. read: reads a rollout of this node.
     """
     names: list[str] = []
     if is_writer:
         pairs = (
-            (index, stored_group, [read_rollout(ref) for ref in stored_group.rollouts])
+            (index, stored_group, [read(ref) for ref in stored_group.rollouts])
             for index, stored_group in groups
         )
         names = write_parts(directory, node, pairs)
@@ -62,21 +63,24 @@ def record_planned_batch(
     receivers: Sequence[Receiver],
     rank: int,
     group: dist.ProcessGroup | None,
+    read: Callable[[RolloutRef], Rollout],
 ) -> None:
     """Record the rollouts of a planned step in the format of docs/rollouts.md (a collective).
 
     The plan has no prompts: those of the recording have an id and tokens, but no answer and no
     task. A group holds the rollouts of one prompt that are stored on one node, by sample index.
+
+    read: reads a rollout of this node. It is called on the rank that has `refs_to_record`.
     """
     node = receivers[rank].node
-    writer = min(other for other, receiver in enumerate(receivers) if receiver.node == node)
     refs_by_prompt = _refs_by_prompt(plan)
     names = record_groups(
         directory,
-        _groups_of_node(plan, refs_by_prompt, node),
+        _groups_of_node(plan, refs_by_prompt, node, read),
         node,
-        is_writer=rank == writer,
+        is_writer=_is_writer(receivers, rank),
         group=group,
+        read=read,
     )
     if rank == 0:
         record = BatchRecord(
@@ -91,6 +95,20 @@ def record_planned_batch(
     gather_bytes(b"", group)
 
 
+def refs_to_record(
+    plan: StepPlan, receivers: Sequence[Receiver], rank: int
+) -> Iterator[RolloutRef]:
+    """Yield the rollouts that a rank would write: those of its node, on one rank of each node."""
+    if _is_writer(receivers, rank):
+        node = receivers[rank].node
+        yield from (ref for ref in plan.rollouts if ref.location.node == node)
+
+
+def _is_writer(receivers: Sequence[Receiver], rank: int) -> bool:
+    node = receivers[rank].node
+    return rank == min(other for other, receiver in enumerate(receivers) if receiver.node == node)
+
+
 def _refs_by_prompt(plan: StepPlan) -> list[list[RolloutRef]]:
     """Return the references of each prompt on each node."""
     refs: dict[tuple[str, int], list[RolloutRef]] = {}
@@ -100,12 +118,15 @@ def _refs_by_prompt(plan: StepPlan) -> list[list[RolloutRef]]:
 
 
 def _groups_of_node(
-    plan: StepPlan, refs_by_prompt: Sequence[Sequence[RolloutRef]], node: int
+    plan: StepPlan,
+    refs_by_prompt: Sequence[Sequence[RolloutRef]],
+    node: int,
+    read: Callable[[RolloutRef], Rollout],
 ) -> Iterator[tuple[int, Group]]:
     for index, refs in enumerate(refs_by_prompt):
         if refs[0].location.node == node:
             group_id = f"step-{plan.step}-{index}"
-            prompt = _prompt_of(read_rollout(refs[0]))
+            prompt = _prompt_of(read(refs[0]))
             yield index, Group(group_id=group_id, prompt=prompt, rollouts=tuple(refs))
 
 

@@ -38,8 +38,8 @@ from megatron_rl.records.samples.parts import SamplePart
 from megatron_rl.records.samples.sample import SampleKind
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.recording.format import batch_directory
-from megatron_rl.rollouts.store import read_rollout
-from megatron_rl.training.batch_recording import record_planned_batch
+from megatron_rl.rollouts.store import RolloutReader
+from megatron_rl.training.batch_recording import record_planned_batch, refs_to_record
 from megatron_rl.training.collectives import gather_bytes
 from megatron_rl.training.exchange.rollout_exchange import exchange_rollouts
 from megatron_rl.training.exchange.transfer_plan import Receiver
@@ -139,8 +139,9 @@ class Worker:
         stopwatch = Stopwatch()
         metrics = MetricSums()
         self._token_values = None
+        reader = RolloutReader()
         with stopwatch.section("exchange"):
-            steps = self._receive(plan)
+            steps = self._receive(plan, reader)
         global_metrics: dict[str, float] = {}
         results = self._run(
             plan,
@@ -157,8 +158,9 @@ class Worker:
         merged_metrics = self._merge(metrics, global_metrics)
         spike = next((result.grad_norm for result in results if result.is_spike), None)
         is_finite = spike is not None or len(applied_steps) == len(plan.optimizer_steps)
-        self._require_valid_routes(plan, merged_metrics)
-        self._record_if_needed(plan, is_finite=is_finite, is_spike=spike is not None)
+        self._require_valid_routes(plan, reader, merged_metrics)
+        self._record_if_needed(plan, reader, is_finite=is_finite, is_spike=spike is not None)
+        reader.close()
         extremes = self._merge_extremes() if keep_values else {}
         return TrainOutcome(
             is_finite,
@@ -228,13 +230,19 @@ class Worker:
             complete=check,
         )
 
-    def _receive(self, plan: StepPlan) -> list[list[MicroBatch]]:
+    def _receive(self, plan: StepPlan, reader: RolloutReader) -> list[list[MicroBatch]]:
         """Fetch this rank's rollouts and pack the micro-batches of each optimizer step.
 
-        A collective.
+        A collective. Rollouts that are recorded later stay readable, if their collector ends too.
         """
         rollouts = exchange_rollouts(
-            plan, self.receivers, self.layout.rank, self.layout.control_group, read_rollout
+            plan,
+            self.receivers,
+            self.layout.rank,
+            self.layout.control_group,
+            reader.read,
+            keep=reader.keep,
+            kept_refs=refs_to_record(plan, self.receivers, self.layout.rank),
         )
         return self.batcher.optimizer_steps(plan, self.layout.dp_rank, rollouts)
 
@@ -329,7 +337,9 @@ class Worker:
         extremes = {} if values is None else values.extremes()
         return merge_extremes(extremes, self.layout.control_group)
 
-    def _require_valid_routes(self, plan: StepPlan, metrics: MetricSums) -> None:
+    def _require_valid_routes(
+        self, plan: StepPlan, reader: RolloutReader, metrics: MetricSums
+    ) -> None:
         """Record the batch and raise if routes were not replayed or are implausible.
 
         A collective. metrics: of all ranks.
@@ -337,7 +347,7 @@ class Worker:
         faults = self._gather_replay_faults()
         if faults:
             directory = self._fault_directory("unreplayed", plan)
-            self._record(plan, directory)
+            self._record(plan, reader, directory)
             raise ReplayError(
                 f"step {plan.step}: {faults}. No rank applied that optimizer step. The batch is in "
                 f"{directory}"
@@ -345,7 +355,7 @@ class Worker:
         disagreement = self._route_disagreement(metrics)
         if disagreement:
             directory = self._fault_directory("disagreeing", plan)
-            self._record(plan, directory)
+            self._record(plan, reader, directory)
             raise RoutesDisagree(f"step {plan.step}: {disagreement}. The batch is in {directory}")
 
     def _gather_replay_faults(self) -> str:
@@ -377,19 +387,26 @@ class Worker:
     def _fault_directory(self, fault: str, plan: StepPlan) -> Path:
         return self.rollouts_directory / f"{fault}-step-{plan.step}"
 
-    def _record_if_needed(self, plan: StepPlan, *, is_finite: bool, is_spike: bool) -> None:
+    def _record_if_needed(
+        self, plan: StepPlan, reader: RolloutReader, *, is_finite: bool, is_spike: bool
+    ) -> None:
         """Record a batch that was not applied, and every `logger.save_rollouts_every` steps one."""
         every = self.logger.save_rollouts_every
         if not is_finite:
-            self._record(plan, self._fault_directory("nonfinite", plan))
+            self._record(plan, reader, self._fault_directory("nonfinite", plan))
         elif is_spike:
-            self._record(plan, self._fault_directory("spike", plan))
+            self._record(plan, reader, self._fault_directory("spike", plan))
         elif every and plan.step % every == 0:
-            self._record(plan, batch_directory(self.rollouts_directory, plan.step))
+            self._record(plan, reader, batch_directory(self.rollouts_directory, plan.step))
 
-    def _record(self, plan: StepPlan, directory: Path) -> None:
+    def _record(self, plan: StepPlan, reader: RolloutReader, directory: Path) -> None:
         record_planned_batch(
-            directory, plan, self.receivers, self.layout.rank, self.layout.control_group
+            directory,
+            plan,
+            self.receivers,
+            self.layout.rank,
+            self.layout.control_group,
+            reader.read,
         )
 
 

@@ -112,20 +112,19 @@ def test_invalid_replies_are_counted_and_valid_ones_are_kept() -> None:
             {"routed_experts": "AAAA"},
             {"routed_experts": routes(body, 4, experts=(0, 0))},
             {"weight_version": "default"},
-            {"finish_reason": {"type": "abort"}},
         ]
-        return reply(body, "046", **changes[n]) if n < 5 else 503
+        return reply(body, "046", **changes[n]) if n < 4 else 503
 
     def check(message: FromCollector, collector: Collector) -> None:
         assert isinstance(message, GroupDone) and len(message.group.rollouts) == 1
-        reasons = ("routes_length", "routes_duplicate", "version", "aborted", "engine")
+        reasons = ("routes_length", "routes_duplicate", "version", "engine")
         assert message.group.rejections == dict.fromkeys(reasons, 1)
         # 046 and its end, also of replies that the decoder rejects. An error has none
-        tokens = dict.fromkeys(("routes_length", "routes_duplicate", "version", "aborted"), 4)
+        tokens = dict.fromkeys(("routes_length", "routes_duplicate", "version"), 4)
         assert message.group.rejected_tokens == tokens
-        assert message.generated_tokens == 5 * 4
+        assert message.generated_tokens == 4 * 4
 
-    collect(answer, request(6), check)
+    collect(answer, request(5), check)
 
 
 def test_tokens_of_a_reply_that_is_sampled_again_are_counted() -> None:

@@ -6,11 +6,12 @@ from collections import Counter
 from typing import Any
 
 import numpy as np
+import pytest
 
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.rollouts.generation.engine_pool import EnginePool, RequestForm
-from megatron_rl.rollouts.messages import FromCollector
+from megatron_rl.rollouts.messages import AbortRequest, FromCollector
 from sglang_bridge.engine import Engine
 from sglang_bridge.generation import FinishReason, Generation
 from tests.support.fake_engine import LAYERS, TOPK, Reply, fake_engine
@@ -128,3 +129,64 @@ def test_running_responses_end_before_a_hold_without_partials() -> None:
             await pool.close()
 
     asyncio.run(run())
+
+
+def generate_under_aborts(num_aborts: int, num_tokens: int) -> tuple[Generation, int]:
+    """Sample a response while somebody else aborts it.
+
+    num_aborts: how often. num_tokens: those of each piece. Returns the response and the number of
+    requests.
+    """
+    engine = InterruptedEngine(num_tokens)
+
+    def answer(n: int, body: Reply) -> Reply:
+        reply = engine(n, body)
+        if n < num_aborts:
+            reply = InterruptedEngine(num_tokens)(0, body)
+        return reply
+
+    async def run() -> Generation:
+        async with fake_engine(answer) as url:
+            pool = EnginePool([Engine(url=url)], EngineSettings(), FORM, ignore)
+            generation = await asyncio.wait_for(generate(pool), 5)
+            await pool.close()
+            return generation
+
+    return asyncio.run(run()), len(engine.bodies)
+
+
+def test_a_response_that_somebody_else_aborts_goes_on() -> None:
+    generation, num_requests = generate_under_aborts(1, 2)
+    assert generation.output_ids.tolist() == WHOLE
+    assert generation.finish_reason is FinishReason.STOP
+    assert num_requests == 2
+
+
+@pytest.mark.parametrize("num_aborts", [9, 10])
+def test_a_response_that_gets_no_token_is_given_up(num_aborts: int) -> None:
+    generation, num_requests = generate_under_aborts(num_aborts, 0)
+    assert num_requests == 10
+    is_whole = num_aborts == 9
+    assert generation.output_ids.tolist() == (WHOLE if is_whole else [])
+    assert generation.finish_reason is (FinishReason.STOP if is_whole else FinishReason.ABORT)
+
+
+def test_a_response_of_a_silent_engine_does_not_go_on() -> None:
+    """Its engine answers nothing until rank 0 aborts the request."""
+    messages: list[FromCollector] = []
+
+    async def report(message: FromCollector) -> None:
+        messages.append(message)
+
+    async def run() -> Generation:
+        settings = EngineSettings(request_timeout_s=0.1, token_timeout_s=0.01)
+        async with fake_engine(InterruptedEngine(2), seconds=0.5) as url:
+            pool = EnginePool([Engine(url=url)], settings, FORM, report)
+            generation = await asyncio.wait_for(generate(pool), 5)
+            await pool.close()
+            return generation
+
+    generation = asyncio.run(run())
+    assert [type(message) for message in messages] == [AbortRequest]
+    assert generation.finish_reason is FinishReason.ABORT
+    assert generation.output_ids.tolist() == WHOLE[:2]

@@ -316,7 +316,6 @@ DAMAGES: dict[str, tuple[Callable[[Reply], None], str]] = {
     "versions that end early": (set_versions(("3", 0, 0.4)), "versions"),
     "versions that start late": (set_versions(("3", 0.6, 1)), "versions"),
     "an empty span": (set_versions(("3", 0, 0), ("4", 0, 1)), "versions"),
-    "aborted": (set_meta("finish_reason", {"type": "abort"}), "aborted"),
     "an unknown end": (set_meta("finish_reason", {"type": "tired"}), "finish_reason"),
     "no end": (set_meta("finish_reason", None), "malformed"),
     "a token beyond the vocabulary": (

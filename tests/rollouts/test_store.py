@@ -10,7 +10,7 @@ import pytest
 from launch.testbed.rollout_refs import make_ref
 from megatron_rl.contracts.group import RolloutLocation
 from megatron_rl.contracts.rollout import Rollout
-from megatron_rl.rollouts.store import RolloutGone, RolloutStore, read_rollout
+from megatron_rl.rollouts.store import RolloutGone, RolloutReader, RolloutStore, read_rollout
 from tests.support.rollouts import assert_equal, make_rollout
 
 
@@ -66,7 +66,25 @@ def test_another_process_reads_a_rollout_until_its_owner_dies() -> None:
     assert location.pid == process.pid != os.getpid()
     sample = make_ref(make_rollout(3, 3), location)
     assert_equal(read_rollout(sample), make_rollout(3, 3))
+    reader = RolloutReader()
+    reader.keep(sample)
     process.kill()
     process.join()
     with pytest.raises(RolloutGone):
         read_rollout(sample)
+    with pytest.raises(RolloutGone, match="g7/3"):
+        RolloutReader().keep(sample)
+    assert_equal(reader.read(sample), make_rollout(3, 3))
+    reader.close()
+    with pytest.raises(RolloutGone):
+        reader.read(sample)
+
+
+def test_a_kept_rollout_that_is_another_one_is_gone() -> None:
+    store = RolloutStore(node=0)
+    rollout = make_rollout(4, 5)
+    location = store.put("g1", [rollout])[0]
+    reader = RolloutReader()
+    reader.keep(make_ref(rollout, location))
+    with pytest.raises(RolloutGone, match="other/0"):
+        reader.read(make_ref(with_id(rollout, "other/0"), location))

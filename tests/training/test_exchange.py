@@ -19,6 +19,7 @@ from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.step_plan import Denominators, OptimizerStep, StepPlan
 from megatron_rl.rollouts import codec
 from megatron_rl.rollouts.store import RolloutGone
+from megatron_rl.training.batch_recording import refs_to_record
 from megatron_rl.training.exchange import rollout_exchange as exchange
 from megatron_rl.training.exchange.rollout_exchange import (
     ExchangeFailed,
@@ -221,6 +222,30 @@ def test_each_pipeline_stage_gets_its_own_layers_from_another_node(run_exchange:
         assert sorted(rollouts) == list(range(6))
         for index, rollout in rollouts.items():
             assert_equal(rollout, codec.select_layers(rollout_of(index), moe_rows))
+
+
+def test_a_rollout_that_one_rank_cannot_keep_is_lost_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The first rank of a node records rollouts that other ranks train on."""
+    monkeypatch.setattr(exchange, "gather_bytes", gather_bytes)
+    plan = plan_of([0, 0, 0, 0], dp_size=2)
+    receivers = ranks_of(2, 1, 2)
+    kept_ids: list[str] = []
+
+    def keep(ref: RolloutRef) -> None:
+        kept_ids.append(ref.rollout_id)
+        if ref.rollout_id == "r3":
+            raise RolloutGone("r3 is gone")
+
+    def work(group: Any) -> dict[int, Rollout]:
+        refs = refs_to_record(plan, receivers, group[1])
+        return exchange_rollouts(plan, receivers, group[1], group, read, keep=keep, kept_refs=refs)
+
+    errors = run_on_ranks(2, work)
+    assert kept_ids == ["r0", "r1", "r2", "r3"]
+    assert [type(error) for error in errors] == [RolloutsLost, RolloutsLost]
+    assert [error.rollout_ids for error in errors] == [("r3",), ("r3",)]
 
 
 @pytest.mark.parametrize("node", [0, 1])

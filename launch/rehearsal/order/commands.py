@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -289,9 +290,10 @@ class RankCommands:
 
     def _answer_host_memory(self) -> None:
         """Stand in for what reads rollouts and writes tensors, which have no data here."""
-        modules: Any = (worker_module, batch_recording)
-        for module in modules:
-            module.read_rollout = self._read_rollout
+        recording: Any = batch_recording
+        recording.read_rollout = self._read_rollout
+        worker: Any = worker_module
+        worker.RolloutReader = partial(_PlannedRollouts, self._read_rollout)
         exchange: Any = rollout_exchange
         exchange._swap = self._swap
         checkpoints: Any = saving
@@ -303,3 +305,16 @@ class RankCommands:
         weights: Any = weight_save
         weights._open_writer = lambda *_: None
         weights.begin_checkpoint = weights.commit_checkpoint = lambda *_, **__: None
+
+
+class _PlannedRollouts:
+    """Stands in for the reader of rollouts in a collector's memory."""
+
+    def __init__(self, read: Callable[[RolloutRef], Rollout]) -> None:
+        self.read = read
+
+    def keep(self, ref: RolloutRef) -> None:
+        """Do nothing: every rollout can be made again."""
+
+    def close(self) -> None:
+        """Do nothing."""

@@ -22,7 +22,12 @@ from launch.studies.faults.servers import (
     answer_nan,
     answer_wrong_version,
 )
-from launch.studies.faults.table import find_collector, find_engine, find_engine_supervisor
+from launch.studies.faults.table import (
+    find_collector,
+    find_engine,
+    find_engine_processes,
+    find_engine_supervisor,
+)
 from launch.testbed.jobs import command_line
 from megatron_rl.contracts.exit_codes import ExitCode
 
@@ -44,11 +49,11 @@ def signal_first(number: signal.Signals, choose: Choose) -> Callable[[Stage], No
 
 
 def exhaust_memory(stage: Stage) -> float:
-    """Let every further allocation of the engine's scheduler fail, and wait until one does."""
-    process = find_engine(stage.follower.scene())[0]
-    _, hard_limit = process.rlimit(psutil.RLIMIT_AS)
+    """Let every further allocation of the engine fail, and wait until one does."""
     moment = time.monotonic()
-    process.rlimit(psutil.RLIMIT_AS, (process.memory_info().rss // 2, hard_limit))
+    for process in find_engine_processes(stage.follower.scene()):
+        _, hard_limit = process.rlimit(psutil.RLIMIT_AS)
+        process.rlimit(psutil.RLIMIT_AS, (process.memory_info().rss // 2, hard_limit))
     return stage.follower.wait_for_line(_SERVES_NOT, moment, _WAIT_SECONDS)
 
 
@@ -263,6 +268,7 @@ SESSIONS = [
             RecoverableFault("engine of a wrong version", lie(answer_wrong_version), _SERVES),
         ),
         _EVALUATIONS,
+        steps=60,
         num_servers=2,
     ),
     Session(
@@ -304,7 +310,7 @@ SESSIONS = [
             ),
         ),
         _EVALUATIONS,
-        steps=20,
+        steps=60,
         num_servers=2,
         other_servers=(_OTHER_DTYPE_SERVER, _OTHER_MODEL_SERVER),
     ),

@@ -41,6 +41,11 @@ def find_engine(scene: Scene) -> list[psutil.Process]:
     return scene.find("sglang::scheduler")
 
 
+def find_engine_processes(scene: Scene) -> list[psutil.Process]:
+    """All processes of the engine: its server, scheduler and detokenizer."""
+    return scene.find("sglang")
+
+
 def find_engine_supervisor(scene: Scene) -> list[psutil.Process]:
     """The supervisor of the engine, not that of the collector."""
     supervisors = processes_named(scene.processes, "sglang_bridge.server.supervise")

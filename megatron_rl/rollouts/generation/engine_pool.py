@@ -37,6 +37,8 @@ _MAX_CONSECUTIVE_FAILURES = 3  # an engine with this many is left out
 # A request that was running on so many engines when they failed is not tried on another one. It
 # may be the cause.
 _MAX_LOST_ENGINES = 5
+# A response that was aborted so often without a token, and not by rank 0, is given up.
+_MAX_EMPTY_ABORTS = 10
 _FIRST_BACKOFF_SECONDS = 0.2
 _LAST_BACKOFF_SECONDS = 5.0
 
@@ -70,6 +72,7 @@ class _Attempts:
     lost_engines: number of engines that fell silent, lost their connection or were removed while
     they worked on the request.
     unusable: number of responses that could not be used.
+    empty_aborts: number of answers without a token that rank 0 did not ask for.
     rejected_tokens: receives the tokens of these responses, by the reason.
     """
 
@@ -78,6 +81,7 @@ class _Attempts:
     members: set[_Member] = field(default_factory=set)
     lost_engines: int = 0
     unusable: int = 0
+    empty_aborts: int = 0
     backoff: float = _FIRST_BACKOFF_SECONDS
 
     def record(self, member: _Member, failure: RequestFailed | GenerationRejected) -> None:
@@ -257,7 +261,7 @@ class EnginePool:
             if _is_cut(piece, response, limit):
                 response.add(replace(piece, finish_reason=FinishReason.ABORT))
                 return response.generation() if response.is_complete else None
-            if not self._is_interrupted(piece):
+            if not self._is_interrupted(piece, attempts):
                 return _joined(response, piece)
             response.add(piece)
         return response.generation()
@@ -341,9 +345,18 @@ class EnginePool:
                 await self._start_next_round(attempts, failure)
         return None
 
-    def _is_interrupted(self, piece: Generation) -> bool:
-        """Return True for an aborted response that is continued later."""
-        return self._keeps_partials and piece.finish_reason is FinishReason.ABORT
+    def _is_interrupted(self, piece: Generation, attempts: _Attempts) -> bool:
+        """Return True for an aborted response that goes on.
+
+        Somebody else than rank 0 may abort requests on an engine, too. A response of an engine that
+        was silent does not go on: the next piece would take as long.
+        """
+        if piece.finish_reason is not FinishReason.ABORT or piece.is_expired:
+            return False
+        if self._keeps_partials or len(piece.output_ids):
+            return True
+        attempts.empty_aborts += 1
+        return attempts.empty_aborts < _MAX_EMPTY_ABORTS
 
     async def _start_next_round(
         self, attempts: _Attempts, failure: RequestFailed | GenerationRejected

@@ -58,15 +58,22 @@ def exchange_rollouts(
     rank: int,
     group: dist.ProcessGroup,
     read: Callable[[RolloutRef], Rollout],
+    *,
+    keep: Callable[[RolloutRef], None] | None = None,
+    kept_refs: Iterable[RolloutRef] = (),
 ) -> dict[int, Rollout]:
     """Return this rank's rollouts by index in the plan. Collective over `group`.
 
     receivers: all ranks in order.
-    read: reads a rollout that is stored on this node.
+    read: reads a rollout that is stored on this node. keep: keeps one readable. It is called first,
+    with `kept_refs`: those that this rank reads later too.
     Raises `ExchangeFailed` on all ranks, and `RolloutsLost` where that is the only problem.
     """
     buffer = _ExchangeBuffer(plan, receivers[rank].moe_rows)
     transfers = TransferPlan.for_rank(plan, receivers, rank)
+    if keep is not None:
+        for ref in kept_refs:
+            buffer.keep(ref, keep)
     for index in transfers.local:
         buffer.add(index, lambda ref: codec.select_layers(read(ref), buffer.moe_rows))
     parts: dict[int, memoryview] = {}
@@ -106,6 +113,13 @@ class _ExchangeBuffer:
             self.problems.append(_problem(ref, error))
         else:
             self.rollouts[index] = rollout
+
+    def keep(self, ref: RolloutRef, keep: Callable[[RolloutRef], None]) -> None:
+        """Keep a rollout readable."""
+        try:
+            keep(ref)
+        except Exception as error:  # as in `add`
+            self.problems.append(_problem(ref, error))
 
     def encode(
         self,
