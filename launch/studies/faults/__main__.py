@@ -5,9 +5,10 @@ Start it in the root of the repository:
     python -m launch.studies.faults [outlived|ending] [--only WORD ...] [--keep DIRECTORY]
 
 outlived: faults of engines and collectors, which a run outlives. A row has the seconds from the
-fault to the record of the next step, without the start of an engine if the run waited for one; what
-the undisturbed run has and this one lacks (lost) or trained twice (doubled); and whether the final
-weights have the same SHA-256. Faults of one session strike one run, one after another.
+fault to the record of the first step that began after it, and the same without the start of an
+engine if the run waited for one; what the undisturbed run has and this one lacks (lost) or trained
+twice (doubled); and whether the final weights have the same SHA-256. Faults of one session strike
+one run, one after another.
 
 ending: faults of ranks and disks, which end a run. It needs root, because it mounts small disks. A
 row has the seconds from the fault to the end of the launcher and of all ranks, the code in

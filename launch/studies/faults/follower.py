@@ -54,9 +54,13 @@ class RunFollower:
         """The last step that has a record, or -1."""
         return max(self.step_times, default=-1)
 
-    def step_since(self, moment: float) -> float | None:
-        """Return when the first record of a step appeared since a time."""
-        return min((t for t in self.step_times.values() if t >= moment), default=None)
+    def step_begun_since(self, moment: float) -> float | None:
+        """Return when a step got its record that had begun since a time.
+
+        The first record since then may be of a step whose rollouts were sampled before.
+        """
+        later_times = sorted(time for time in self.step_times.values() if time >= moment)
+        return later_times[1] if len(later_times) > 1 else None
 
     def find(self, pattern: str, since: float) -> tuple[float, str] | None:
         """Return the first line with a pattern that was printed since a time, and its time."""

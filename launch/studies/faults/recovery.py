@@ -80,7 +80,7 @@ class Session:
 class Row:
     """The effect of a fault on a run.
 
-    seconds: from the fault to the record of the next step. engine_seconds: the part of them in
+    seconds: from the fault to the record of a step that began after it. engine_seconds: the part of them in
     which an engine started, if the run waited for it. line: what the run said at the end.
     """
 
@@ -186,9 +186,9 @@ class Laboratory:
         recovery_time = moment
         if fault.recovery:
             recovery_time = follower.wait_for_line(fault.recovery, moment, _STEP_SECONDS)
-        while follower.step_since(moment) is None and follower.watch():
+        while follower.step_begun_since(moment) is None and follower.watch():
             assert time.monotonic() - moment < _STEP_SECONDS, follower.output[-6000:]
-        going_on = follower.step_since(moment)
+        going_on = follower.step_begun_since(moment)
         assert going_on is not None, f"no step followed {fault.name}:\n{follower.output[-6000:]}"
         engine_seconds = 0.0
         births = [birth for birth in follower.server_births.values() if moment < birth < going_on]
