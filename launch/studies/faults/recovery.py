@@ -80,8 +80,8 @@ class Session:
 class Row:
     """The effect of a fault on a run.
 
-    seconds: from the fault to the record of a step that began after it. engine_seconds: the part of them in
-    which an engine started, if the run waited for it. line: what the run said at the end.
+    seconds: from the fault to the record of a step that began after it. engine_seconds: the part of
+    them in which an engine started, if the run waited for it. line: what the run said at the end.
     """
 
     fault: str
