@@ -175,7 +175,6 @@ class RolloutQueue:
         self._next_attempts = Counter[str]()  # by id of a group that was withdrawn for good
         # By node, the ids of groups that were withdrawn. Their answer may be on its way.
         self._withdrawn_ids: dict[int, set[str]] = {}
-        self.generated_tokens = 0
         self.num_repeated = 0
 
     def configure(self, configurations: Mapping[int, Configure]) -> None:
@@ -589,7 +588,6 @@ class RolloutQueue:
             tokens = message.generated_tokens
             holder = _Holder(node, self._epochs[node], request, tokens)
             self._holders[message.group.group_id] = holder
-        self.generated_tokens += message.generated_tokens
         # An evaluation measures the current weights, so its rollouts may not be older.
         staleness = 0 if request.evaluation else self._max_staleness
         return _without_wrong_version(message.group, self._version - staleness, self._version)

@@ -70,3 +70,26 @@ def test_a_killed_run_that_samples_ahead_resumes_bit_for_bit(
     assert all(record["account/unaccounted"] == 0.0 for record in records)
     saved = read_state(whole / "checkpoints/iter_0000004")
     assert saved.position.steps_ahead == (5,)
+
+
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
+def test_a_killed_run_with_budgets_resumes_bit_for_bit(tmp_path: Path, dtype: str) -> None:
+    """The killed run has one engine, so its responses end at other times."""
+    settings = (
+        f"model.dtype={dtype}",
+        "rollout.max_staleness=2",
+        "rollout.on_update=budget",
+        "rollout.tokens_per_version=2",
+        f"train.total_steps={STEPS}",
+        "run.checkpoint_every=2",
+        "run.save_weights=true",
+    )
+    whole = run_whole(tmp_path / "whole", *settings, "engine.count=2")
+    killed = run_killed(tmp_path / "killed", 3, *settings, "engine.max_running_requests=5")
+    assert_same_weights(killed, whole, STEPS)
+    assert read_state(whole / "checkpoints/iter_0000004").position.steps_ahead == (5, 6)
+    for run in (whole, killed):
+        records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        ages = [record.get("rollout/age/max", 0.0) for record in records]
+        assert max(ages) == 2.0
+        assert all(record["account/unaccounted"] == 0.0 for record in records)
