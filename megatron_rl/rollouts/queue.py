@@ -139,7 +139,6 @@ class RolloutQueue:
     Each request goes to the node with the fewest outstanding rollouts. It waits while no collector
     is connected. If the last engine of a node leaves, its requests go to nodes that have one.
 
-    generated_tokens: tokens that engines have sampled for delivered groups since the start.
     num_repeated: requests that were sent again, because their collector was gone.
     engines_left_out: URLs of engines that collectors do not use, because they failed.
     observer: learns of engines and collectors that failed, if set.
