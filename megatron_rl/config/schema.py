@@ -514,6 +514,8 @@ class LoggerSettings(Section):
 
     tensorboard: bool = True
     progress: bool = True
+    # Write when each group was sampled and each command ran to timeline.jsonl.
+    timeline: bool = True
     # Steps between saved rollout batches. 0: save only the batches of failed steps: those with NaN
     # or Inf, with routes that were not replayed, or with too many routes that disagree.
     save_rollouts_every: Whole = 0

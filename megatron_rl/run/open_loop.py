@@ -9,7 +9,7 @@ from functools import partial
 import torch.distributed as dist
 
 from megatron_rl.config.curriculum import phases_of
-from megatron_rl.contracts.commands import Poll
+from megatron_rl.contracts.commands import Command, Poll
 from megatron_rl.engines.connections import EngineConnections
 from megatron_rl.engines.engines import Engines, name_external_engines
 from megatron_rl.engines.weight_sync import Sender
@@ -17,6 +17,7 @@ from megatron_rl.records.effective_time import open_effective_time
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.run_records import RunRecords
+from megatron_rl.records.timeline.spans import TIMELINE_FILE, Timeline
 from megatron_rl.records.trackers import open_trackers
 from megatron_rl.run.build_worker import open_worker
 from megatron_rl.run.checkpoints.disk_space import checkpoint_bytes
@@ -27,6 +28,7 @@ from megatron_rl.run.command_table import EngineCommands, Export, ModelCommands,
 from megatron_rl.run.modes.evaluate import checkpoint_weights
 from megatron_rl.run.modes.mode import LoopParts
 from megatron_rl.run.modes.table import open_mode
+from megatron_rl.run.run_timeline import RunTimeline
 from megatron_rl.run.setup import RunSetup
 from megatron_rl.run.step_profiler import StepProfiler
 from megatron_rl.run.supervision.stall_monitor import StallMonitor
@@ -64,6 +66,7 @@ def open_loop(
             _model_commands(setup, worker),
         ),
         activity,
+        observe=_open_timeline(setup, supervision, connections),
     )
     if worker is not None:
         supervision.stop.accept_signals()
@@ -179,6 +182,19 @@ def _step_profiler(setup: RunSetup) -> StepProfiler:
         directory=setup.directory.path / "profiles",
         log=setup.progress.log,
     )
+
+
+def _open_timeline(
+    setup: RunSetup, supervision: Supervision, connections: EngineConnections | None
+) -> Callable[[Command, float], None] | None:
+    """Write the timeline on rank 0. Returns what adds a command to it."""
+    if setup.job.rank or not setup.configuration.logger.timeline:
+        return None
+    file = setup.directory.path / TIMELINE_FILE
+    timeline = RunTimeline(supervision.parts.enter(Timeline(file, setup.progress.log)))
+    if connections is not None:
+        connections.queue.on_arrival = timeline.add_group
+    return timeline.add_command
 
 
 def _open_records(setup: RunSetup, supervision: Supervision) -> RunRecords:

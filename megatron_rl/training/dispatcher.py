@@ -5,6 +5,7 @@ Rank 0 calls `run(command)`, and every rank executes the command through the sam
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -26,21 +27,30 @@ class Dispatcher:
     Ranks enter a collective only to execute a command that all of them received.
 
     table: the function that a rank calls for each command. activity: holds the command while it
-    runs.
+    runs. observe: gets each command that `run` has executed, and its seconds.
     """
 
     def __init__(
-        self, group: dist.ProcessGroup, table: CommandTable, activity: Activity | None = None
+        self,
+        group: dist.ProcessGroup,
+        table: CommandTable,
+        activity: Activity | None = None,
+        observe: Callable[[Command, float], None] | None = None,
     ) -> None:
         self._group = group
         self._table = table
         self._activity = activity or Activity()
+        self._observe = observe
 
     def run(self, command: Command) -> Any:
         """Let every rank execute a command and return this rank's result. Rank 0 only."""
+        start = time.perf_counter()
         with self._activity.command(_describe(command)):
             self._broadcast(command)
-            return self._table[type(command)](command)
+            result = self._table[type(command)](command)
+        if self._observe is not None:
+            self._observe(command, time.perf_counter() - start)
+        return result
 
     def follow(self) -> None:
         """Execute the commands of rank 0 until the run is complete. All ranks but rank 0.

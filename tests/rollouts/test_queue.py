@@ -61,12 +61,15 @@ def requested_ids(peer: Peer, count: int) -> list[str]:
 
 
 def test_each_group_is_delivered_once_and_can_be_released(queue: RolloutQueue, peer: Peer) -> None:
+    arrivals: list[tuple[str, int]] = []
+    queue.on_arrival = lambda r, seconds, tokens: arrivals.append((r.group_id, tokens))
     queue.submit([request("a"), request("b")])
     assert requested_ids(peer, 2) == ["a", "b"]
     peer.send(group_done("b"))
     peer.send(group_done("a"))
     assert [g.group_id for g in queue.as_completed(idle)] == ["b", "a"]
     assert [queue.tokens_of(group_id) for group_id in ("a", "b")] == [5, 5]
+    assert arrivals == [("b", 5), ("a", 5)]
     with pytest.raises(ValueError, match="once"):
         queue.submit([request("a")])
     queue.release(["a", "b"])

@@ -113,8 +113,9 @@ def print_losses(run: Path, undisturbed: Evidence, num_steps: int) -> None:
     evidence = read_evidence(run)
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     num_expected = num_steps * _PROMPTS * _SAMPLES
+    num_sampled = round(sum(record.get("rollout/samples", 0.0) for record in records))
     rows = {
-        "rollouts trained": f"{len(evidence.rollouts):,} of {num_expected:,}",
+        "rollouts of all steps": f"{num_sampled:,} of {num_expected:,}",
         "rollouts rejected": evidence.num_rejected,
         "rollouts trained twice": evidence.num_doubled,
         "requests sent again": evidence.num_repeated,

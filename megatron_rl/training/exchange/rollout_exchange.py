@@ -71,26 +71,31 @@ def exchange_rollouts(
     """
     buffer = _ExchangeBuffer(plan, receivers[rank].moe_rows)
     transfers = TransferPlan.for_rank(plan, receivers, rank)
-    if keep is not None:
-        for ref in kept_refs:
-            buffer.keep(ref, keep)
+    buffer.keep(kept_refs, keep)
     for index in transfers.local:
         buffer.add(index, lambda ref: codec.select_layers(read(ref), buffer.moe_rows))
-    parts: dict[int, memoryview] = {}
-    if transfers.has_transfers:
-        outgoing = [
-            buffer.encode(indices, receivers[receiver].moe_rows, read)
-            for receiver, indices in enumerate(transfers.outgoing)
-        ]
-        parts |= _swap(outgoing, transfers.incoming, group)
-    if transfers.has_relays:
-        relays = [[parts[index] for index in indices] for indices in transfers.relay_outgoing]
-        parts |= _swap(relays, transfers.relay_incoming, group)
-    for index, data in parts.items():
+    outgoing = [
+        buffer.encode(indices, receivers[receiver].moe_rows, read)
+        for receiver, indices in enumerate(transfers.outgoing)
+    ]
+    for index, data in _transfer(transfers, outgoing, group).items():
         if data:  # empty if the sender could not read it, which the sender reports
             buffer.add(index, partial(_decode, data))
     _raise_problems(plan.step, buffer.problems, group)
     return buffer.rollouts
+
+
+def _transfer(
+    transfers: TransferPlan, outgoing: Sequence[Sequence[bytes]], group: dist.ProcessGroup
+) -> dict[int, memoryview]:
+    """Exchange rollouts with other nodes; returns the received parts by index in the plan."""
+    parts: dict[int, memoryview] = {}
+    if transfers.has_transfers:
+        parts |= _swap(outgoing, transfers.incoming, group)
+    if transfers.has_relays:
+        relays = [[parts[index] for index in indices] for indices in transfers.relay_outgoing]
+        parts |= _swap(relays, transfers.relay_incoming, group)
+    return parts
 
 
 class _ExchangeBuffer:
@@ -114,12 +119,15 @@ class _ExchangeBuffer:
         else:
             self.rollouts[index] = rollout
 
-    def keep(self, ref: RolloutRef, keep: Callable[[RolloutRef], None]) -> None:
-        """Keep a rollout readable."""
-        try:
-            keep(ref)
-        except Exception as error:  # as in `add`
-            self.problems.append(_problem(ref, error))
+    def keep(self, refs: Iterable[RolloutRef], keep: Callable[[RolloutRef], None] | None) -> None:
+        """Keep rollouts readable."""
+        if keep is None:
+            return
+        for ref in refs:
+            try:
+                keep(ref)
+            except Exception as error:  # as in `add`
+                self.problems.append(_problem(ref, error))
 
     def encode(
         self,

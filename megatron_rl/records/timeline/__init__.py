@@ -1,0 +1,1 @@
+"""The timeline of a run: its file, its trace and its picture."""
