@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -28,6 +28,7 @@ from sglang_bridge.keys import RunKeys
 from sglang_bridge.weights.audit import audit_engine, value_obstacles
 from sglang_bridge.weights.expectation import WeightExpectation
 from sglang_bridge.weights.part import RankPart
+from sglang_bridge.weights.shards import RankPlace, rank_places
 from sglang_bridge.weights.source import WeightSource
 from sglang_bridge.weights.updater import WeightUpdater
 
@@ -46,7 +47,9 @@ class Sender(Protocol):
 class MakeExpectation(Protocol):
     """Makes an empty record of the weights that engines must hold."""
 
-    def __call__(self, *, compares_values: bool) -> WeightExpectation: ...
+    def __call__(
+        self, *, compares_values: bool, places: Iterable[RankPlace]
+    ) -> WeightExpectation: ...
 
 
 class FollowerSync:
@@ -205,15 +208,18 @@ class WeightSync:
         if not targets:
             collections.deque(weights, maxlen=0)
             return None
-        expectation = self._make_expectation(compares_values=self._can_compare_values(targets))
+        places = {place for member in targets for place in rank_places(member.engine)}
+        expectation = self._make_expectation(
+            compares_values=self._can_compare_values(targets), places=sorted(places)
+        )
         for name, tensor in weights:
             expectation.add(name, tensor)
         return expectation
 
     def _admin(self, member: Member) -> AdminClient:
-        """Return the control client of an engine. A new start of the engine has a new one."""
+        """Return the control client of an engine. A new start has a new one."""
         epoch, admin = self._admins.get(member.name, (-1, None))
-        if admin is not None and epoch == member.epoch:
+        if admin is not None and epoch == member.epoch and admin.engine == member.engine:
             return admin
         if admin is not None:
             self._updater.forget(admin)
@@ -344,12 +350,16 @@ def open_weight_sync(
     )
     on_gpu = job.device.type == "cuda"
 
-    def make_expectation(*, compares_values: bool) -> WeightExpectation:
+    def make_expectation(
+        *, compares_values: bool, places: Iterable[RankPlace]
+    ) -> WeightExpectation:
         return WeightExpectation(
             dtype=torch_dtype(engine_settings.dtype),
             num_experts=shape.num_experts,
             device="cuda" if on_gpu else "cpu",
             compares_values=compares_values,
+            places=places,
+            num_key_value_heads=shape.num_key_value_heads,
         )
 
     def open_admin(engine: Engine) -> AdminClient:

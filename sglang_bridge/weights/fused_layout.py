@@ -19,9 +19,10 @@ _PATTERNS: tuple[tuple[re.Pattern[str], str, dict[str, int]], ...] = (
         {"gate": 0, "up": 1},
     ),
 )
-_EXPERT = re.compile(
+EXPERT = re.compile(
     r"(.*\.(?:mlp|block_sparse_moe)\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj|w[123])\.weight"
 )
+"""Name of an expert's tensor: its layer's experts, its number, and its kind."""
 # Of names without ".weight"
 _UNITS = (
     (re.compile(r"(.*\.self_attn)\.[qkv]_proj"), "qkv_proj"),
@@ -30,21 +31,20 @@ _UNITS = (
     (re.compile(r"(.*\.experts\.\d+)\.w[13]"), "w13"),
 )
 _PLACES = {"gate_proj": 0, "w1": 0, "up_proj": 1, "w3": 1}
-# SGLang pads the vocabulary to a multiple of this at tensor-parallel size 1, with zero rows.
-_VOCABULARY_MULTIPLE = 64
-_VOCABULARY_TENSORS = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
+VOCABULARY_TENSORS = frozenset({"model.embed_tokens.weight", "lm_head.weight"})
 
 
 @dataclass(frozen=True)
 class Slot:
     """Place of one checkpoint tensor in an engine parameter.
 
-    count: the number of slots in the parameter.
+    count: the number of slots in the parameter. is_expert: its slots are those of experts.
     """
 
     parameter: str
     index: int
     count: int
+    is_expert: bool = False
 
 
 def locate_slot(name: str, *, num_experts: int) -> Slot:
@@ -53,7 +53,7 @@ def locate_slot(name: str, *, num_experts: int) -> Slot:
     A name of no known fusion is itself a parameter. Raises `ValueError` for an expert that the
     model does not have.
     """
-    expert_match = _EXPERT.fullmatch(name)
+    expert_match = EXPERT.fullmatch(name)
     if expert_match is not None:
         prefix, expert, kind = expert_match.groups()
         return _expert_slot(name, prefix, int(expert), kind, num_experts)
@@ -68,8 +68,9 @@ def _expert_slot(name: str, prefix: str, expert: int, kind: str, num_experts: in
     if expert >= num_experts:
         raise ValueError(f"weight {name}: the model has experts 0 to {num_experts - 1}")
     if kind not in _PLACES:
-        return Slot(f"{prefix}.w2_weight", expert, num_experts)
-    return Slot(f"{prefix}.w13_weight", 2 * expert + _PLACES[kind], 2 * num_experts)
+        return Slot(f"{prefix}.w2_weight", expert, num_experts, is_expert=True)
+    index = 2 * expert + _PLACES[kind]
+    return Slot(f"{prefix}.w13_weight", index, 2 * num_experts, is_expert=True)
 
 
 def update_unit(name: str) -> str:
@@ -85,11 +86,6 @@ def update_unit(name: str) -> str:
         if match is not None:
             return f"{match[1]}.{unit}"
     return tensor
-
-
-def padding_rows(name: str, rows: int) -> int:
-    """The number of zero rows that the engine appends to this tensor."""
-    return -rows % _VOCABULARY_MULTIPLE if name in _VOCABULARY_TENSORS else 0
 
 
 def engine_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
