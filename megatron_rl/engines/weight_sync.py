@@ -27,8 +27,8 @@ from sglang_bridge.errors import (
 from sglang_bridge.keys import RunKeys
 from sglang_bridge.weights.audit import audit_engine, value_obstacles
 from sglang_bridge.weights.expectation import WeightExpectation
+from sglang_bridge.weights.fused_layout import RankPlace, rank_places
 from sglang_bridge.weights.part import RankPart
-from sglang_bridge.weights.shards import RankPlace, rank_places
 from sglang_bridge.weights.source import WeightSource
 from sglang_bridge.weights.updater import WeightUpdater
 
@@ -106,7 +106,7 @@ class WeightSync:
         self._log = log
         self._measure = measure
         # By name: the epoch and the client for it
-        self._admins: dict[str, tuple[int, AdminClient]] = {}
+        self._admins: dict[str, tuple[int, Engine, AdminClient]] = {}
         self._num_mismatches = collections.Counter[str]()  # in a row, by name
         self._next_version = 0
         self._is_first = True
@@ -218,20 +218,20 @@ class WeightSync:
 
     def _admin(self, member: Member) -> AdminClient:
         """Return the control client of an engine. A new start has a new one."""
-        epoch, admin = self._admins.get(member.name, (-1, None))
-        if admin is not None and epoch == member.epoch and admin.engine == member.engine:
+        epoch, engine, admin = self._admins.get(member.name, (-1, None, None))
+        if admin is not None and (epoch, engine) == (member.epoch, member.engine):
             return admin
         if admin is not None:
             self._updater.forget(admin)
         new_admin = self._open_admin(member.engine)
-        self._admins[member.name] = (member.epoch, new_admin)
+        self._admins[member.name] = (member.epoch, member.engine, new_admin)
         return new_admin
 
     def _drop_old_admins(self) -> None:
         """Drop the connections to engines that do not serve."""
         for name in list(self._admins):
             if self._members[name].state in (MemberState.OUT, MemberState.GONE):
-                _, admin = self._admins.pop(name)
+                _, _, admin = self._admins.pop(name)
                 self._updater.forget(admin)
 
     def _can_compare_values(self, targets: Sequence[Member]) -> bool:

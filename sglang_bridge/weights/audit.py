@@ -5,7 +5,7 @@ Names are always compared, values where SGLang's checksums allow it.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import AuditUnsupported, RequestFailed, WeightMismatch
 from sglang_bridge.weights.expectation import WeightExpectation
-from sglang_bridge.weights.shards import WHOLE, RankPlace, rank_places
+from sglang_bridge.weights.fused_layout import RankPlace, rank_places
 
 # Runners that keep experts in the checkpoint's layout. SGLang reports "auto" if it has not chosen
 # one.
@@ -77,34 +77,40 @@ def audit_engine(admin: AdminClient, expectation: WeightExpectation) -> AuditRep
     `RequestFailed`, and `ValueError` when the weights that were sent lack a part of a parameter.
     """
     engine = admin.engine
-    places = rank_places(engine) if expectation.compares_values else (WHOLE,) * engine.tp
+    compares = expectation.compares_values and not value_obstacles(engine)
+    places = rank_places(engine) if compares else (expectation.first_place,) * engine.tp
     expectations = [expectation.checksums(place) for place in places]
     ranks = admin.checksums()
     if len(ranks) != engine.tp:
         raise RequestFailed(
             f"{engine.url} reports checksums of {len(ranks)} rank(s), and it has tp={engine.tp}"
         )
-    sent_names = set(expectations[0])
-    names = {name for checksums in ranks for name in checksums}
-    missing = {name for name in sent_names if any(name not in rank for rank in ranks)}
-    reasons = dict.fromkeys(missing, "the engine has no such parameter")
-    reasons |= dict.fromkeys(names - sent_names, "nothing was sent for it")
+    reasons = _differing_names(expectations[0].keys(), ranks)
     if not reasons:
         _require_known_splits(engine, expectation)
         require_auditable(engine, admin.server_info(), expectation.device)
-    if not reasons and expectation.compares_values:
-        reasons = _differences(expectations, ranks)
-    mismatches = []
-    for name in sorted(reasons):
-        tensors = _tensors(expectation, places, name) if name in sent_names else ()
-        mismatches.append(Mismatch(name, tensors, reasons[name]))
-    return AuditReport(admin.url, len(sent_names | names), tuple(mismatches))
+        if expectation.compares_values:
+            reasons = _differing_values(expectations, ranks)
+    mismatches = [
+        Mismatch(name, _tensors(expectation, places, name), reasons[name])
+        for name in sorted(reasons)
+    ]
+    names = expectations[0].keys() | {name for checksums in ranks for name in checksums}
+    return AuditReport(admin.url, len(names), tuple(mismatches))
 
 
-def _differences(
+def _differing_names(sent_names: Set[str], ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the parameters that one side lacks, with the reason."""
+    names = {name for checksums in ranks for name in checksums}
+    missing = {name for name in sent_names if any(name not in rank for rank in ranks)}
+    reasons = dict.fromkeys(missing, "the engine has no such parameter")
+    return reasons | dict.fromkeys(names - sent_names, "nothing was sent for it")
+
+
+def _differing_values(
     expectations: Sequence[Mapping[str, str]], ranks: Sequence[Mapping[str, str]]
 ) -> dict[str, str]:
-    """Why parameters differ on a rank, by name. The lists have one item for each rank."""
+    """Return the parameters that differ on a rank. Both lists have one item for each rank."""
     reasons: dict[str, str] = {}
     for index, (expected, checksums) in enumerate(zip(expectations, ranks, strict=True)):
         where = f" by rank {index}" if len(ranks) > 1 else ""
@@ -117,7 +123,7 @@ def _differences(
 def _tensors(
     expectation: WeightExpectation, places: Iterable[RankPlace], parameter: str
 ) -> tuple[str, ...]:
-    """The Hugging Face names that make up a parameter on all ranks of an engine."""
+    """Return the Hugging Face names that make up a parameter on all ranks of an engine."""
     by_rank = (expectation.tensors_of(parameter, place) for place in dict.fromkeys(places))
     return tuple(dict.fromkeys(name for names in by_rank for name in names))
 

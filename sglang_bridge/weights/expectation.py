@@ -11,12 +11,14 @@ import torch
 from sglang_bridge.block_fp8 import Fp8Pairs, Part
 from sglang_bridge.weights.buckets import NamedTensors
 from sglang_bridge.weights.digests import CpuDigest, Digest, GpuDigest
-from sglang_bridge.weights.fused_layout import Slot, engine_dtype, locate_slot
-from sglang_bridge.weights.shards import (
+from sglang_bridge.weights.fused_layout import (
     WHOLE,
     RankPlace,
+    Slot,
+    engine_dtype,
     first_expert,
     is_split_known,
+    locate_slot,
     take_shard,
 )
 
@@ -128,6 +130,11 @@ class WeightExpectation:
         index = slot.index - each * first_expert(place, self._num_experts)
         return Slot(slot.parameter, index, count, is_expert=True) if 0 <= index < count else None
 
+    @property
+    def first_place(self) -> RankPlace:
+        """The first rank of which something is expected. All have the same parameters, by name."""
+        return next(iter(self._parameters))
+
     def checksums(self, place: RankPlace = WHOLE) -> dict[str, str]:
         """The 16 hexadecimal digits that SGLang reports, by engine parameter of one rank.
 
@@ -160,7 +167,12 @@ class WeightExpectation:
         )
 
     def tensors_of(self, parameter: str, place: RankPlace = WHOLE) -> tuple[str, ...]:
-        """The Hugging Face names that make up an engine parameter of a rank, in its order."""
+        """The Hugging Face names that make up an engine parameter of a rank, in its order.
+
+        Empty for a parameter of which nothing was sent.
+        """
+        if parameter not in self._parameters[place]:
+            return ()
         names = self._parameters[place][parameter].names
         return tuple(names[index] for index in sorted(names))
 

@@ -1,5 +1,6 @@
 """Engines of two ranks on CPUs: weights arrive, and audits compare every rank's shards by value."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -10,9 +11,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineUnhealthy
-from sglang_bridge.keys import create_keys, write_server_config
+from sglang_bridge.keys import RunKeys, create_keys, write_server_config
 from sglang_bridge.server.command import build_argv, build_environment
 from sglang_bridge.server.managed_engine import ManagedEngine
 from sglang_bridge.server.ports import choose_port
@@ -21,7 +23,7 @@ from sglang_bridge.settings import ServerPlace, ServerSettings
 from sglang_bridge.weights.audit import audit_engine
 from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.expectation import WeightExpectation
-from sglang_bridge.weights.shards import RankPlace, rank_places
+from sglang_bridge.weights.fused_layout import RankPlace, rank_places
 from tests.sglang_bridge.tiny_model import EXPERTS, LAYERS, write_tiny_model
 from tests.support.engines import running_engine
 from tests.support.updaters import SoleUpdater, in_units
@@ -80,13 +82,17 @@ def expectation_of(weights: Weights, engine: Engine, dtype: torch.dtype) -> Weig
     return expectation
 
 
+def send(weights: Weights, admin: AdminClient, version: int) -> None:
+    transport = DistributedTransport(backend="gloo", timeout_seconds=60)
+    updater = SoleUpdater(transport, bucket_bytes=256 * 1024)
+    updater.push(iter(weights.items()), version, admins=[admin])
+    updater.close()
+
+
 def test_every_rank_holds_its_shards_of_the_weights_that_were_sent(
     engine: ManagedEngine, weights: Weights, dtype: torch.dtype
 ) -> None:
-    transport = DistributedTransport(backend="gloo", timeout_seconds=60)
-    updater = SoleUpdater(transport, bucket_bytes=256 * 1024)
-    updater.push(iter(weights.items()), 7, admins=[engine.admin()])
-    updater.close()
+    send(weights, engine.admin(), version=7)
     report = audit_engine(engine.admin(), expectation_of(weights, engine.engine, dtype))
     assert report.num_compared == NUM_PARAMETERS
     report.raise_on_mismatch(7)
@@ -132,48 +138,44 @@ def test_an_engine_of_other_sizes_is_refused_unless_sizes_may_differ(
     assert (checked.tp, checked.ep) == (2, engine.engine.ep)
 
 
+@contextlib.contextmanager
+def engine_of_two_nodes(model: Path, directory: Path, keys: RunKeys) -> Iterator[str]:
+    """Yield the URL of two servers of one engine, as users start them on two nodes."""
+    config = directory / "keys.yaml"
+    write_server_config(keys, config)
+    place = ServerPlace(model_path=str(model), device="cpu")
+    meeting_port = choose_port("127.0.0.1")
+    port = choose_port("127.0.0.1")
+    with contextlib.ExitStack() as stack:
+        for node in range(2):
+            nodes = ["--nnodes=2", f"--node-rank={node}"]
+            nodes.append(f"--dist-init-addr=127.0.0.1:{meeting_port}")
+            settings = ServerSettings(tp=2, max_running_requests=8, extra_args=nodes)
+            argv = build_argv(settings, place, port=port + 100 * node, key_config=config)
+            log = stack.enter_context((directory / f"node{node}.log").open("wb"))
+            server = subprocess.Popen(
+                argv,
+                env=build_environment(settings, place, os.environ),
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+            )
+            stack.callback(server.wait)
+            stack.callback(os.killpg, server.pid, signal.SIGKILL)
+        yield f"http://127.0.0.1:{port}"
+
+
 def test_an_engine_over_two_nodes_gets_every_shard(tmp_path: Path) -> None:
-    """Two servers of one engine, as users start them on two nodes."""
     model = write_tiny_model(tmp_path / "model", seed=0)
     other = write_tiny_model(tmp_path / "other", seed=1)
     content = in_units(load_file(other / "model.safetensors"))
-    meeting_port = choose_port("127.0.0.1")
     keys = create_keys()
-    key_config = tmp_path / "keys.yaml"
-    write_server_config(keys, key_config)
-    nodes = ["--nnodes=2", f"--dist-init-addr=127.0.0.1:{meeting_port}"]
-    settings = ServerSettings(
-        tp=2, max_running_requests=8, extra_args=[*nodes, "--node-rank=1"], count_tokens=False
-    )
-    place = ServerPlace(model_path=str(model), device="cpu")
-    with (tmp_path / "second.log").open("wb") as log:
-        second = subprocess.Popen(
-            build_argv(settings, place, port=choose_port("127.0.0.1"), key_config=key_config),
-            env=build_environment(settings, place, os.environ),
-            stdout=log,
-            stderr=log,
-            start_new_session=True,
-        )
-    try:
-        with running_engine(
-            model,
-            tmp_path,
-            max_running_requests=8,
-            keys=keys,
-            tp=2,
-            extra_args=[*nodes, "--node-rank=0"],
-        ) as engine:
-            external = Engine(url=engine.url, tp=2)
-            checked = ServerSettings(tp=2, start_timeout_s=5.0)
-            require_external_engines([external], keys, checked, return_routes=True)
-            transport = DistributedTransport(backend="gloo", timeout_seconds=60)
-            updater = SoleUpdater(transport, bucket_bytes=256 * 1024)
-            updater.push(iter(content.items()), 9, admins=[engine.admin()])
-            updater.close()
-            expectation = expectation_of(content, external, torch.float32)
-            report = audit_engine(engine.admin(), expectation)
-            assert report.num_compared == NUM_PARAMETERS
-            report.raise_on_mismatch(9)
-    finally:
-        os.killpg(second.pid, signal.SIGKILL)
-        second.wait()
+    settings = ServerSettings(tp=2, start_timeout_s=240.0)
+    with engine_of_two_nodes(model, tmp_path, keys) as url:
+        external = [Engine(url=url, tp=2)]
+        (checked,) = require_external_engines(external, keys, settings, return_routes=True)
+        admin = AdminClient(checked, keys)
+        send(content, admin, version=9)
+        report = audit_engine(admin, expectation_of(content, checked, torch.float32))
+        assert report.num_compared == NUM_PARAMETERS
+        report.raise_on_mismatch(9)

@@ -16,7 +16,7 @@ from megatron_rl.engines.weight_sync import FollowerSync, WeightSync
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed, WeightMismatch, WeightUpdateFailed
 from sglang_bridge.weights.expectation import WeightExpectation
-from sglang_bridge.weights.shards import RankPlace
+from sglang_bridge.weights.fused_layout import RankPlace
 from sglang_bridge.weights.source import SoleSource, WeightSource
 from sglang_bridge.weights.updater import UpdateSummary
 

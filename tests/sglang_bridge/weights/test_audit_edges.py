@@ -7,7 +7,7 @@ from sglang_bridge.engine import Engine
 from sglang_bridge.errors import AuditUnsupported, RequestFailed
 from sglang_bridge.weights.audit import Mismatch, audit_engine, require_auditable
 from sglang_bridge.weights.expectation import WeightExpectation
-from sglang_bridge.weights.shards import RankPlace
+from sglang_bridge.weights.fused_layout import RankPlace
 from tests.sglang_bridge.weights.test_audit import (
     FUSED,
     QKV,

@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sglang_bridge.weights.expectation import WeightExpectation
-from sglang_bridge.weights.fused_layout import Slot, locate_slot
-from sglang_bridge.weights.shards import padding_rows
+from sglang_bridge.weights.fused_layout import Slot, locate_slot, padding_rows
 
 LAYER = "model.layers.3"
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from sglang_bridge.weights.expectation import WeightExpectation
-from sglang_bridge.weights.shards import RankPlace, first_expert, is_split_known, take_shard
+from sglang_bridge.weights.fused_layout import RankPlace, first_expert, is_split_known, take_shard
 
 LAYER = "model.layers.0"
 MATRIX = torch.arange(64.0).view(8, 8)
