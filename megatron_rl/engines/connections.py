@@ -42,6 +42,10 @@ class EngineConnections:
         self.queue.set_version(version)
         self.fleet.announce()
 
+    def refresh(self) -> None:
+        """Take in which engines have failed, and which may join with the next sync."""
+        self.fleet.refresh()
+
     def release(self, group_ids: Sequence[str]) -> None:
         """Free the rollouts of delivered groups."""
         self.queue.release(group_ids)

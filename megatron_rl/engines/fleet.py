@@ -95,11 +95,16 @@ class Fleet:
         self._has_started = False
 
     def update(self, *, can_join: bool) -> None:
-        """Take in all that was reported, and tell collectors and nodes what follows from it.
+        """Do what `refresh` does, and limit the time without engines or collectors.
 
         can_join: engines could receive the weights now. If not, the time without engines does not
         count. Raises `NoEngineLeft`.
         """
+        self.refresh()
+        self._limit_outage(counts=can_join)
+
+    def refresh(self) -> None:
+        """Take in all that was reported, and tell collectors and nodes what follows from it."""
         for report in self._board.read_reports(self._nodes):
             self._take_report(report)
         if self._urls is not None:
@@ -108,7 +113,6 @@ class Fleet:
         self._probe_absent()
         self._restart_unusable()
         self.announce()
-        self._limit_outage(counts=can_join)
 
     def join_command(self) -> Sync | None:
         """Return the command that gives waiting engines the weights; None if none waits."""

@@ -340,6 +340,8 @@ class Leader:
         """Send the weights to every engine under the next version, unless they hold them."""
         if self._is_synced or self.weights is None:
             return
+        # Steps may be so short that nothing waited for rollouts and looked after engines
+        self.holder.refresh()
         command = self.weights.next_command()
         if self._has_rolled_back:
             command = msgspec.structs.replace(command, audit=True)

@@ -39,6 +39,10 @@ class RolloutHolder(Protocol):
 
     def set_version(self, version: int) -> None: ...
 
+    def refresh(self) -> None:
+        """Take in what has changed about those that sample, before they get other weights."""
+        ...
+
     def can_sample(self) -> bool:
         """Return False while nothing samples rollouts."""
         ...

@@ -244,6 +244,21 @@ def test_requests_of_a_node_whose_engines_have_left_go_to_another_node() -> None
         world.close()
 
 
+def test_engines_join_again_although_no_step_waits_for_rollouts() -> None:
+    """Rollouts that are sampled ahead are there at once, so nothing else looks after engines."""
+    world = SimulatedRun((2,))
+    try:
+        engine = world.nodes[0].engines[0].process
+        engine.is_alive = False
+        for _ in range(40):
+            world.clock.now += 2
+            world.nodes[0].step()
+            world.sync()
+        assert len(world.members.serving) == 2, world.describe()
+    finally:
+        world.close()
+
+
 def admit_without_an_audit(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let engines that answer serve, without the weights."""
 

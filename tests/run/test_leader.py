@@ -68,6 +68,7 @@ def test_the_next_step_is_sampled_before_the_engines_get_new_weights(tmp_path: P
         "stop",
     ]
     assert parts.begun_steps == [1, 2, 3]
+    assert parts.num_refreshes == 4  # one before each sync
     # Of the evaluation, of two steps, and of one step each
     assert parts.counted_tokens == [5, 16, 8, 0, 5]
     assert parts.metrics[3]["account/unfinished"] == 0.0

@@ -78,6 +78,7 @@ class ScriptedParts:
     counted_tokens: list[int] = field(default_factory=list, init=False)
     begun_steps: list[int] = field(default_factory=list, init=False)
     audits: list[int] = field(default_factory=list, init=False)
+    num_refreshes: int = field(default=0, init=False)
     audit_obstacle = ""
     _open_step: int | None = field(default=None, init=False)
     _num_tokens: int = field(default=0, init=False)
@@ -132,6 +133,9 @@ class ScriptedParts:
 
     def replace_lost(self, batch: RolloutBatch) -> RolloutBatch:
         return batch
+
+    def refresh(self) -> None:
+        self.num_refreshes += 1
 
     def can_sample(self) -> bool:
         return True

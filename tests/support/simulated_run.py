@@ -402,6 +402,7 @@ class SimulatedRun:
     def sync(self) -> None:
         """Send all engines new weights, as rank 0 does after a step."""
         self.connections.weights.expire()
+        self.connections.refresh()
         command = self.connections.weights.next_command()
         self._run_command(command)
         self.connections.set_version(command.version)

@@ -151,12 +151,12 @@ class Laboratory:
         with contextlib.ExitStack() as stack:
             stage = self._set(session, root, stack)
             follower = stage.follower
+            stack.callback(lambda: (root / "output.txt").write_text(follower.output))
             if session.code:
                 rows = [self._end(stage, session)]
             else:
                 rows = [self._strike(stage, fault) for fault in session.faults]
             code = follower.wait(_RUN_SECONDS)
-            (root / "output.txt").write_text(follower.output)
             assert session.code or code == 0, f"ended with {code}:\n{follower.output[-6000:]}"
             evidence = read_evidence(follower.run)
             return Outcome(rows, evidence, reference, follower.output, code)

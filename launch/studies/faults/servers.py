@@ -22,7 +22,8 @@ from sglang_bridge.server.lifeline import Lifeline
 from sglang_bridge.server.managed_engine import ManagedEngine
 from sglang_bridge.settings import ServerPlace, ServerSettings
 
-MODEL = ROOT / "megatron_rl/models/assets/qwen3_moe_tiny_two_digit_addition"
+MODELS = ROOT / "megatron_rl/models/assets"
+MODEL = MODELS / "qwen3_moe_tiny_two_digit_addition"
 _START_SECONDS = 300.0
 _FORWARD_SECONDS = 120.0
 
@@ -34,17 +35,21 @@ Observe = Callable[[str, bytes], None]
 class ServerKind:
     """The kind of a server. number: tells apart servers of one kind.
 
-    rope_theta: the base of the rotary embedding, None for that of the shipped model.
+    model: the directory of a shipped model. rope_theta: the base of the rotary embedding, None for
+    that of the shipped model.
     """
 
     number: int = 0
     dtype: str = "float32"
     rope_theta: float | None = None
+    model: Path = MODEL
 
     @property
     def name(self) -> str:
         """A name for files."""
-        other_model = "" if self.rope_theta is None else f"-theta-{self.rope_theta:g}"
+        other_model = "" if self.model == MODEL else f"-{self.model.name}"
+        if self.rope_theta is not None:
+            other_model += f"-theta-{self.rope_theta:g}"
         return f"server-{self.dtype}-{self.number}{other_model}"
 
 
@@ -111,10 +116,10 @@ class ServerPark:
     def _model(self, kind: ServerKind) -> Path:
         """Return the model of a kind, which is written first if it is not the shipped one."""
         if kind.rope_theta is None:
-            return MODEL
+            return kind.model
         model = self._directory / f"model-of-{kind.name}"
-        shutil.copytree(MODEL, model, dirs_exist_ok=True)
-        configuration = msgspec.json.decode((MODEL / "config.json").read_bytes())
+        shutil.copytree(kind.model, model, dirs_exist_ok=True)
+        configuration = msgspec.json.decode((kind.model / "config.json").read_bytes())
         configuration["rope_theta"] = kind.rope_theta
         (model / "config.json").write_bytes(msgspec.json.encode(configuration))
         return model

@@ -228,6 +228,9 @@ class RecordedRollouts:
     def set_version(self, version: int) -> None:
         """Do nothing: no engine samples from the weights."""
 
+    def refresh(self) -> None:
+        """Do nothing: no engine fails or joins."""
+
     def can_sample(self) -> bool:
         """Return True: the batches are there."""
         return True
