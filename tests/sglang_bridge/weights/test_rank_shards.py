@@ -46,6 +46,7 @@ def test_the_last_rank_holds_the_padding_of_the_vocabulary() -> None:
 def test_groups_of_ranks_share_the_experts_that_they_hold() -> None:
     """Four ranks, two groups: ranks 2 and 3 share the last experts."""
     name = f"{LAYER}.mlp.experts.5.down_proj.weight"
+    assert torch.equal(shard(name, 2, 4, ep=2), MATRIX[:, :4])
     assert torch.equal(shard(name, 3, 4, ep=2), MATRIX[:, 4:])
     assert [first_expert(RankPlace(rank, 4, 2), 8) for rank in range(4)] == [0, 0, 4, 4]
     assert torch.equal(shard(name, 1, 2, ep=2), MATRIX)
