@@ -26,8 +26,13 @@ _PAUSE_MODE = "retract"
 _GENERATED_TOKENS = re.compile(rb"^sglang:generation_tokens_total(?:\{.*\})? (\S+)", re.MULTILINE)
 
 
+class _Place(msgspec.Struct):
+    tp_rank: int = 0
+
+
 class _Rank(msgspec.Struct):
     checksums: dict[str, str]
+    parallelism_info: list[_Place] = []  # of the target model alone
 
 
 class _Outcome(msgspec.Struct):
@@ -194,7 +199,7 @@ class AdminClient:
         self._post("/update_weights_from_disk", body, timeout=timeout)
 
     def checksums(self, *, timeout: float = 300.0) -> list[dict[str, str]]:
-        """The weights of each tensor-parallel rank, as checksums by the engine's parameter name.
+        """The weights of each tensor-parallel rank in order, as checksums by parameter name.
 
         A checksum has 64 bits and is written in hexadecimal.
         """
@@ -205,7 +210,8 @@ class AdminClient:
             raise RequestFailed(
                 f"{self.url}/weights_checker returned no checksums: {outcome.message}"
             )
-        return [rank.checksums for rank in outcome.ranks]
+        ranks = sorted(outcome.ranks, key=lambda rank: [p.tp_rank for p in rank.parallelism_info])
+        return [rank.checksums for rank in ranks]
 
     def _post(self, path: str, body: dict[str, Any], *, timeout: float | None = None) -> _Outcome:
         status, reply = self._exchange("POST", path, body, timeout=timeout)

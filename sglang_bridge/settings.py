@@ -35,6 +35,9 @@ _RESERVED = (
 _OTHER_LAYOUT = (
     "its kernel may hold FP8 weights in a layout of its own, which later weights do not follow"
 )
+_ONE_NODE = (
+    "a managed engine is on one node; start one over several nodes yourself and use engine=external"
+)
 _OTHER_NCCL = "it changes NCCL's settings on the engine's side only"
 # Routes keep the checkpoint's expert ids, but weights and their audit follow the physical places.
 _OTHER_PLACES = (
@@ -44,13 +47,13 @@ _OTHER_PLACES = (
 # replica, private keys. The reasons hold for SGLang 0.5.23, which records routes before it maps
 # experts to physical places.
 _UNSUPPORTED = {
+    _ONE_NODE: ("--nnodes", "--node-rank", "--dist-init-addr"),
     "": (
         "--pp-size",
         "--pipeline-parallel-size",
         "--dp-size",
         "--dp",
         "--data-parallel-size",
-        "--nnodes",
         "--context-length",
         "--load-format",
         "--ssl-keyfile",
@@ -120,6 +123,8 @@ class ServerSettings:
 
     tp: Annotated[int, Ge(1), Le(1024)] = 1
     ep: Annotated[int, Ge(1), Le(1024)] = 1
+    # external only: each engine may have its own sizes, which it reports, instead of tp and ep
+    mixed_sizes: bool = False
     # managed only; auto: GPUs where the machine has any, as for the trainer
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -227,7 +232,7 @@ def unsupported_options(info: Mapping[str, Any]) -> Iterator[RunningOption]:
     info: the server's `/server_info`, which holds the value of every option.
     """
     for reason, names in _UNSUPPORTED.items():
-        if reason in ("", _OTHER_NCCL, _OTHER_LAYOUT):
+        if reason in ("", _ONE_NODE, _OTHER_NCCL, _OTHER_LAYOUT):
             continue
         for name in names:
             value = info.get(name.removeprefix("--").replace("-", "_"))

@@ -17,11 +17,16 @@ _LAST_PAUSE_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class ProbeResult:
-    """The answer of an engine. problem: why it cannot serve, empty if it can."""
+    """The answer of an engine.
+
+    problem: why it cannot serve, empty if it can. engine: with the sizes with which it runs, None
+    if nothing is known about them.
+    """
 
     name: str
     epoch: int
     problem: str
+    engine: Engine | None = None
 
 
 @dataclass
@@ -37,11 +42,12 @@ class _Probe:
 class EngineProber:
     """Probes engines, each in a thread of its own.
 
-    check: asks one engine. Raises `EngineError` if it cannot serve.
+    check: asks one engine, and returns it with the sizes with which it runs. Raises `EngineError`
+    if it cannot serve.
     """
 
     def __init__(
-        self, check: Callable[[Engine], None], *, clock: Callable[[], float] = time.monotonic
+        self, check: Callable[[Engine], Engine], *, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._check = check
         self._clock = clock
@@ -75,10 +81,10 @@ class EngineProber:
     def _run(self, name: str, probe: _Probe, engine: Engine) -> None:
         problem = ""
         try:
-            self._check(engine)
+            engine = self._check(engine)
         except (EngineError, ValueError, OSError) as error:
             problem = str(error) or type(error).__name__
         probe.due = self._clock() + probe.pause
         probe.pause = min(2 * probe.pause, _LAST_PAUSE_SECONDS)
         probe.is_running = False
-        self._results.put(ProbeResult(name, probe.epoch, problem))
+        self._results.put(ProbeResult(name, probe.epoch, problem, engine))

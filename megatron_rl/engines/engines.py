@@ -186,22 +186,25 @@ class Engines:
             members.answer(name, 0)
         return members
 
-    def _require_usable(self, engine: Engine) -> None:
-        """Raise `EngineError` if an engine that wants to join does not answer or does not fit."""
+    def _require_usable(self, engine: Engine) -> Engine:
+        """Return an engine that wants to join, with the sizes with which it runs.
+
+        Raises `EngineError` if it does not answer or does not fit.
+        """
         admin = AdminClient(engine, self._keys, timeout=_PROBE_SECONDS)
         if not admin.is_ready():
             raise RequestFailed(f"{engine.url} does not answer")
-        if self._settings.mode == "external":
-            return_routes = self._template.routes is not None
-            info = admin.server_info()
-            require_settings(
-                engine,
-                info,
-                self._settings.dtype,
-                return_routes=return_routes,
-                model_path=self._template.model_path,
-                quantization=self._quantization,
-            )
+        if self._settings.mode == "managed":
+            return engine
+        return require_settings(
+            engine,
+            admin.server_info(),
+            self._settings.dtype,
+            return_routes=self._template.routes is not None,
+            model_path=self._template.model_path,
+            quantization=self._quantization,
+            mixed_sizes=self._settings.mixed_sizes,
+        )
 
     def _open_token_counter(
         self, engines: Sequence[Engine], log: Callable[[str], None]
@@ -251,7 +254,7 @@ class Engines:
             )
             engines.append(engine)
         return_routes = self._template.routes is not None
-        require_external_engines(
+        return require_external_engines(
             engines,
             self._keys,
             settings,
@@ -259,7 +262,6 @@ class Engines:
             model_path=self._template.model_path,
             quantization=self._quantization,
         )
-        return engines
 
     def _gather_engines(self, node_engines: Sequence[Engine]) -> list[Engine]:
         """The engines of all nodes (a collective)."""

@@ -256,7 +256,7 @@ class Fleet:
             if result.name not in self.members:
                 continue
             if not result.problem:
-                self.members.answer(result.name, result.epoch)
+                self.members.answer(result.name, result.epoch, result.engine)
             elif self._problems.get(result.name) != result.problem:
                 self._problems[result.name] = result.problem
                 self._log(f"engine {result.name} cannot serve: {result.problem}")

@@ -127,12 +127,16 @@ class Members:
         self._members[name] = Member(name, engine, epoch, reason=reason)
         return True
 
-    def answer(self, name: str, epoch: int) -> bool:
-        """Note that an engine answers. It waits for weights from now on."""
+    def answer(self, name: str, epoch: int, engine: Engine | None = None) -> bool:
+        """Note that an engine answers. It waits for weights from now on.
+
+        engine: with the sizes with which it runs, if they may be others than before.
+        """
         member = self[name]
         if epoch != member.epoch or member.state is not MemberState.OUT:
             return False
         member.state = MemberState.WAITING
+        member.engine = engine or member.engine
         return True
 
     def fail(self, name: str, epoch: int, reason: str) -> bool:

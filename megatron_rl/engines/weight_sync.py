@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -27,6 +27,7 @@ from sglang_bridge.errors import (
 from sglang_bridge.keys import RunKeys
 from sglang_bridge.weights.audit import audit_engine, value_obstacles
 from sglang_bridge.weights.expectation import WeightExpectation
+from sglang_bridge.weights.fused_layout import RankPlace, rank_places
 from sglang_bridge.weights.part import RankPart
 from sglang_bridge.weights.source import WeightSource
 from sglang_bridge.weights.updater import WeightUpdater
@@ -46,7 +47,9 @@ class Sender(Protocol):
 class MakeExpectation(Protocol):
     """Makes an empty record of the weights that engines must hold."""
 
-    def __call__(self, *, compares_values: bool) -> WeightExpectation: ...
+    def __call__(
+        self, *, compares_values: bool, places: Iterable[RankPlace]
+    ) -> WeightExpectation: ...
 
 
 class FollowerSync:
@@ -103,7 +106,7 @@ class WeightSync:
         self._log = log
         self._measure = measure
         # By name: the epoch and the client for it
-        self._admins: dict[str, tuple[int, AdminClient]] = {}
+        self._admins: dict[str, tuple[int, Engine, AdminClient]] = {}
         self._num_mismatches = collections.Counter[str]()  # in a row, by name
         self._next_version = 0
         self._is_first = True
@@ -205,27 +208,30 @@ class WeightSync:
         if not targets:
             collections.deque(weights, maxlen=0)
             return None
-        expectation = self._make_expectation(compares_values=self._can_compare_values(targets))
+        places = {place for member in targets for place in rank_places(member.engine)}
+        expectation = self._make_expectation(
+            compares_values=self._can_compare_values(targets), places=sorted(places)
+        )
         for name, tensor in weights:
             expectation.add(name, tensor)
         return expectation
 
     def _admin(self, member: Member) -> AdminClient:
-        """Return the control client of an engine. A new start of the engine has a new one."""
-        epoch, admin = self._admins.get(member.name, (-1, None))
-        if admin is not None and epoch == member.epoch:
+        """Return the control client of an engine. A new start has a new one."""
+        epoch, engine, admin = self._admins.get(member.name, (-1, None, None))
+        if admin is not None and (epoch, engine) == (member.epoch, member.engine):
             return admin
         if admin is not None:
             self._updater.forget(admin)
         new_admin = self._open_admin(member.engine)
-        self._admins[member.name] = (member.epoch, new_admin)
+        self._admins[member.name] = (member.epoch, member.engine, new_admin)
         return new_admin
 
     def _drop_old_admins(self) -> None:
         """Drop the connections to engines that do not serve."""
         for name in list(self._admins):
             if self._members[name].state in (MemberState.OUT, MemberState.GONE):
-                _, admin = self._admins.pop(name)
+                _, _, admin = self._admins.pop(name)
                 self._updater.forget(admin)
 
     def _can_compare_values(self, targets: Sequence[Member]) -> bool:
@@ -344,12 +350,16 @@ def open_weight_sync(
     )
     on_gpu = job.device.type == "cuda"
 
-    def make_expectation(*, compares_values: bool) -> WeightExpectation:
+    def make_expectation(
+        *, compares_values: bool, places: Iterable[RankPlace]
+    ) -> WeightExpectation:
         return WeightExpectation(
             dtype=torch_dtype(engine_settings.dtype),
             num_experts=shape.num_experts,
             device="cuda" if on_gpu else "cpu",
             compares_values=compares_values,
+            places=places,
+            num_key_value_heads=shape.num_key_value_heads,
         )
 
     def open_admin(engine: Engine) -> AdminClient:

@@ -24,6 +24,8 @@ _CPU_ARGS = (
 RECORDING_RUNNER = "triton"
 ROUND_ACTIVATIONS = "SGLANG_BRIDGE_ROUND_ACTIVATIONS"
 """Environment variable of a CPU server: 0 leaves the inputs of FP8 products as they are."""
+# Without this variable SGLang starts no more ranks on CPUs than the machine has NUMA nodes.
+_THREAD_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 _LOOPBACK = frozenset({"127.0.0.1", "localhost"})
 
 
@@ -95,6 +97,8 @@ def build_environment(
     if place.device == "cpu":
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
         environment["CUDA_VISIBLE_DEVICES"] = ""
+        if settings.tp > 1:
+            environment.setdefault(_THREAD_BINDING, _any_core(settings.tp))
         environment[ROUND_ACTIVATIONS] = str(int(settings.round_activations))
         search.insert(0, str(cpu_shim_path()))
     else:
@@ -109,6 +113,12 @@ def build_environment(
     if place.host in _LOOPBACK:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     return environment
+
+
+def _any_core(ranks: int) -> str:
+    """Let each rank of an engine use all cores of this process, as an engine of one rank may."""
+    cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
+    return "|".join([cores] * ranks)
 
 
 def _devices(gpus: tuple[int, ...], visible: str | None) -> list[str]:

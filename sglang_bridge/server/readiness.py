@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineUnhealthy, RequestFailed
@@ -38,7 +40,7 @@ def require_external_engines(
     return_routes: bool,
     model_path: str | None = None,
     quantization: Mapping[str, Any] | None = None,
-) -> None:
+) -> list[Engine]:
     """Wait until every engine answers, and check that it runs with the declared settings.
 
     The wait is at most `settings.start_timeout_s` for all engines together. While a server loads
@@ -47,9 +49,11 @@ def require_external_engines(
     model_path: the trainer's model; None skips its comparison. quantization: the
     `quantization_config` that every engine must have, None for unquantized ones.
 
-    Raises `EngineUnhealthy`, which names the URL.
+    Returns the engines with the sizes with which they run. Raises `EngineUnhealthy`, which names
+    the URL.
     """
     deadline = time.monotonic() + settings.start_timeout_s
+    checked_engines = []
     for engine in engines:
         admin = AdminClient(engine, keys)
         _wait_until_ready(engine, admin, deadline, settings.start_timeout_s)
@@ -60,14 +64,17 @@ def require_external_engines(
                 f"engine.urls: {engine.url} answers but refuses requests ({error}); "
                 "engine.key_file must hold its keys"
             ) from error
-        require_settings(
+        checked_engine = require_settings(
             engine,
             info,
             settings.dtype,
             return_routes=return_routes,
             model_path=model_path,
             quantization=quantization,
+            mixed_sizes=settings.mixed_sizes,
         )
+        checked_engines.append(checked_engine)
+    return checked_engines
 
 
 def _wait_until_ready(engine: Engine, admin: AdminClient, deadline: float, timeout: float) -> None:
@@ -111,14 +118,16 @@ def require_settings(
     environment: Mapping[str, str] | None = None,
     model_path: str | None = None,
     quantization: Mapping[str, Any] | None = None,
-) -> None:
+    mixed_sizes: bool = False,
+) -> Engine:
     """Compare a server's `/server_info` with the declared settings.
 
-    It must also run in a way that weight updates support. Raises `EngineUnhealthy`.
+    It must also run in a way that weight updates support. Returns the engine with the sizes with
+    which it runs. Raises `EngineUnhealthy`.
 
     environment: the trainer's; None means this process's. model_path: the trainer's model; None
     skips its comparison. quantization: the `quantization_config` that the engine must have, None
-    for an unquantized one.
+    for an unquantized one. mixed_sizes: it may have other sizes than the declared ones.
     """
     if return_routes:
         _require_routes(engine, info)
@@ -131,11 +140,7 @@ def require_settings(
                 "per stage or replica, which is not built; start it with 1 and use more engines or "
                 "tensor/expert parallelism instead"
             )
-    tp = int(info.get("tp_size") or 1)
-    if tp != engine.tp:
-        raise EngineUnhealthy(
-            f"engine.tp={engine.tp}: {engine.url} runs with tp_size={tp}; declare engine.tp={tp}"
-        )
+    engine = _require_sizes(engine, info, mixed_sizes=mixed_sizes)
     if info.get("dtype", dtype) != dtype:
         raise EngineUnhealthy(
             f"engine.dtype={dtype}: {engine.url} runs in {info['dtype']}; "
@@ -145,6 +150,20 @@ def require_settings(
     if model_path is not None:
         _require_same_model(engine, info, Path(model_path))
     require_same_nccl(engine, info, os.environ if environment is None else environment)
+    return engine
+
+
+def _require_sizes(engine: Engine, info: Mapping[str, Any], *, mixed_sizes: bool) -> Engine:
+    """Compare the parallel sizes of a server, and return the engine with them."""
+    sizes = {key: int(info.get(f"{key}_size") or 1) for key in ("tp", "ep")}
+    for key, size in sizes.items():
+        declared_size = getattr(engine, key)
+        if size != declared_size and not mixed_sizes:
+            raise EngineUnhealthy(
+                f"engine.{key}={declared_size}: {engine.url} runs with {key}_size={size}; declare "
+                f"engine.{key}={size}, or set engine.mixed_sizes=true for engines of several sizes"
+            )
+    return msgspec.structs.replace(engine, **sizes)
 
 
 def _require_routes(engine: Engine, info: dict[str, Any]) -> None:

@@ -5,18 +5,29 @@ Names are always compared, values where SGLang's checksums allow it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence, Set
 from dataclasses import dataclass
 from typing import Any
 
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import AuditUnsupported, WeightMismatch
+from sglang_bridge.errors import AuditUnsupported, RequestFailed, WeightMismatch
 from sglang_bridge.weights.expectation import WeightExpectation
+from sglang_bridge.weights.fused_layout import RankPlace, rank_places
 
 # Runners that keep experts in the checkpoint's layout. SGLang reports "auto" if it has not chosen
 # one.
 _PLAIN_RUNNERS = ("auto", "triton")
+# Sizes and options in `/server_info` with which ranks share tensors in another way
+_OTHER_SHARDS = (
+    "attn_dp_size",
+    "attn_cp_size",
+    "moe_dp_size",
+    "dwdp_size",
+    "enable_dp_attention",
+    "enable_dp_lm_head",
+)
+_BY_NAME = "{} holds every parameter that was sent, by name; their values cannot be compared"
 # Names of one parameter's tensors in a text. The experts of a layer may be hundreds.
 _MAX_NAMES = 16
 
@@ -65,33 +76,74 @@ def audit_engine(admin: AdminClient, expectation: WeightExpectation) -> AuditRep
     Raises `AuditUnsupported` when the names agree and the values cannot be compared,
     `RequestFailed`, and `ValueError` when the weights that were sent lack a part of a parameter.
     """
-    expectations = expectation.checksums()
+    engine = admin.engine
+    compares = expectation.compares_values and not value_obstacles(engine)
+    places = rank_places(engine) if compares else (expectation.first_place,) * engine.tp
+    expectations = [expectation.checksums(place) for place in places]
     ranks = admin.checksums()
-    names = {name for checksums in ranks for name in checksums}
-    missing = {name for name in expectations if any(name not in rank for rank in ranks)}
-    reasons = dict.fromkeys(missing, "the engine has no such parameter")
-    reasons |= dict.fromkeys(names - expectations.keys(), "nothing was sent for it")
+    if len(ranks) != engine.tp:
+        raise RequestFailed(
+            f"{engine.url} reports checksums of {len(ranks)} rank(s), and it has tp={engine.tp}"
+        )
+    reasons = _differing_names(expectations[0].keys(), ranks)
     if not reasons:
-        require_auditable(admin.engine, admin.server_info(), expectation.device)
-    if not reasons and expectation.compares_values:
-        (checksums,) = ranks
-        reasons = {
-            name: f"sent {checksum}, held {checksums[name]}"
-            for name, checksum in expectations.items()
-            if checksum != checksums[name]
-        }
-    mismatches = []
-    for name in sorted(reasons):
-        tensors = expectation.tensors_of(name) if name in expectations else ()
-        mismatches.append(Mismatch(name, tensors, reasons[name]))
-    return AuditReport(admin.url, len(expectations.keys() | names), tuple(mismatches))
+        _require_known_splits(engine, expectation)
+        require_auditable(engine, admin.server_info(), expectation.device)
+        if expectation.compares_values:
+            reasons = _differing_values(expectations, ranks)
+    mismatches = [
+        Mismatch(name, _tensors(expectation, places, name), reasons[name])
+        for name in sorted(reasons)
+    ]
+    names = expectations[0].keys() | {name for checksums in ranks for name in checksums}
+    return AuditReport(admin.url, len(names), tuple(mismatches))
+
+
+def _differing_names(sent_names: Set[str], ranks: Sequence[Mapping[str, str]]) -> dict[str, str]:
+    """Return the parameters that one side lacks, with the reason."""
+    names = {name for checksums in ranks for name in checksums}
+    missing = {name for name in sent_names if any(name not in rank for rank in ranks)}
+    reasons = dict.fromkeys(missing, "the engine has no such parameter")
+    return reasons | dict.fromkeys(names - sent_names, "nothing was sent for it")
+
+
+def _differing_values(
+    expectations: Sequence[Mapping[str, str]], ranks: Sequence[Mapping[str, str]]
+) -> dict[str, str]:
+    """Return the parameters that differ on a rank. Both lists have one item for each rank."""
+    reasons: dict[str, str] = {}
+    for index, (expected, checksums) in enumerate(zip(expectations, ranks, strict=True)):
+        where = f" by rank {index}" if len(ranks) > 1 else ""
+        for name, checksum in expected.items():
+            if checksum != checksums[name]:
+                reasons.setdefault(name, f"sent {checksum}, held{where} {checksums[name]}")
+    return reasons
+
+
+def _tensors(
+    expectation: WeightExpectation, places: Iterable[RankPlace], parameter: str
+) -> tuple[str, ...]:
+    """Return the Hugging Face names that make up a parameter on all ranks of an engine."""
+    by_rank = (expectation.tensors_of(parameter, place) for place in dict.fromkeys(places))
+    return tuple(dict.fromkeys(name for names in by_rank for name in names))
+
+
+def _require_known_splits(engine: Engine, expectation: WeightExpectation) -> None:
+    if engine.tp > 1 and expectation.unknown_splits:
+        raise AuditUnsupported(
+            f"{_BY_NAME.format(engine.url)}: it is not known how tp={engine.tp} ranks share "
+            f"{expectation.unknown_splits[0]}"
+        )
 
 
 def value_obstacles(engine: Engine) -> list[str]:
     """Return the settings of an engine for which its checksums cannot be predicted."""
     obstacles = []
-    if engine.tp > 1 or engine.ep > 1:
-        obstacles.append(f"tp={engine.tp} ep={engine.ep} (each rank holds a shard)")
+    if engine.tp > 1 and engine.quantization is not None:
+        obstacles.append(
+            f"tp={engine.tp} with quantization={engine.quantization} (no such shards were "
+            "compared with a server's)"
+        )
     if engine.quantization not in (None, "fp8"):
         obstacles.append(f"quantization={engine.quantization} (its checksums are not known)")
     return obstacles
@@ -111,8 +163,10 @@ def require_auditable(engine: Engine, info: Mapping[str, Any], device: str) -> N
         )
     elif device != "cpu" and runner not in _PLAIN_RUNNERS:
         obstacles.append(f"moe_runner_backend={runner} (it may keep experts in another layout)")
+    obstacles += [
+        f"{key}={info[key]} (ranks hold other shards)"
+        for key in _OTHER_SHARDS
+        if info.get(key) not in (None, False, 0, 1)
+    ]
     if obstacles:
-        raise AuditUnsupported(
-            f"{engine.url} holds every parameter that was sent, by name; their values cannot be "
-            f"compared: {', '.join(obstacles)}"
-        )
+        raise AuditUnsupported(f"{_BY_NAME.format(engine.url)}: {', '.join(obstacles)}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -11,7 +11,16 @@ import torch
 from sglang_bridge.block_fp8 import Fp8Pairs, Part
 from sglang_bridge.weights.buckets import NamedTensors
 from sglang_bridge.weights.digests import CpuDigest, Digest, GpuDigest
-from sglang_bridge.weights.fused_layout import Slot, engine_dtype, locate_slot, padding_rows
+from sglang_bridge.weights.fused_layout import (
+    WHOLE,
+    RankPlace,
+    Slot,
+    engine_dtype,
+    first_expert,
+    is_split_known,
+    locate_slot,
+    take_shard,
+)
 
 
 @dataclass
@@ -53,6 +62,8 @@ class WeightExpectation:
     dtype: the engine's. num_experts: in each MoE layer. device: the engines' device, which selects
     the kind of checksum. compares_values: False to keep names alone, without checksums. With
     checksums a tensor that arrives before an earlier part of its parameter is copied.
+    places: the ranks whose checksums are wanted. num_key_value_heads: of the model, for engines of
+    several ranks.
     """
 
     def __init__(
@@ -62,6 +73,8 @@ class WeightExpectation:
         num_experts: int,
         device: Literal["cpu", "cuda"] = "cpu",
         compares_values: bool = True,
+        places: Iterable[RankPlace] = (WHOLE,),
+        num_key_value_heads: int = 1,
     ) -> None:
         self.device = device
         self.compares_values = compares_values
@@ -69,7 +82,12 @@ class WeightExpectation:
         self._num_experts = num_experts
         # Our CPU engines list the checksums of codes and scales (`cpu_shim/block_fp8.py`)
         self._pairs = Fp8Pairs(lists_exactly=device == "cpu", compares_values=compares_values)
-        self._parameters: dict[str, _Parameter] = {}
+        self.unknown_splits: list[str] = []
+        """Tensors of which nothing is known about the share of one rank among several."""
+        self._num_key_value_heads = num_key_value_heads
+        # Names are the same on all ranks
+        ranks = dict.fromkeys(places) if compares_values else (WHOLE,)
+        self._parameters: dict[RankPlace, dict[str, _Parameter]] = {rank: {} for rank in ranks}
 
     def observe(self, named_tensors: NamedTensors) -> Iterator[tuple[str, torch.Tensor]]:
         """Pass the stream on unchanged, adding each tensor to the expectation."""
@@ -87,27 +105,47 @@ class WeightExpectation:
 
     def _add_part(self, part: Part) -> None:
         slot = locate_slot(part.weight, num_experts=self._num_experts)
-        parameter = self._parameter(slot, part.suffix)
-        parameter.add_name(slot.index, part.name)
-        if not self.compares_values:
-            return
+        if not is_split_known(part.weight):
+            self.unknown_splits.append(part.weight)
         dtype = part.dtype or engine_dtype(part.name, self._dtype)
-        data = part.tensor.to(dtype).contiguous()
-        extra = padding_rows(part.name, data.shape[0])
-        if extra:
-            data = torch.cat([data, data.new_zeros(extra, *data.shape[1:])])
-        parameter.add_data(slot.index, data.view(-1).view(torch.uint8))
+        tensor = part.tensor.to(dtype) if self.compares_values else part.tensor
+        for place in self._parameters:
+            local_slot = self._local_slot(slot, place)
+            if local_slot is None:
+                continue
+            parameter = self._parameter(local_slot, part.suffix, place)
+            parameter.add_name(local_slot.index, part.name)
+            if self.compares_values:
+                data = take_shard(
+                    part.weight, tensor, place, num_key_value_heads=self._num_key_value_heads
+                )
+                parameter.add_data(local_slot.index, data.contiguous().view(-1).view(torch.uint8))
 
-    def checksums(self) -> dict[str, str]:
-        """The 16 hexadecimal digits that SGLang reports, by engine parameter.
+    def _local_slot(self, slot: Slot, place: RankPlace) -> Slot | None:
+        """The slot among those of a rank; None if it has no part of the tensor."""
+        if not slot.is_expert:
+            return slot
+        each = slot.count // self._num_experts
+        count = slot.count // place.ep
+        index = slot.index - each * first_expert(place, self._num_experts)
+        return Slot(slot.parameter, index, count, is_expert=True) if 0 <= index < count else None
+
+    @property
+    def first_place(self) -> RankPlace:
+        """The first rank of which something is expected. All have the same parameters, by name."""
+        return next(iter(self._parameters))
+
+    def checksums(self, place: RankPlace = WHOLE) -> dict[str, str]:
+        """The 16 hexadecimal digits that SGLang reports, by engine parameter of one rank.
 
         Empty texts if only names are kept.
 
         Raises `ValueError` if a tensor is missing.
         """
+        parameters = self._parameters[place]
         gaps = [
             f"{name} has {len(parameter.names)} of {parameter.count} tensors"
-            for name, parameter in self._parameters.items()
+            for name, parameter in parameters.items()
             if len(parameter.names) < parameter.count
         ]
         gaps += self._pairs.gaps
@@ -115,7 +153,7 @@ class WeightExpectation:
             raise ValueError(f"the weights sent are incomplete: {', '.join(gaps)}")
         return {
             name: "" if parameter.digest is None else parameter.digest.hexdigest()
-            for name, parameter in self._parameters.items()
+            for name, parameter in parameters.items()
         }
 
     @property
@@ -123,20 +161,27 @@ class WeightExpectation:
         """The bytes of tensors that wait for an earlier part of their parameter."""
         return sum(
             tensor.nbytes
-            for parameter in self._parameters.values()
+            for parameters in self._parameters.values()
+            for parameter in parameters.values()
             for tensor in parameter.early_tensors.values()
         )
 
-    def tensors_of(self, parameter: str) -> tuple[str, ...]:
-        """The Hugging Face names that make up an engine parameter, in its order."""
-        names = self._parameters[parameter].names
+    def tensors_of(self, parameter: str, place: RankPlace = WHOLE) -> tuple[str, ...]:
+        """The Hugging Face names that make up an engine parameter of a rank, in its order.
+
+        Empty for a parameter of which nothing was sent.
+        """
+        if parameter not in self._parameters[place]:
+            return ()
+        names = self._parameters[place][parameter].names
         return tuple(names[index] for index in sorted(names))
 
-    def _parameter(self, slot: Slot, suffix: str) -> _Parameter:
+    def _parameter(self, slot: Slot, suffix: str, place: RankPlace) -> _Parameter:
+        parameters = self._parameters[place]
         name = slot.parameter + suffix
-        if name not in self._parameters:
-            self._parameters[name] = _Parameter(slot.count, self._make_digest())
-        return self._parameters[name]
+        if name not in parameters:
+            parameters[name] = _Parameter(slot.count, self._make_digest())
+        return parameters[name]
 
     def _make_digest(self) -> Digest | None:
         if not self.compares_values:

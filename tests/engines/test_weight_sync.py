@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from megatron_rl.engines.weight_sync import FollowerSync, WeightSync
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed, WeightMismatch, WeightUpdateFailed
 from sglang_bridge.weights.expectation import WeightExpectation
+from sglang_bridge.weights.fused_layout import RankPlace
 from sglang_bridge.weights.source import SoleSource, WeightSource
 from sglang_bridge.weights.updater import UpdateSummary
 
@@ -46,7 +47,7 @@ class FakeAdmin:
     def checksums(self) -> list[Checksums]:
         if self._fake.audit_error is not None:
             raise self._fake.audit_error
-        return [self._fake.change(self.sent_checksums)]
+        return [self._fake.change(self.sent_checksums)] * self._fake.tp
 
 
 @dataclass
@@ -60,11 +61,12 @@ class FakeEngine:
     change: Change
     device: str = "cpu"
     tp: int = 1
+    quantization: str | None = None
     push_error: str = ""
     audit_error: RequestFailed | None = None
 
     def engine(self, port: int) -> Engine:
-        return Engine(url=f"http://{self.name}:{port}", tp=self.tp)
+        return Engine(url=f"http://{self.name}:{port}", tp=self.tp, quantization=self.quantization)
 
 
 class FakeUpdater:
@@ -159,10 +161,12 @@ class Run:
         self.opened_admins.append(FakeAdmin(engine, self.engines[name]))
         return self.opened_admins[-1]
 
-    def _make_expectation(self, *, compares_values: bool) -> WeightExpectation:
+    def _make_expectation(
+        self, *, compares_values: bool, places: Iterable[RankPlace]
+    ) -> WeightExpectation:
         self.compares_values.append(compares_values)
         return WeightExpectation(
-            dtype=torch.float32, num_experts=2, compares_values=compares_values
+            dtype=torch.float32, num_experts=2, compares_values=compares_values, places=places
         )
 
 
@@ -270,7 +274,7 @@ def test_values_are_not_hashed_where_they_cannot_be_compared() -> None:
     sync, run = make_sync(device="cuda", audit_every=1)
     for _ in range(2):
         send(sync)
-    sharded_run = Run(FakeEngine("a", no_change, tp=2))
+    sharded_run = Run(FakeEngine("a", no_change, tp=2, quantization="fp8"))
     send(sharded_run.sync)
     assert "tp=2" in sharded_run.sync.audit_obstacle
     assert run.compares_values == [True, False]

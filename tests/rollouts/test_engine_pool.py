@@ -126,6 +126,26 @@ def test_requests_in_flight_are_bounded() -> None:
     assert largest == 4  # two for each that the engine can run
 
 
+def test_an_engine_of_two_ranks_gets_twice_the_requests() -> None:
+    small = CountingEngine(good)
+    large = CountingEngine(good)
+
+    async def report(message: FromCollector) -> None:
+        raise AssertionError(message)
+
+    async def run() -> None:
+        async with fake_engine(small) as small_url, fake_engine(large) as large_url:
+            engines = [Engine(url=small_url), Engine(url=large_url, tp=2)]
+            pool = EnginePool(engines, EngineSettings(), FORM, report)
+            try:
+                assert await generate_many(pool, 30) == {"stop": 30}
+            finally:
+                await pool.close()
+
+    asyncio.run(run())
+    assert (small.calls, large.calls) == (10, 20)
+
+
 @pytest.mark.parametrize("retries", [0, 2])
 def test_no_rollout_is_lost_while_one_of_two_engines_fails(
     retries: int, caplog: pytest.LogCaptureFixture

@@ -23,8 +23,10 @@ ANSWERS: dict[str, tuple[int, bytes]] = {
     "/update_weights_from_disk": (200, b'{"success": true, "message": ""}'),
     "/weights_checker": (
         200,
-        b'{"success": true, "message": "", "ranks": [{"checksums": {"a": "1f"}, '
-        b'"per_gpu_checksum": "x", "parallelism_info": {"tp_rank": 0}}]}',
+        b'{"success": true, "message": "", "ranks": ['
+        b'{"checksums": {"a": "2f"}, "per_gpu_checksum": "y", "parallelism_info": [{"tp_rank": 1}]}'
+        b',{"checksums": {"a": "1f"}, "per_gpu_checksum": "x", "parallelism_info": [{"tp_rank": 0}]'
+        b"}]}",
     ),
 }
 
@@ -122,8 +124,8 @@ def test_a_version_is_set_without_aborting_requests(
     assert admin.weight_version() == "3"
 
 
-def test_checksums_are_typed(admin: AdminClient) -> None:
-    assert admin.checksums() == [{"a": "1f"}]
+def test_checksums_come_in_the_order_of_the_ranks(admin: AdminClient) -> None:
+    assert admin.checksums() == [{"a": "1f"}, {"a": "2f"}]
 
 
 def test_generated_tokens_are_the_sum_of_the_engine_counter(

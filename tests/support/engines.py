@@ -1,7 +1,7 @@
 """One real SGLang server for tests."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -19,13 +19,18 @@ def running_engine(
     max_running_requests: int = 128,
     dtype: Literal["float32", "bfloat16"] = "float32",
     keys: RunKeys | None = None,
+    tp: int = 1,
+    ep: int = 1,
+    extra_args: Sequence[str] = (),
 ) -> Iterator[ManagedEngine]:
     """One server on CPU, healthy, ended afterwards."""
     lifeline = Lifeline()
     settings = ServerSettings(
         max_running_requests=max_running_requests,
         dtype=dtype,
-        extra_args=["--weight-version=0"],
+        tp=tp,
+        ep=ep,
+        extra_args=["--weight-version=0", *extra_args],
     )
     place = ServerPlace(model_path=str(model_path), device="cpu")
     engine = ManagedEngine.start(

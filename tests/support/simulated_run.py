@@ -605,7 +605,7 @@ class SimulatedRun:
     def _open_admin(self, engine: Engine) -> Any:
         return SimulatedAdmin(engine.url)
 
-    def _make_expectation(self, *, compares_values: bool) -> Any:
+    def _make_expectation(self, *, compares_values: bool, places: Any) -> Any:
         return _Expectation()
 
     def _push(self, weights: Any, version: int, admins: Sequence[SimulatedAdmin]) -> None:

@@ -135,6 +135,9 @@ def check_engine(engine: EngineSettings, facts: LaunchFacts) -> Iterator[BrokenR
             f"engine.tp={engine.tp}"
         )
         yield BrokenRule("engine.ep", rule, "Use a divisor of engine.tp")
+    if engine.mixed_sizes and engine.mode == "managed":
+        rule = "All engines that the run starts have the sizes engine.tp and engine.ep"
+        yield BrokenRule("engine.mixed_sizes", rule, "Remove it, or use engine=external")
     if engine.mode == "external":
         yield from _check_external(engine)
     else:
@@ -173,6 +176,9 @@ def _check_managed(engine: EngineSettings, facts: LaunchFacts) -> Iterator[Broke
             yield BrokenRule(f"engine.{name}", rule, "Remove it, or use engine=external")
     for refusal in server_refusals(engine, server_device(engine, facts.num_gpus)):
         yield _from_refusal(refusal)
+    if engine.ep > 1 and server_device(engine, facts.num_gpus) == "cpu":
+        rule = "SGLang's experts for CPUs (0.5.23) compute with all experts on every rank"
+        yield BrokenRule("engine.ep", rule, "Use 1, which splits each expert over engine.tp")
     # Trainer and engines share one process group for weights. It uses NCCL if all have GPUs and
     # gloo if none has.
     if facts.num_gpus == 0 and engine.device == "cuda":
@@ -205,6 +211,18 @@ def _check_gpus(engine: EngineSettings, facts: LaunchFacts) -> Iterator[BrokenRu
     ranks = facts.local_world_size
     engines = engine.count * engine.tp if engine.mode == "managed" else 0
     if not 0 < facts.num_gpus < ranks + engines or engine.device == "cpu":
+        return
+    if engine.mode == "managed" and engine.tp > facts.num_gpus:
+        rule = (
+            f"An engine that the run starts is on one node, and {facts.num_gpus} GPU(s) are "
+            "visible here"
+        )
+        remedy = (
+            f"Lower it, or start an engine over several nodes yourself (sglang --tp-size "
+            f"{engine.tp} --nnodes N --node-rank R --dist-init-addr HOST:PORT on each) and use "
+            "engine=external"
+        )
+        yield BrokenRule("engine.tp", rule, remedy)
         return
     free_gpus = facts.num_gpus - engines
     if free_gpus > 0:

@@ -49,11 +49,13 @@ _log = logging.getLogger(__name__)
 class _Member:
     """One engine of the pool.
 
-    failures: number of consecutive failures. left_out: the engine failed, and rank 0 knows it.
+    num_ranks: those of the engine. failures: number of consecutive failures. left_out: the engine
+    failed, and rank 0 knows it.
     removed: set once rank 0 has removed the engine.
     """
 
     client: GenerateClient
+    num_ranks: int = 1
     in_flight: int = 0
     failures: int = 0
     left_out: bool = False
@@ -186,7 +188,7 @@ class EnginePool:
             abort=self._abort,
             threads=self._threads,
         )
-        self._members[engine.url] = _Member(client)
+        self._members[engine.url] = _Member(client, engine.tp)
         self._slots.add(self._slots_per_engine)
         self._announce_change()
 
@@ -379,12 +381,12 @@ class EnginePool:
         return [member for member in self._members.values() if not member.left_out]
 
     async def _wait_for_member(self, failed_members: set[_Member]) -> _Member:
-        """Return the engine with the fewest requests in flight, once there is one."""
+        """Return the engine with the fewest requests in flight for each rank, once there is one."""
         while True:
             members = self._usable_members()
             candidates = [member for member in members if member not in failed_members] or members
             if candidates:
-                return min(candidates, key=lambda member: member.in_flight)
+                return min(candidates, key=lambda member: member.in_flight / member.num_ranks)
             await self._change.wait()
 
     def _announce_change(self) -> None:

@@ -19,24 +19,33 @@ LAYER = "model.layers.3"
         (f"{LAYER}.self_attn.q_proj.weight", Slot(f"{LAYER}.self_attn.qkv_proj.weight", 0, 3)),
         (f"{LAYER}.self_attn.v_proj.bias", Slot(f"{LAYER}.self_attn.qkv_proj.bias", 2, 3)),
         (f"{LAYER}.mlp.up_proj.weight", Slot(f"{LAYER}.mlp.gate_up_proj.weight", 1, 2)),
-        (f"{LAYER}.mlp.experts.2.gate_proj.weight", Slot(f"{LAYER}.mlp.experts.w13_weight", 4, 16)),
-        (f"{LAYER}.mlp.experts.2.up_proj.weight", Slot(f"{LAYER}.mlp.experts.w13_weight", 5, 16)),
-        (f"{LAYER}.mlp.experts.7.down_proj.weight", Slot(f"{LAYER}.mlp.experts.w2_weight", 7, 8)),
+        (
+            f"{LAYER}.mlp.experts.2.gate_proj.weight",
+            Slot(f"{LAYER}.mlp.experts.w13_weight", 4, 16, True),
+        ),
+        (
+            f"{LAYER}.mlp.experts.2.up_proj.weight",
+            Slot(f"{LAYER}.mlp.experts.w13_weight", 5, 16, True),
+        ),
+        (
+            f"{LAYER}.mlp.experts.7.down_proj.weight",
+            Slot(f"{LAYER}.mlp.experts.w2_weight", 7, 8, True),
+        ),
         (
             f"{LAYER}.mlp.shared_experts.up_proj.weight",
             Slot(f"{LAYER}.mlp.shared_experts.gate_up_proj.weight", 1, 2),
         ),
         (
             f"{LAYER}.block_sparse_moe.experts.2.w1.weight",
-            Slot(f"{LAYER}.block_sparse_moe.experts.w13_weight", 4, 16),
+            Slot(f"{LAYER}.block_sparse_moe.experts.w13_weight", 4, 16, True),
         ),
         (
             f"{LAYER}.block_sparse_moe.experts.2.w3.weight",
-            Slot(f"{LAYER}.block_sparse_moe.experts.w13_weight", 5, 16),
+            Slot(f"{LAYER}.block_sparse_moe.experts.w13_weight", 5, 16, True),
         ),
         (
             f"{LAYER}.block_sparse_moe.experts.7.w2.weight",
-            Slot(f"{LAYER}.block_sparse_moe.experts.w2_weight", 7, 8),
+            Slot(f"{LAYER}.block_sparse_moe.experts.w2_weight", 7, 8, True),
         ),
         (f"{LAYER}.mlp.gate.weight", Slot(f"{LAYER}.mlp.gate.weight", 0, 1)),
         (f"{LAYER}.self_attn.q_norm.weight", Slot(f"{LAYER}.self_attn.q_norm.weight", 0, 1)),
@@ -56,6 +65,12 @@ def test_only_the_vocabulary_is_padded() -> None:
     assert padding_rows("lm_head.weight", 200) == 56
     assert padding_rows("model.embed_tokens.weight", 192) == 0
     assert padding_rows("model.norm.weight", 200) == 0
+
+
+def test_vocabulary_is_padded_until_the_ranks_can_share_it() -> None:
+    assert padding_rows("lm_head.weight", 200, tp=4) == 56
+    assert padding_rows("lm_head.weight", 130, tp=3) == 62
+    assert padding_rows("lm_head.weight", 200, tp=3) == 184
 
 
 def sha(*tensors: torch.Tensor) -> str:
