@@ -34,7 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     picture = options.picture or options.run / "timeline.png"
     try:
-        spans = read_spans(options.run, *options.steps)
+        spans = read_spans(options.run, options.steps)
     except Failure as failure:
         print(failure, file=sys.stderr)
         return failure.exit_code
@@ -66,7 +66,6 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--steps",
         type=step_range,
-        default=(0, sys.maxsize),
         metavar="FIRST:LAST",
         help="the steps to show, such as 3:8 (default: all)",
     )
@@ -86,18 +85,21 @@ def step_range(text: str) -> tuple[int, int]:
     return first, last
 
 
-def read_spans(run: Path, first: int, last: int) -> list[Span]:
-    """Read the spans of some steps of a run. Raises `RunUnreadable`."""
+def read_spans(run: Path, steps: tuple[int, int] | None) -> list[Span]:
+    """Read the spans of some steps of a run, None: all of them. Raises `RunUnreadable`."""
     file = run / TIMELINE_FILE
     try:
-        spans = choose_steps(read_timeline(file), first, last)
+        spans = list(read_timeline(file))
     except OSError as error:
         raise RunUnreadable(
             f"{file} cannot be read ({error}). Give the directory of a run with "
             "logger.timeline=true"
         ) from error
+    if steps is not None:
+        spans = choose_steps(spans, *steps)
     if not spans:
-        raise RunUnreadable(f"{file} has no step from {first} to {last}")
+        wanted = "span" if steps is None else f"step from {steps[0]} to {steps[1]}"
+        raise RunUnreadable(f"{file} has no {wanted}")
     return spans
 
 

@@ -147,6 +147,7 @@ class Collector:
                 del self._requests[request.group_id]
 
     async def _run(self, request: GroupRequest) -> GroupDone:
+        start = time.monotonic()
         indices = range(request.first_sample, request.first_sample + request.num_samples)
         outcomes = await asyncio.gather(*(self._runner.run(request, index) for index in indices))
         results = [outcome for outcome in outcomes if isinstance(outcome, ScoredRollout)]
@@ -168,6 +169,7 @@ class Collector:
             group=group,
             generated_tokens=num_used + num_rejected,
             attempt=request.attempt,
+            seconds=time.monotonic() - start,
         )
 
     async def _refs(

@@ -150,11 +150,13 @@ class GroupDone(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
     """A group is complete: every rollout has a verdict or was rejected.
 
     generated_tokens: tokens that engines sampled for it. attempt: that of the request.
+    seconds: since the collector received the request.
     """
 
     group: Group
     generated_tokens: Count
     attempt: Count = 0
+    seconds: float = 0.0
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):

@@ -142,8 +142,7 @@ class RolloutQueue:
     num_repeated: requests that were sent again, because their collector was gone.
     engines_left_out: URLs of engines that collectors do not use, because they failed.
     observer: learns of engines and collectors that failed, if set.
-    on_arrival: gets the request of each group that arrives, the seconds since it was submitted, and
-    the tokens that engines sampled for it, if set.
+    on_arrival: gets the answer to each request, and the seconds since it was submitted, if set.
     abort: aborts a request, given an engine's URL and the request id. None: expired requests are
     not aborted.
     log: writes a line for the user.
@@ -162,7 +161,7 @@ class RolloutQueue:
         self._log = log
         self.engines_left_out: set[str] = set()
         self.observer: QueueObserver | None = None
-        self.on_arrival: Callable[[GroupRequest, float, int], None] | None = None
+        self.on_arrival: Callable[[GroupDone, float], None] | None = None
         self._max_staleness = settings.max_staleness
         self._version = 0
         self._is_version_set = False
@@ -587,8 +586,7 @@ class RolloutQueue:
         request = outstanding.request
         self._loads[node] -= request.num_samples
         if self.on_arrival is not None:
-            seconds = time.monotonic() - outstanding.since
-            self.on_arrival(request, seconds, message.generated_tokens)
+            self.on_arrival(message, time.monotonic() - outstanding.since)
         if not request.evaluation:
             tokens = message.generated_tokens
             holder = _Holder(node, self._epochs[node], request, tokens)

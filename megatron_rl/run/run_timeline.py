@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from megatron_rl.contracts.commands import Checkpoint, Command, Poll, Train
 from megatron_rl.records.timeline.spans import Lane, Timeline
-from megatron_rl.rollouts.messages import GroupRequest
+from megatron_rl.rollouts.messages import GroupDone
 
 _STEP = re.compile(r"step-(\d+)-")
 _WORD = re.compile(r"(?<=[a-z])(?=[A-Z])")
@@ -31,8 +31,19 @@ class RunTimeline:
         name = _WORD.sub(" ", type(command).__name__).lower()
         self.timeline.add(Lane.RANKS, name, seconds, step=step)
 
-    def add_group(self, request: GroupRequest, seconds: float, num_tokens: int) -> None:
-        """Add a group that has arrived."""
-        match = _STEP.match(request.group_id)
+    def add_group(self, answer: GroupDone, seconds: float) -> None:
+        """Add a group that has arrived. seconds: since it was requested.
+
+        It may have been complete for a while: this process reads no message while it trains.
+        """
+        group_id = answer.group.group_id
+        match = _STEP.match(group_id)
         step = -1 if match is None else int(match[1])
-        self.timeline.add(Lane.ROLLOUTS, request.group_id, seconds, step=step, tokens=num_tokens)
+        self.timeline.add(
+            Lane.ROLLOUTS,
+            group_id,
+            min(answer.seconds, seconds),
+            ago=max(0.0, seconds - answer.seconds),
+            step=step,
+            tokens=answer.generated_tokens,
+        )

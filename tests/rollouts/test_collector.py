@@ -80,6 +80,7 @@ def collect(
 def test_rollouts_are_scored_and_kept_until_they_are_released() -> None:
     async def check(message: FromCollector, collector: Collector) -> None:
         assert isinstance(message, GroupDone) and message.generated_tokens == 8
+        assert 0.01 <= message.seconds < 5, "each response takes 0.01 s"
         samples = message.group.rollouts
         assert sorted(s.verdict.reward or 0.0 for s in samples) == [0.0, 1.0]
         assert all(s.versions == (3,) and s.finish_reason is FinishReason.STOP for s in samples)

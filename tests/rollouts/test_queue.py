@@ -62,7 +62,9 @@ def requested_ids(peer: Peer, count: int) -> list[str]:
 
 def test_each_group_is_delivered_once_and_can_be_released(queue: RolloutQueue, peer: Peer) -> None:
     arrivals: list[tuple[str, int]] = []
-    queue.on_arrival = lambda r, seconds, tokens: arrivals.append((r.group_id, tokens))
+    queue.on_arrival = lambda answer, seconds: arrivals.append(
+        (answer.group.group_id, answer.generated_tokens)
+    )
     queue.submit([request("a"), request("b")])
     assert requested_ids(peer, 2) == ["a", "b"]
     peer.send(group_done("b"))

@@ -56,12 +56,19 @@ class Timeline:
         self._complete_line()
 
     def add(
-        self, lane: Lane, name: str, seconds: float, *, step: int = -1, tokens: int = 0
+        self,
+        lane: Lane,
+        name: str,
+        seconds: float,
+        *,
+        ago: float = 0.0,
+        step: int = -1,
+        tokens: int = 0,
     ) -> None:
-        """Add a span that ends now. seconds: its duration."""
+        """Add a span. seconds: its duration. ago: seconds since its end."""
         if self._stream is None:
             return
-        end = self._clock()
+        end = self._clock() - ago
         span = Span(lane, name, round(end - seconds, 6), round(end, 6), step, tokens)
         try:
             self._stream.write(msgspec.json.encode(span) + b"\n")

@@ -8,7 +8,8 @@ import pytest
 from launch import timeline as command
 from megatron_rl.contracts.commands import Checkpoint, Poll, Sync
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.contracts.prompt import Prompt, Sampling
+from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.records.timeline.layout import (
     StepSpan,
     choose_steps,
@@ -17,7 +18,7 @@ from megatron_rl.records.timeline.layout import (
 )
 from megatron_rl.records.timeline.spans import Lane, Span, Timeline, read_timeline
 from megatron_rl.records.timeline.trace import trace_events
-from megatron_rl.rollouts.messages import GroupRequest
+from megatron_rl.rollouts.messages import GroupDone
 from megatron_rl.run.run_timeline import RunTimeline
 from tests.support.clocks import FakeClock
 
@@ -36,26 +37,27 @@ def no_log(text: str) -> None:
     raise AssertionError(text)
 
 
-def request(group_id: str) -> GroupRequest:
+def answer(group_id: str, seconds: float, num_tokens: int) -> GroupDone:
     prompt = Prompt(id="p", token_ids=(1,), answer="", task="")
-    sampling = Sampling(max_new_tokens=1, temperature=1.0, stop_token_ids=())
-    return GroupRequest(group_id=group_id, prompt=prompt, num_samples=1, sampling=sampling)
+    group = Group(group_id=group_id, prompt=prompt, rollouts=())
+    return GroupDone(group=group, generated_tokens=num_tokens, seconds=seconds)
 
 
-def test_a_span_ends_when_it_is_written(tmp_path: Path) -> None:
+def test_a_span_ends_when_its_work_ended(tmp_path: Path) -> None:
     clock = FakeClock()
     clock.now = 100.0
     file = tmp_path / "timeline.jsonl"
     with Timeline(file, no_log, clock) as timeline:
         run = RunTimeline(timeline)
-        run.add_group(request("step-12-3+2"), 4.0, 31)
+        run.add_group(answer("step-12-3+2", 3.0, 31), 4.0)
         clock.now = 110.5
         run.add_command(Sync(version=3), 0.5)
         run.add_command(Poll(), 0.5)
-        run.add_group(request("eval-12-5"), 2.0, 8)
+        run.add_group(answer("eval-12-5", 2.5, 8), 2.0)
         run.add_command(Checkpoint(step=12, state=b""), 1.0)
     assert list(read_timeline(file)) == [
-        Span(Lane.ROLLOUTS, "step-12-3+2", 96.0, 100.0, step=12, tokens=31),
+        # It was complete a second before this process read it
+        Span(Lane.ROLLOUTS, "step-12-3+2", 96.0, 99.0, step=12, tokens=31),
         Span(Lane.RANKS, "sync", 110.0, 110.5),
         Span(Lane.ROLLOUTS, "eval-12-5", 108.5, 110.5, tokens=8),
         Span(Lane.RANKS, "checkpoint", 109.5, 110.5, step=12),
