@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +35,7 @@ from megatron_rl.models.families import read_shape
 from megatron_rl.rollouts.recording.format import batch_directory
 from megatron_rl.rollouts.recording.reader import read_batch_record, read_groups
 from megatron_rl.rollouts.recording.recorded_rollouts import RecordedRollouts
-from megatron_rl.rollouts.store import RolloutStore
+from megatron_rl.rollouts.store import RolloutGone, RolloutStore, read_rollout
 from megatron_rl.training import worker as module
 from megatron_rl.training.exchange.transfer_plan import Receiver
 from megatron_rl.training.metric_sums import MetricSums
@@ -82,7 +82,7 @@ class Passes:
         self.updates: list[tuple[list[str], list[str], int, bool]] = []
         self._differing = differing
         self._bad_step = bad_step
-        monkeypatch.setattr(module, "exchange_rollouts", lambda *_: {})
+        monkeypatch.setattr(module, "exchange_rollouts", lambda *_, **__: {})
         monkeypatch.setattr(module, "gather_bytes", lambda data, group: [data])
         monkeypatch.setattr(module, "compute_old_policy", self._old_policy)
         monkeypatch.setattr(module, "with_update_routes", lambda steps, *_: steps)
@@ -251,6 +251,30 @@ def test_requested_batches_are_recorded_and_can_be_trained_on(
             tmp_path, node=0, batches=1, routes=None, vocab_size=SHAPE.vocab_size
         )
         assert [len(group.rollouts) for group in recording.sample(1).groups] == [3, 3]
+
+
+def test_a_batch_is_recorded_although_its_collector_has_ended(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    Passes(monkeypatch)
+    store = RolloutStore(node=0)
+    refs, rollouts = store_batch(store)
+
+    def exchange(
+        *_: Any, keep: Callable[[RolloutRef], None], kept_refs: Iterable[RolloutRef]
+    ) -> dict[int, Rollout]:
+        for ref in kept_refs:
+            keep(ref)
+        store.release(["group"])
+        return {}
+
+    monkeypatch.setattr(module, "exchange_rollouts", exchange)
+    worker = make_worker(tmp_path, logger=LoggerSettings(save_rollouts_every=3))
+    worker.train(make_plan(1, rollouts=refs))
+    with pytest.raises(RolloutGone):
+        read_rollout(refs[0])
+    recorded = [r for _, group in read_groups(batch_directory(tmp_path, 3)) for r in group]
+    assert sorted(r.rollout_id for r in recorded) == sorted(r.rollout_id for r in rollouts)
 
 
 def test_a_step_without_rollouts_runs_no_pass(
