@@ -495,6 +495,9 @@ class SyncSettings(Section):
     # no engine samples.
     when: Literal["step", "evaluation"] = "step"
     transport: Literal["distributed", "disk"] = "distributed"
+    # For transport=distributed: engines that get each bucket in one broadcast. Above 1, a rank
+    # serves many engines faster. If one of them fails, the others of its tree fail too.
+    engines_per_tree: Positive = 1
     # For transport=disk: only the bytes that changed since the last sync travel, compressed. Each
     # node with engines rebuilds the weights on a disk of its own.
     delta: bool = False

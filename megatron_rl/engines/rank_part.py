@@ -68,6 +68,7 @@ def open_rank_part(
             timeout_seconds=settings.timeout_s,
             device=job.device if on_gpu else None,
             log=log,
+            engines_per_tree=settings.engines_per_tree,
         )
 
     def open_admin(engine: Engine) -> AdminClient:

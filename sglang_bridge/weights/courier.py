@@ -27,13 +27,14 @@ _FIRST_NOTICE_SECONDS = 10.0
 
 
 class Lane:
-    """One owner's connection to one engine within one update.
+    """One owner's connection to an engine, or to a tree of engines, within one update.
 
-    num_bytes: sent so far. failure: why the engine gets no further bucket, None while it does.
+    urls: of the engines. num_bytes: sent so far. failure: why they get no further bucket, None
+    while they do.
     """
 
-    def __init__(self, url: str, group: WeightGroup) -> None:
-        self.url = url
+    def __init__(self, urls: Sequence[str], group: WeightGroup) -> None:
+        self.urls = tuple(urls)
         self.num_bytes = 0
         self._group = group
         self._start = 0.0
@@ -47,8 +48,15 @@ class Lane:
         reason = None if self._delivery is None else self._delivery.failure
         if self._failure is None and reason is not None:
             remedies = [remedy for words, remedy in _REMEDIES.items() if words in reason]
-            self._failure = f"{reason} (it should {self._task}){''.join(remedies)}"
+            self._failure = f"{reason} (it should {self._task}){''.join(remedies)}{self._tree}"
         return self._failure
+
+    @property
+    def _tree(self) -> str:
+        """Names the engines that fail together."""
+        if len(self.urls) == 1:
+            return ""
+        return f". {', '.join(self.urls)} share a tree (sync.engines_per_tree)"
 
     @property
     def is_sent(self) -> bool:
@@ -73,7 +81,7 @@ class Lane:
     def expire(self, patience: float, deadline: float) -> None:
         """Fail if the engine has not loaded a bucket in time. deadline: by `time.monotonic`."""
         if not self.is_loaded and time.monotonic() > min(self._start + patience, deadline):
-            self._failure = self.failure or f"{TOO_LATE} (it should {self._task})"
+            self._failure = self.failure or f"{TOO_LATE} (it should {self._task}){self._tree}"
 
 
 class Courier:
@@ -109,7 +117,12 @@ class Courier:
     @property
     def failures(self) -> Failures:
         """The reasons of failures by URL."""
-        return {lane.url: lane.failure for lane in self._lanes if lane.failure is not None}
+        return {
+            url: lane.failure
+            for lane in self._lanes
+            if lane.failure is not None
+            for url in lane.urls
+        }
 
     def put(self, bucket: Bucket) -> None:
         """Send a bucket after the earlier ones. It is released once it has left."""
@@ -177,7 +190,9 @@ class Courier:
             if now > start + seconds:
                 break
             if now > notice:
-                urls = ", ".join(lane.url for lane in self._lanes if not lane.is_loaded)
+                urls = ", ".join(
+                    url for lane in self._lanes if not lane.is_loaded for url in lane.urls
+                )
                 self._log(f"sync: waiting {now - start:.0f} s for {urls} to {what}")
                 notice = now + (now - start)
             time.sleep(_POLL_SECONDS)

@@ -59,7 +59,7 @@ class WeightUpdater:
         """
         update = _Update(admins, self._transport.timeout_seconds)
         self._prepare(update)
-        order = self._order(version, admins)
+        order = self._order(version, update.alive)
         self._connect(update, order, source)
         # Forming groups has a limit of its own
         update.restart_time()

@@ -1,11 +1,13 @@
-"""Process group of this process, its source, and the tensor-parallel ranks of one engine."""
+"""Process group of this process, its source, and the ranks of one or more engines."""
 
 from __future__ import annotations
 
 import contextlib
+import ipaddress
 import threading
 import time
 import uuid
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -22,49 +24,64 @@ _POLL_SECONDS = 0.02
 
 
 class WeightGroup:
-    """Connection to one engine for weights. Create it with `WeightGroup.open`."""
+    """Connection to engines for weights. Create it with `WeightGroup.open`.
+
+    With several engines, each bucket goes to all of them in one broadcast. If one of them ends
+    within a broadcast, the others are stuck in it, because SGLang waits for 30 minutes.
+
+    admins: the control clients of the engines.
+    """
 
     def __init__(
         self,
         name: str,
-        admin: AdminClient,
+        admins: Sequence[AdminClient],
         store: dist.TCPStore,
         group: dist.ProcessGroup,
         timeout: float,
     ) -> None:
+        self.admins = tuple(admins)
         self._name = name
-        self._admin = admin
         self._store = store  # must live as long as the group
         self._group = group
         self._timeout = timeout
 
     @classmethod
     def open(
-        cls, admin: AdminClient, *, backend: str, timeout: float, joining: threading.Lock
+        cls,
+        admins: Sequence[AdminClient],
+        *,
+        backend: str,
+        timeout: float,
+        joining: threading.Lock,
     ) -> WeightGroup:
-        """Let the engine join a new group, and join it too.
+        """Let the engines join a new group, and join it too.
 
-        Both meet at this process's address on the route to the engine's host. joining: torch cannot
-        make two groups at the same time. Raises `EngineError` when the engine does not join within
-        the timeout.
+        All meet at this process's address on the route to the engines' hosts. The ranks follow the
+        order of the engines. joining: torch cannot make two groups at the same time. Raises
+        `EngineError` when an engine does not join within the timeout.
         """
         name = f"weights-{uuid.uuid4().hex[:12]}"
-        address = address_towards(*admin.address)
+        address = _common_address(admins)
         store = open_store(address, timeout_seconds=timeout)
-        world_size = 1 + admin.engine.tp
-        reply = start_call(
-            partial(
-                admin.init_weights_update_group,
-                address=address,
-                port=store.port,
-                rank_offset=1,
-                world_size=world_size,
-                name=name,
-                backend=backend,
-                timeout=timeout,
+        world_size = 1 + sum(admin.engine.tp for admin in admins)
+        replies = {}
+        rank_offset = 1
+        for admin in admins:
+            replies[admin.url] = start_call(
+                partial(
+                    admin.init_weights_update_group,
+                    address=address,
+                    port=store.port,
+                    rank_offset=rank_offset,
+                    world_size=world_size,
+                    name=name,
+                    backend=backend,
+                    timeout=timeout,
+                )
             )
-        )
-        _wait_for_arrival(store, reply, timeout)
+            rank_offset += admin.engine.tp
+        _wait_for_arrival(store, replies, timeout)
         try:
             with joining:
                 group = join_as_source(
@@ -75,27 +92,32 @@ class WeightGroup:
                     timeout_seconds=timeout,
                 )
         except RuntimeError as error:  # torch.distributed: a peer left, or the timeout passed
+            _raise_refusal(replies)
             raise RequestFailed(f"the process group for weights did not form: {error}") from error
-        reply.result(timeout)
-        return cls(name, admin, store, group, timeout)
+        for reply in replies.values():
+            reply.result(timeout)
+        return cls(name, admins, store, group, timeout)
 
     def deliver(self, bucket: Bucket) -> Delivery:
         """Start to broadcast one bucket. It must stay unchanged until the delivery is sent."""
-        reply = start_call(
-            partial(
-                self._admin.update_weights_from_distributed,
-                names=bucket.names,
-                dtypes=[str(dtype).removeprefix("torch.") for dtype in bucket.dtypes],
-                shapes=[list(shape) for shape in bucket.shapes],
-                group_name=self._name,
-                timeout=self._timeout,
+        replies = {
+            admin.url: start_call(
+                partial(
+                    admin.update_weights_from_distributed,
+                    names=bucket.names,
+                    dtypes=[str(dtype).removeprefix("torch.") for dtype in bucket.dtypes],
+                    shapes=[list(shape) for shape in bucket.shapes],
+                    group_name=self._name,
+                    timeout=self._timeout,
+                )
             )
-        )
+            for admin in self.admins
+        }
         try:
             broadcast = dist.broadcast(bucket.flat, src=0, group=self._group, async_op=True)
         except RuntimeError as error:
-            return Delivery(reply, None, failure=f"the broadcast could not start: {error}")
-        return Delivery(reply, broadcast)
+            return Delivery(replies, None, failure=f"the broadcast could not start: {error}")
+        return Delivery(replies, broadcast)
 
     def abandon(self) -> None:
         """Drop the group after a failure, without waiting.
@@ -108,27 +130,32 @@ class WeightGroup:
         start_call(lambda: abort(references.pop()))
 
     def close(self) -> None:
-        """Leave the group in order, the engine first."""
-        with contextlib.suppress(EngineError):  # the engine is gone, or its group
-            self._admin.destroy_weights_update_group(self._name)
+        """Leave the group in order, the engines first."""
+        for admin in self.admins:
+            with contextlib.suppress(EngineError):  # the engine is gone, or its group
+                admin.destroy_weights_update_group(self._name)
         leave(self._group)
 
 
 class Delivery:
-    """Transfer of one bucket to one engine, which loads it and then replies."""
+    """Transfer of one bucket to the engines of a group. Each loads it and then replies."""
 
     def __init__(
-        self, reply: Future[None], broadcast: dist.Work | None, *, failure: str | None = None
+        self,
+        replies: Mapping[str, Future[None]],
+        broadcast: dist.Work | None,
+        *,
+        failure: str | None = None,
     ) -> None:
-        self._reply = reply
+        self._replies = replies
         self._broadcast = broadcast
         self._failure = failure
 
     @property
     def failure(self) -> str | None:
         """The reason why the bucket did not arrive, None while there is none."""
-        error = self._reply.exception() if self._reply.done() else None
-        return self._failure if error is None else str(error)
+        refusal = _first_refusal(self._replies)
+        return self._failure if refusal is None else str(refusal)
 
     @property
     def is_sent(self) -> bool:
@@ -146,19 +173,51 @@ class Delivery:
 
     @property
     def is_loaded(self) -> bool:
-        """True once the engine has loaded the bucket, or the delivery failed."""
-        return self.is_sent and (self.failure is not None or self._reply.done())
+        """True once every engine has loaded the bucket, or the delivery failed."""
+        if not self.is_sent:
+            return False
+        return self.failure is not None or all(reply.done() for reply in self._replies.values())
 
 
-def _wait_for_arrival(store: dist.TCPStore, reply: Future[None], timeout: float) -> None:
-    """Wait until the engine has reached the rendezvous.
+def _common_address(admins: Sequence[AdminClient]) -> str:
+    """This process's address that all engines reach.
 
-    Joining earlier would block even if the engine refuses.
+    Engines on this machine reach its address in the network too.
+    """
+    addresses = [address_towards(*admin.address) for admin in admins]
+    for address in addresses:
+        if not ipaddress.ip_address(address).is_loopback:
+            return address
+    return addresses[0]
+
+
+def _first_refusal(replies: Mapping[str, Future[None]]) -> BaseException | None:
+    """The error of the first engine that refused. replies: by URL."""
+    for url, reply in replies.items():
+        error = reply.exception() if reply.done() else None
+        if error is not None and len(replies) > 1 and isinstance(error, EngineError):
+            return RequestFailed(f"{url}: {error}")
+        if error is not None:
+            return error
+    return None
+
+
+def _raise_refusal(replies: Mapping[str, Future[None]]) -> None:
+    error = _first_refusal(replies)
+    if error is not None:
+        raise error
+
+
+def _wait_for_arrival(
+    store: dist.TCPStore, replies: Mapping[str, Future[None]], timeout: float
+) -> None:
+    """Wait until an engine has reached the rendezvous.
+
+    Joining earlier would block even if the engines refuse.
     """
     deadline = time.monotonic() + timeout
     while store.num_keys() == 0:
-        if reply.done():
-            reply.result()
+        _raise_refusal(replies)
         if time.monotonic() > deadline:
             raise RequestFailed(
                 f"no engine joined the process group for weights within {timeout:.0f} s"

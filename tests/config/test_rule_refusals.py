@@ -37,6 +37,11 @@ PARALLEL = [
         "sync.delta=true",
         "no process on the nodes of external engines",
     ),
+    (
+        "sync.transport=disk sync.engines_per_tree=4",
+        "sync.engines_per_tree=4",
+        "each engine loads weights by itself",
+    ),
     ("sync.local_directory=/disk", "sync.local_directory=/disk", "only sync.delta=true"),
     ("sync.timeout_s=600", "sync.timeout_s=600.0", COLLECTIVE),
 ]

@@ -26,7 +26,7 @@ pytestmark = [
 def test_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     """The resumed run selects the same prompts and samples the same tokens.
 
-    It has one engine instead of two.
+    It has one engine instead of two that share a tree.
     """
     settings = (
         "selection=belief",
@@ -37,7 +37,7 @@ def test_killed_run_resumes_bit_for_bit(tmp_path: Path) -> None:
     )
     reference_root = tmp_path / "uninterrupted"
     resumed_root = tmp_path / "resumed"
-    job = start_job(reference_root, *settings, "engine.count=2")
+    job = start_job(reference_root, *settings, "engine.count=2", "sync.engines_per_tree=2")
     output, _ = job.communicate(timeout=300)
     assert job.returncode == 0, output[-4000:]
     job = start_job(resumed_root, *settings, "engine.max_running_requests=5")

@@ -9,7 +9,11 @@ from megatron_rl.config.schema import Configuration
 
 
 def check_sync(c: Configuration) -> Iterator[BrokenRule]:
-    """Yield broken rules about weights of which only the changes travel."""
+    """Yield broken rules about the way of weights."""
+    if c.sync.engines_per_tree > 1 and c.sync.transport != "distributed":
+        rule = f"With sync.transport={c.sync.transport}, each engine loads weights by itself"
+        remedy = "Use sync.engines_per_tree=1, or sync.transport=distributed"
+        yield BrokenRule("sync.engines_per_tree", rule, remedy)
     if c.sync.delta and c.sync.transport != "disk":
         rule = f"Changes travel in files, and sync.transport={c.sync.transport} sends all weights"
         yield BrokenRule("sync.delta", rule, "Use sync.transport=disk, or sync.delta=false")

@@ -22,8 +22,14 @@ class PeerAdmin(AdminClient):
         self._lock = threading.Lock()
         self.buckets: list[list[float]] = []
         self.refuse = False
+        self.is_up = True
+        self.join: dict[str, Any] = {}
+
+    def is_ready(self, *, timeout: float = 2.0) -> bool:
+        return self.is_up
 
     def init_weights_update_group(self, **request: Any) -> None:
+        self.join = request
         self._call(("init", request))
 
     def update_weights_from_distributed(self, **request: Any) -> None:

@@ -58,7 +58,7 @@ def carry(
     lanes = []
     for index, group in enumerate(groups):
         fake_group: Any = group
-        lanes.append(Lane(f"http://{index}", fake_group))
+        lanes.append(Lane([f"http://{index}"], fake_group))
     log = (lines if lines is not None else []).append
     courier = Courier(lanes, time.monotonic() + seconds, CPU, log)
     stream = ((f"w{i}", torch.tensor([float(i)])) for i in range(count))

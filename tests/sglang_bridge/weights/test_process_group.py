@@ -3,6 +3,7 @@
 This side has no default group.
 """
 
+import contextlib
 import multiprocessing
 import os
 import signal
@@ -25,19 +26,34 @@ from sglang_bridge.weights.process_group import leave
 from tests.sglang_bridge.weights.group_peer import PeerAdmin, serve_peer
 
 URL = "http://127.0.0.1:1"
+Peer = tuple[PeerAdmin, BaseProcess]
 
 
-@pytest.fixture
-def peer() -> Iterator[tuple["PeerAdmin", BaseProcess]]:
+@contextlib.contextmanager
+def open_peer(url: str) -> Iterator[Peer]:
     """A process with one end of a pipe, and the admin that sends to it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve_peer, args=(theirs,), daemon=True)
     process.start()
     assert ours.recv() == "imported"
-    yield PeerAdmin(URL, ours), process
+    yield PeerAdmin(url, ours), process
     process.kill()
     process.join()
+
+
+@pytest.fixture
+def peer() -> Iterator[Peer]:
+    with open_peer(URL) as process:
+        yield process
+
+
+@pytest.fixture
+def peers() -> Iterator[list[Peer]]:
+    """Three engines."""
+    with contextlib.ExitStack() as stack:
+        urls = [f"http://127.0.0.1:{port}" for port in (1, 2, 3)]
+        yield [stack.enter_context(open_peer(url)) for url in urls]
 
 
 def send(
@@ -57,7 +73,11 @@ def transport(timeout: float = 20.0) -> DistributedTransport:
     return DistributedTransport(backend="gloo", timeout_seconds=timeout)
 
 
-def test_buckets_arrive_and_no_default_group_appears(peer: tuple[PeerAdmin, BaseProcess]) -> None:
+def tree_transport(size: int) -> DistributedTransport:
+    return DistributedTransport(backend="gloo", timeout_seconds=20.0, engines_per_tree=size)
+
+
+def test_buckets_arrive_and_no_default_group_appears(peer: Peer) -> None:
     had_default_group = dist.is_initialized()
     sender = transport()
     assert sender.connect([peer[0]]) == {}
@@ -69,9 +89,7 @@ def test_buckets_arrive_and_no_default_group_appears(peer: tuple[PeerAdmin, Base
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs", "refuses"])
-def test_failed_peer_is_reported_within_the_timeout(
-    peer: tuple[PeerAdmin, BaseProcess], how: str
-) -> None:
+def test_failed_peer_is_reported_within_the_timeout(peer: Peer, how: str) -> None:
     admin, process = peer
     sender = transport()
     assert sender.connect([admin]) == {}
@@ -92,7 +110,7 @@ def test_failed_peer_is_reported_within_the_timeout(
 
 
 def test_failed_engine_is_dropped_without_waiting_for_its_broadcast(
-    peer: tuple[PeerAdmin, BaseProcess], monkeypatch: pytest.MonkeyPatch
+    peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also when the thread that leaves the group finishes first."""
     left = threading.Event()
@@ -117,6 +135,83 @@ def test_failed_engine_is_dropped_without_waiting_for_its_broadcast(
     start = time.monotonic()
     sender.forget(admin)
     assert time.monotonic() - start < 12.0  # the broadcast waits for twenty
+
+
+def send_to_tree(
+    sender: DistributedTransport, admins: list[PeerAdmin], *numbers: float, seconds: float = 20.0
+) -> SendReport:
+    """Send each number as a bucket of its own."""
+    stream = iter([(f"w{index}", torch.tensor([value])) for index, value in enumerate(numbers)])
+    deadline = time.monotonic() + seconds
+    return sender.send(stream, admins, 7, bucket_bytes=4, deadline=deadline)
+
+
+def test_a_tree_gets_each_bucket_in_one_broadcast(peers: list[Peer]) -> None:
+    admins = [admin for admin, _ in peers]
+    sender = tree_transport(size=2)
+    assert sender.connect(admins) == {}
+    report = send_to_tree(sender, admins, 1.0, 2.0, 3.0)
+    assert (report.failures, report.num_tensors) == ({}, 3)
+    # The third engine has a tree of its own
+    assert report.bytes_sent == {admins[0].url: 12, admins[2].url: 12}
+    for admin in admins:
+        assert admin.buckets == [[1.0], [2.0], [3.0]]
+    ranks = [(admin.join["rank_offset"], admin.join["world_size"]) for admin in admins]
+    assert ranks == [(1, 3), (2, 3), (1, 2)]
+    names = [admin.join["name"] for admin in admins]
+    assert names[0] == names[1] != names[2]
+    sender.close()
+
+
+def test_an_engine_that_dies_takes_its_tree_with_it_and_no_other(peers: list[Peer]) -> None:
+    admins = [admin for admin, _ in peers]
+    sender = tree_transport(size=2)
+    assert sender.connect(admins) == {}
+    peers[1][1].kill()
+    peers[1][1].join()
+    start = time.monotonic()
+    report = send_to_tree(sender, admins, 1.0, 2.0, seconds=6.0)
+    assert time.monotonic() - start < 12.0
+    assert set(report.failures) == {admins[0].url, admins[1].url}
+    for reason in report.failures.values():
+        assert "share a tree (sync.engines_per_tree)" in reason
+    assert admins[2].buckets == [[1.0], [2.0]]
+    for admin in admins[:2]:
+        sender.forget(admin)
+    sender.close()
+
+
+def test_a_tree_that_lacks_an_engine_is_not_used(peers: list[Peer]) -> None:
+    """An engine that failed since the tree was formed would keep the broadcast waiting."""
+    admins = [admin for admin, _ in peers]
+    sender = tree_transport(size=2)
+    assert sender.connect(admins) == {}
+    report = send_to_tree(sender, [admins[2], admins[0]], 1.0)
+    assert set(report.failures) == {admins[0].url}
+    assert admins[1].url in report.failures[admins[0].url]
+    assert (admins[0].buckets, admins[2].buckets) == ([], [[1.0]])
+    sender.close()
+
+
+def test_an_engine_that_does_not_answer_is_left_out_of_a_new_tree(peers: list[Peer]) -> None:
+    admins = [admin for admin, _ in peers]
+    admins[1].is_up = False
+    sender = tree_transport(size=3)
+    assert set(sender.connect(admins)) == {admins[1].url}
+    report = send_to_tree(sender, [admins[0], admins[2]], 4.0)
+    assert report.failures == {}
+    assert (admins[0].buckets, admins[2].buckets) == ([[4.0]], [[4.0]])
+    sender.close()
+
+
+def test_a_tree_of_engines_here_and_elsewhere_meets_at_an_address_of_the_network(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    routes = {"127.0.0.1": "127.0.0.1", "10.0.0.7": "10.0.0.1"}
+    monkeypatch.setattr(weight_group, "address_towards", lambda host, port: routes[host])
+    admins = [PeerAdmin("http://127.0.0.1:6", None), PeerAdmin("http://10.0.0.7:5", None)]
+    assert weight_group._common_address(admins) == "10.0.0.1"
+    assert weight_group._common_address(admins[:1]) == "127.0.0.1"
 
 
 def test_engine_that_never_joins_is_reported() -> None:
