@@ -15,7 +15,7 @@ Failures = dict[str, str]
 TOO_LATE = "no answer before sync.timeout_s"
 
 
-def start_call(function: Callable[[], None]) -> Future[None]:
+def start_call(function: Callable[[], object]) -> Future[None]:
     """Run `function` in a daemon thread."""
     future: Future[None] = Future()
 
@@ -33,7 +33,7 @@ def start_call(function: Callable[[], None]) -> Future[None]:
 
 def call_each(
     admins: Sequence[AdminClient],
-    function: Callable[[AdminClient], None],
+    function: Callable[[AdminClient], object],
     *,
     deadline: float | None = None,
 ) -> Failures:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sglang_bridge.admin import AdminClient
-from sglang_bridge.errors import RequestFailed
 from sglang_bridge.weights.buckets import NamedTensors, iterate_buckets
 from sglang_bridge.weights.calls import Failures, call_each
 from sglang_bridge.weights.courier import Courier, Lane
@@ -91,7 +90,7 @@ class DistributedTransport:
         """Find engines that would keep the others of a new tree waiting."""
         if self._engines_per_tree == 1:
             return {}
-        return call_each(admins, _require_ready)
+        return call_each(admins, lambda admin: admin.weight_version())
 
     def begin(self, admins: Sequence[AdminClient], version: int, deadline: float) -> Failures:
         """Open a session on every engine and wait for the replies.
@@ -169,8 +168,3 @@ class DistributedTransport:
         for group in self._groups.values():
             group.close()
         self._groups.clear()
-
-
-def _require_ready(admin: AdminClient) -> None:
-    if not admin.is_ready():
-        raise RequestFailed(f"{admin.url} does not answer")

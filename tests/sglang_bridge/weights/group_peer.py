@@ -25,8 +25,10 @@ class PeerAdmin(AdminClient):
         self.is_up = True
         self.join: dict[str, Any] = {}
 
-    def is_ready(self, *, timeout: float = 2.0) -> bool:
-        return self.is_up
+    def weight_version(self) -> str:
+        if not self.is_up:
+            raise RequestFailed("it does not answer")
+        return "default"
 
     def init_weights_update_group(self, **request: Any) -> None:
         self.join = request
