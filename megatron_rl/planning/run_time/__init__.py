@@ -1,0 +1,1 @@
+"""The time that a run takes, simulated event by event."""

@@ -1,0 +1,284 @@
+"""The simulated machines of a run: nodes with engines, a trainer, and their clock."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from megatron_rl.planning.run_time.engine import EngineSpeed, Piece, Response, SimulatedEngine
+from megatron_rl.rollouts.messages import VersionBudget
+
+# Requests in flight for each that an engine can run at a time, as in rollouts/generation.
+# tests/planning/run_time/test_dispatch.py compares them.
+QUEUE_PER_SLOT = 2
+_SAME_TIME = 1e-9  # seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machines:
+    """The engines and the trainer.
+
+    engines: their number. node_engines: engines of a node; the last node may have fewer.
+    max_running: responses that an engine runs at a time.
+    engine_slowdown: what a second of an engine takes longer while the trainer works, in seconds.
+    trainer_slowdown: what a second of the trainer takes longer while an engine works. Both are 0
+    if they share neither cores nor memory.
+
+    Raises ValueError for values outside of their limits.
+    """
+
+    speed: EngineSpeed
+    engines: int = 1
+    node_engines: int = 8
+    max_running: int = 256
+    engine_slowdown: float = 0.0
+    trainer_slowdown: float = 0.0
+
+    def __post_init__(self) -> None:
+        if min(self.engines, self.node_engines, self.max_running) < 1:
+            raise ValueError("engines, node_engines and max_running must be at least 1")
+        if min(self.engine_slowdown, self.trainer_slowdown) < 0:
+            raise ValueError("slowdowns must be at least 0")
+
+    def open_nodes(self) -> list[SimulatedNode]:
+        """Make the nodes, with engines that do nothing."""
+        engines = [SimulatedEngine(self.speed, self.max_running) for _ in range(self.engines)]
+        starts = range(0, self.engines, self.node_engines)
+        slots = QUEUE_PER_SLOT * self.max_running
+        return [SimulatedNode(engines[i : i + self.node_engines], slots) for i in starts]
+
+
+@dataclass
+class Group:
+    """The responses to one prompt. budget: of each of them."""
+
+    responses: Sequence[Response]
+    budget: VersionBudget | None
+    num_open: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.num_open = len(self.responses)
+
+
+class SimulatedNode:
+    """A node: what its collector does with requests, as in rollouts/generation.
+
+    Slots bound the requests in flight, and are given out in the order of the requests. Each goes to
+    the engine with the fewest requests in flight.
+
+    load: responses of groups that are not complete.
+    """
+
+    def __init__(self, engines: Sequence[SimulatedEngine], slots_per_engine: int) -> None:
+        self.engines = engines
+        self.load = 0
+        self.version = 0
+        self._free_slots = slots_per_engine * len(engines)
+        self._waiters: deque[Response] = deque()
+        self._parked: list[Response] = []
+        self._interrupted: list[Response] = []  # they keep their slots
+        self._groups: dict[Response, Group] = {}  # of responses that are not complete
+        self._is_open = True
+
+    def accept(self, group: Group) -> None:
+        """Take the requests for a group."""
+        for response in group.responses:
+            self._groups[response] = group
+            self._queue(response)
+
+    @property
+    def is_settled(self) -> bool:
+        """True if every response waits for other weights."""
+        return len(self._groups) == len(self._parked)
+
+    def set_version(self, version: int) -> None:
+        """Let responses go on with other weights."""
+        self.version = version
+        responses = self._parked
+        self._parked = []
+        for response in responses:
+            self._queue(response)
+
+    def finish(self, engine: SimulatedEngine) -> None:
+        """End passes of an engine, and the pieces that end with them."""
+        for piece in engine.finish():
+            self._free_slots += 1
+            self._end(piece)
+
+    def dispatch(self) -> None:
+        """Send engines what has a slot."""
+        while self._is_open and self._free_slots and self._waiters:
+            self._free_slots -= 1
+            self._send(self._waiters.popleft())
+        for engine in self.engines:
+            engine.start()
+
+    def stop(self) -> None:
+        """Send nothing more, and let engines stop after their pass."""
+        self._is_open = False
+        for engine in self.engines:
+            engine.stop()
+
+    def interrupt(self) -> None:
+        """Take what engines have sampled. They must have stopped."""
+        for engine in self.engines:
+            for piece in engine.withdraw():
+                piece.response.by_version[self.version] += piece.sampled
+                self._interrupted.append(piece.response)
+
+    def proceed(self) -> None:
+        """Continue what was interrupted."""
+        self._is_open = True
+        responses = self._interrupted
+        self._interrupted = []
+        for engine in self.engines:
+            engine.proceed()
+        for response in responses:
+            self._send(response)
+
+    def _end(self, piece: Piece) -> None:
+        response = piece.response
+        response.by_version[self.version] += piece.sampled
+        if not response.is_complete:
+            self._queue(response)
+            return
+        group = self._groups.pop(response)
+        group.num_open -= 1
+        if not group.num_open:
+            self.load -= len(group.responses)
+
+    def _queue(self, response: Response) -> None:
+        """Let a response wait for a slot, or for other weights if its budget is used up."""
+        if self._limit(response) == 0:
+            self._parked.append(response)
+        else:
+            self._waiters.append(response)
+
+    def _send(self, response: Response) -> None:
+        engine = min(self.engines, key=lambda engine: engine.in_flight)
+        engine.add(Piece(response, self._limit(response)))
+
+    def _limit(self, response: Response) -> int:
+        """Return how many tokens a response may get of the present weights."""
+        remaining = response.length - response.num_tokens
+        budget = self._groups[response].budget
+        if budget is None or self.version >= budget.last_version:
+            return remaining
+        return min(remaining, max(0, budget.num_tokens - response.by_version[self.version]))
+
+
+class Cluster:
+    """All machines of a run, and their clock.
+
+    now: seconds since the start.
+    """
+
+    def __init__(self, machines: Machines) -> None:
+        self.now = 0.0
+        self._machines = machines
+        self._nodes = machines.open_nodes()
+        self._engines = [(node, engine) for node in self._nodes for engine in node.engines]
+        # Calls whose time comes `dispatch` seconds after they were made, in their order
+        self._arrivals: deque[tuple[float, Callable[[], None]]] = deque()
+        self._is_training = False
+
+    @property
+    def engines(self) -> list[SimulatedEngine]:
+        """The engines of all nodes."""
+        return [engine for _, engine in self._engines]
+
+    def request(self, groups: Iterable[Group]) -> None:
+        """Send each group to the node with the fewest responses that are not there."""
+        for group in groups:
+            node = min(self._nodes, key=lambda node: node.load)
+            node.load += len(group.responses)
+            self._call_later(partial(node.accept, group))
+
+    def wait(self, is_over: Callable[[], bool]) -> None:
+        """Let time pass until a condition holds. Raises RuntimeError if nothing can change it."""
+        while not is_over():
+            self._require_event(self._next_event_seconds())
+
+    def train(self, seconds: float) -> None:
+        """Train for so many seconds of a trainer that nothing slows down."""
+        while seconds > 0:
+            self._is_training = True
+            slowness = 1.0
+            if any(engine.is_busy for engine in self.engines):
+                slowness += self._machines.trainer_slowdown
+            event = self._next_event_seconds()
+            if event is None or event >= seconds * slowness:
+                self._pass(seconds * slowness)
+                break
+            seconds -= event / slowness
+            self._handle(event)
+        self._is_training = False
+
+    def rest(self, seconds: float) -> None:
+        """Let time pass in which no engine may work. Raises RuntimeError if one does."""
+        if any(engine.is_busy for engine in self.engines):
+            raise RuntimeError("an engine works on requests while it gets other weights")
+        self.now += seconds
+
+    def settle(self) -> None:
+        """Wait until every response has ended, or waits for other weights."""
+        self.wait(lambda: not self._arrivals and all(node.is_settled for node in self._nodes))
+
+    def interrupt(self) -> None:
+        """Stop every response in the middle, until `proceed`."""
+        for node in self._nodes:
+            node.stop()
+        self.wait(lambda: not any(engine.is_busy for engine in self.engines))
+        for node in self._nodes:
+            node.interrupt()
+
+    def proceed(self) -> None:
+        """Continue the responses that were interrupted."""
+        for node in self._nodes:
+            self._call_later(node.proceed)
+
+    def set_version(self, version: int) -> None:
+        """Let engines sample with other weights."""
+        for node in self._nodes:
+            self._call_later(partial(node.set_version, version))
+
+    def _call_later(self, call: Callable[[], None]) -> None:
+        self._arrivals.append((self.now + self._machines.speed.dispatch, call))
+
+    @property
+    def _engine_slowness(self) -> float:
+        return 1.0 + (self._machines.engine_slowdown if self._is_training else 0.0)
+
+    def _next_event_seconds(self) -> float | None:
+        """Return the seconds until something happens. None: nothing will."""
+        waits = [
+            engine.seconds_left * self._engine_slowness
+            for _, engine in self._engines
+            if engine.is_busy
+        ]
+        if self._arrivals:
+            waits.append(max(0.0, self._arrivals[0][0] - self.now))
+        return min(waits, default=None)
+
+    def _require_event(self, seconds: float | None) -> None:
+        if seconds is None:
+            raise RuntimeError("the run waits for responses, and nothing samples them")
+        self._handle(seconds)
+
+    def _pass(self, seconds: float) -> None:
+        self.now += seconds
+        for _, engine in self._engines:
+            engine.advance(seconds / self._engine_slowness)
+
+    def _handle(self, seconds: float) -> None:
+        """Let time pass until the next event, and handle it with all that happen at that time."""
+        self._pass(seconds)
+        while self._arrivals and self._arrivals[0][0] <= self.now + _SAME_TIME:
+            self._arrivals.popleft()[1]()
+        for node, engine in self._engines:
+            if engine.is_busy and engine.seconds_left <= _SAME_TIME:
+                node.finish(engine)
+        for node in self._nodes:
+            node.dispatch()

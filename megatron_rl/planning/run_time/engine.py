@@ -1,0 +1,251 @@
+"""A simulated engine: continuous batching with the time of each forward pass."""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+_ROUNDING = 1e-9  # of seconds
+
+
+@dataclass(frozen=True)
+class EngineSpeed:
+    """The seconds of a forward pass.
+
+    A decode pass gives each running response one token. It takes `step`, `request` for each of
+    them, and `kv_token` for each token of their contexts. A pass that reads prompts takes `step`,
+    and `prompt_token` for each token. It gives each of these responses its first token, and no
+    other response goes on meanwhile.
+
+    dispatch: from the request until the engine has it.
+    """
+
+    step: float = 0.0
+    request: float = 0.0
+    kv_token: float = 0.0
+    prompt_token: float = 0.0
+    dispatch: float = 0.0
+
+    def decode_seconds(self, passes: int, running: int, context: int) -> float:
+        """Return the seconds of consecutive passes. context: tokens of all contexts at first."""
+        growth = running * passes * (passes - 1) / 2
+        seconds = passes * (self.step + self.request * running + self.kv_token * context)
+        return seconds + self.kv_token * growth
+
+    def read_seconds(self, tokens: int) -> float:
+        """Return the seconds of a pass that reads prompts."""
+        return self.step + self.prompt_token * tokens
+
+
+@dataclass(eq=False)
+class Response:
+    """A response of a simulated run.
+
+    key: step, prompt and sample. length: tokens at its end. by_version: its tokens so far, by the
+    version of the weights.
+    """
+
+    key: tuple[int, int, int]
+    prompt_tokens: int
+    length: int
+    by_version: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def num_tokens(self) -> int:
+        """The number of tokens so far."""
+        return self.by_version.total()
+
+    @property
+    def is_complete(self) -> bool:
+        """True once it has all its tokens."""
+        return self.num_tokens >= self.length
+
+
+@dataclass(eq=False)
+class Piece:
+    """A request for at most `tokens` further tokens of a response.
+
+    context: tokens that the engine reads first: the prompt and the tokens so far. tokens: it is
+    counted in `sampled` when the piece ends, or is stopped.
+    """
+
+    response: Response
+    tokens: int
+    context: int = field(init=False)
+    sampled: int = 0
+    end_pass: int = 0  # the pass of the engine that gives its last token
+
+    def __post_init__(self) -> None:
+        self.context = self.response.prompt_tokens + self.response.num_tokens
+
+
+@dataclass
+class _Reading:
+    """A pass that reads the prompts of some requests."""
+
+    pieces: list[Piece]
+
+
+@dataclass
+class _Decoding:
+    """Passes with the same responses. seconds: of all of them."""
+
+    passes: int
+    seconds: float
+
+
+class SimulatedEngine:
+    """An engine that runs requests in the order in which it got them.
+
+    Its clock is its own: `seconds_left` are those of an engine that nothing slows down.
+
+    max_running: responses that run at a time. passes: forward passes that give every running
+    response a token, so far. sampled, read: tokens so far. busy_seconds: of all passes so far.
+    """
+
+    def __init__(self, speed: EngineSpeed, max_running: int) -> None:
+        self._speed = speed
+        self._max_running = max_running
+        self._queue: deque[Piece] = deque()
+        self._running: list[tuple[int, int, Piece]] = []  # a heap, by the end of the piece
+        self._order = itertools.count()
+        self._context = 0  # tokens of the contexts of what is running
+        self._work: _Reading | _Decoding | None = None
+        self._is_stopping = False
+        self.seconds_left = 0.0
+        self.in_flight = 0
+        self.passes = 0
+        self.sampled = 0
+        self.read = 0
+        self.busy_seconds = 0.0
+
+    @property
+    def is_busy(self) -> bool:
+        """True during a forward pass."""
+        return self._work is not None
+
+    def add(self, piece: Piece) -> None:
+        """Take a request."""
+        self._queue.append(piece)
+        self.in_flight += 1
+
+    def start(self) -> None:
+        """Begin the next passes, if there are any. Running ones end with the present pass if a
+        request can join.
+        """
+        can_join = bool(self._queue) and len(self._running) < self._max_running
+        if isinstance(self._work, _Decoding) and can_join:
+            self._end_early()
+        if self._work is not None or self._is_stopping:
+            return
+        if can_join:
+            self._begin_reading()
+        elif self._running:
+            self._begin_decoding()
+
+    def stop(self) -> None:
+        """Begin no further pass until `proceed`."""
+        self._is_stopping = True
+        if isinstance(self._work, _Decoding):
+            self._end_early()
+
+    def proceed(self) -> None:
+        """Begin passes again."""
+        self._is_stopping = False
+
+    def withdraw(self) -> list[Piece]:
+        """Give all requests back, with the tokens that they have. The engine must not be busy."""
+        if self.is_busy:
+            raise RuntimeError("requests were withdrawn in the middle of a forward pass")
+        pieces = [piece for _, _, piece in sorted(self._running, key=lambda item: item[1])]
+        for piece in pieces:
+            piece.sampled = piece.tokens - (piece.end_pass - self.passes)
+        pieces += self._queue
+        self._running.clear()
+        self._queue.clear()
+        self._context = 0
+        self.in_flight = 0
+        return pieces
+
+    def advance(self, seconds: float) -> None:
+        """Let time pass, at most until the passes end."""
+        if self._work is not None:
+            self.seconds_left -= seconds
+            self.busy_seconds += seconds
+
+    def finish(self) -> list[Piece]:
+        """End the passes, whose time is over. Returns the pieces that ended with them."""
+        work = self._work
+        self._work = None
+        if isinstance(work, _Reading):
+            return self._end_reading(work.pieces)
+        assert work is not None
+        self.passes += work.passes
+        self.sampled += work.passes * len(self._running)
+        self._context += work.passes * len(self._running)
+        ends = []
+        while self._running and self._running[0][0] <= self.passes:
+            ends.append(heapq.heappop(self._running)[2])
+        return self._end_pieces(ends)
+
+    def _begin_reading(self) -> None:
+        room = self._max_running - len(self._running)
+        pieces = [self._queue.popleft() for _ in range(min(room, len(self._queue)))]
+        self._work = _Reading(pieces)
+        self.seconds_left = self._speed.read_seconds(sum(piece.context for piece in pieces))
+
+    def _end_reading(self, pieces: Iterable[Piece]) -> list[Piece]:
+        ends = []
+        for piece in pieces:
+            self.read += piece.context
+            self.sampled += 1
+            self._context += piece.context + 1
+            piece.end_pass = self.passes + piece.tokens - 1
+            if piece.tokens == 1:
+                ends.append(piece)
+            else:
+                heapq.heappush(self._running, (piece.end_pass, next(self._order), piece))
+        return self._end_pieces(ends)
+
+    def _end_pieces(self, pieces: list[Piece]) -> list[Piece]:
+        for piece in pieces:
+            piece.sampled = piece.tokens
+            self._context -= piece.context + piece.tokens
+        self.in_flight -= len(pieces)
+        return pieces
+
+    def _begin_decoding(self) -> None:
+        passes = self._running[0][0] - self.passes
+        seconds = self._speed.decode_seconds(passes, len(self._running), self._context)
+        self._work = _Decoding(passes, seconds)
+        self.seconds_left = seconds
+
+    def _end_early(self) -> None:
+        """Let the present pass be the last one."""
+        work = self._work
+        assert isinstance(work, _Decoding)
+        elapsed = work.seconds - self.seconds_left
+        passes = self._passes_within(elapsed, work.passes)
+        seconds = self._speed.decode_seconds(passes, len(self._running), self._context)
+        self._work = _Decoding(passes, seconds)
+        self.seconds_left = max(0.0, seconds - elapsed)
+
+    def _passes_within(self, elapsed: float, most: int) -> int:
+        """Return the number of passes that have begun: at least one, at most `most`."""
+        running = len(self._running)
+        first = self._speed.decode_seconds(1, running, self._context)
+        half_growth = self._speed.kv_token * running / 2
+        if first <= 0:
+            return most
+        # n passes take n * first + half_growth * (n * n - n)
+        linear = first - half_growth
+        if half_growth > 0:
+            root = math.sqrt(linear * linear + 4 * half_growth * elapsed)
+            passes = (root - linear) / (2 * half_growth)
+        else:
+            passes = elapsed / linear
+        return max(1, min(most, math.ceil(passes - _ROUNDING)))
