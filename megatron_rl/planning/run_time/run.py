@@ -109,30 +109,6 @@ def simulate(
     )
 
 
-def least_seconds(
-    workload: Workload, machines: Machines, trainer: TrainerSpeed, num_steps: int
-) -> float:
-    """Return seconds that no way to sample ahead can beat.
-
-    Either the trainer works all the time, or every engine runs as many responses as it can all the
-    time. Nothing is sampled during a sync.
-    """
-    speed = machines.speed
-    token_seconds = speed.request + speed.step / machines.max_running
-    sampling = 0.0
-    training = 0.0
-    for step in range(1, num_steps + 1):
-        lengths = [length for group in workload.lengths(step) for length in group]
-        passes = [length - 1 for length in lengths]  # reading gives the first token
-        sampling += len(lengths) * workload.prompt_tokens * speed.prompt_token
-        sampling += sum(passes) * token_seconds
-        sampling += sum(
-            speed.kv_token * (n * (workload.prompt_tokens + 1) + n * (n - 1) / 2) for n in passes
-        )
-        training += trainer.step + trainer.token * sum(lengths)
-    return max(sampling / machines.engines, training) + num_steps * trainer.sync
-
-
 def _check(settings: RolloutSettings, num_steps: int) -> None:
     if settings.on_update != "wait" and not settings.max_staleness:
         raise ValueError(f"on_update={settings.on_update} needs max_staleness of at least 1")

@@ -1,0 +1,98 @@
+"""Simulate how long a run takes, fit that to real runs, and show what sampling ahead brings.
+
+Start it in the root of the repository:
+
+    python -m launch.studies.run_time clusters             # the table of docs/ahead.md, minutes
+    python -m launch.studies.run_time clusters --small     # seconds
+    python -m launch.studies.run_time measure --out runs/run_time      # about 15 minutes
+    python -m launch.studies.run_time fit --runs runs/A runs/B --held-out runs/C
+
+`measure` trains eight short runs one after the other. Constants are fitted to four of them, and
+predict the others: with other seeds, on_update and max_staleness. Nothing else should use the
+cores. Runs that are there already are not trained again.
+
+`fit` does the same with runs of yours, which have one engine, logger.timeline=true, eval.every=0
+and selection=uniform.
+
+Output: Markdown tables of the constants, and of measured and simulated seconds a step. Steps
+before the third and the last one are left out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from launch.studies.run_time.clusters import SMALL, Scenario, assumption_table, cluster_table
+from launch.studies.run_time.measured_run import MeasuredRun, read_run
+from launch.studies.run_time.measurement import measure
+from launch.studies.run_time.validation import compare, comparison_table, constant_table
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the tables and return the exit code."""
+    options = parse_arguments(arguments)
+    try:
+        for line in _lines(options):
+            print(line, flush=True)
+    except Failure as failure:
+        print(failure, file=sys.stderr)
+        return failure.exit_code
+    except subprocess.TimeoutExpired as error:
+        print(f"a run took longer than {error.timeout:g} s: {error.cmd}", file=sys.stderr)
+        return ExitCode.REFUSED
+    return ExitCode.OK
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line. A mistake ends the program with code 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m launch.studies.run_time",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    clusters = commands.add_parser("clusters", help="what sampling ahead brings on clusters")
+    clusters.add_argument("--small", action="store_true", help="a small one, in seconds")
+    fitting = commands.add_parser("fit", help="fit constants to runs, and predict others")
+    fitting.add_argument("--runs", type=Path, nargs="+", required=True, metavar="DIR")
+    fitting.add_argument("--held-out", type=Path, nargs="*", default=[], metavar="DIR")
+    measuring = commands.add_parser("measure", help="train the runs first")
+    measuring.add_argument("--out", type=Path, required=True, help="directory of the runs")
+    measuring.add_argument("--steps", type=int, default=16, help="of each run; default: 16")
+    return parser.parse_args(arguments)
+
+
+def _lines(options: argparse.Namespace) -> Iterator[str]:
+    match options.command:
+        case "clusters":
+            scenario = SMALL if options.small else Scenario()
+            yield from assumption_table(scenario)
+            yield ""
+            yield from cluster_table(scenario)
+        case "fit":
+            runs = [read_run(directory) for directory in options.runs]
+            others = [read_run(directory) for directory in options.held_out]
+            yield from _fit_tables(runs, others)
+        case _:
+            runs, others = measure(options.out, options.steps, _log)
+            yield from _fit_tables(runs, others)
+
+
+def _fit_tables(runs: Sequence[MeasuredRun], others: Sequence[MeasuredRun]) -> Iterator[str]:
+    yield from constant_table(runs)
+    yield ""
+    yield from comparison_table(compare(runs, others))
+
+
+def _log(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

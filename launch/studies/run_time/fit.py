@@ -1,0 +1,198 @@
+"""Fits the constants of the simulation to real runs with one engine.
+
+A step that is sampled alone takes a time that is linear in the seconds of a forward pass: which
+response runs in which pass depends on the lengths alone. The columns of that linear problem come
+from the simulation itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import numpy as np
+import numpy.typing as npt
+from scipy.optimize import nnls
+
+from launch.studies.run_time.measured_run import CannotFit, MeasuredRun, MeasuredStep
+from megatron_rl.planning.run_time.cluster import Cluster, Group, Machines
+from megatron_rl.planning.run_time.engine import EngineSpeed, Response
+from megatron_rl.planning.run_time.lengths import GroupLengths, TraceLengths
+from megatron_rl.planning.run_time.run import SimulatedRun, TrainerSpeed, simulate
+
+SPEED_NAMES = ("dispatch", "step", "request", "kv_token", "prompt_token")
+# Of the quickstart. A timeline does not have it, and it only divides what reading a prompt takes.
+PROMPT_TOKENS = 8
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What was fitted. missing: what no run shows, and is therefore 0."""
+
+    speed: EngineSpeed
+    trainer: TrainerSpeed
+    engine_slowdown: float
+    trainer_slowdown: float
+    missing: tuple[str, ...]
+
+
+def fit(runs: Sequence[MeasuredRun]) -> Constants:
+    """Fit all constants.
+
+    Runs with max_staleness=0 show how long sampling, training and the sync take alone. Those with
+    on_update=wait above 0 show how much both slow each other down, and those with on_update=resume
+    how long an interruption takes.
+
+    Raises `CannotFit` without a run with max_staleness=0.
+    """
+    alone = [run for run in runs if not run.rollout.max_staleness]
+    if not alone:
+        raise CannotFit("no run has max_staleness=0: it shows what a step takes alone")
+    ahead = [run for run in runs if run.rollout.max_staleness]
+    waiting = [run for run in ahead if run.rollout.on_update == "wait"]
+    interrupted = [run for run in ahead if run.rollout.on_update == "resume"]
+    speed = fit_engine(alone)
+    trainer = fit_trainer(alone)
+    missing = []
+    slowdowns = (0.0, 0.0)
+    if waiting:
+        slowdowns = fit_slowdowns(waiting, speed, trainer)
+    else:
+        missing += ["engine_slowdown", "trainer_slowdown"]
+    if interrupted:
+        seconds = fmean(step.next_rollouts for run in interrupted for step in run.steps)
+        trainer = replace(trainer, interrupt=seconds)
+    else:
+        missing.append("interrupt")
+    return Constants(speed, trainer, *slowdowns, missing=tuple(missing))
+
+
+def fit_engine(runs: Sequence[MeasuredRun]) -> EngineSpeed:
+    """Fit the seconds of forward passes to when each group was complete.
+
+    The last group of a step weighs as much as all others together: the trainer waits for it.
+    """
+    rows = []
+    times: list[float] = []
+    for run in runs:
+        for step in run.steps:
+            ends = [group.end for group in step.groups]
+            weights = np.ones(len(ends))
+            weights[int(np.argmax(ends))] = len(ends) ** 0.5
+            rows.append(_columns(run, step) * weights[:, None])
+            times += list(weights * ends)
+    values, _ = nnls(np.concatenate(rows), np.array(times))
+    return EngineSpeed(**dict(zip(SPEED_NAMES, values.tolist(), strict=True)))
+
+
+def fit_trainer(runs: Sequence[MeasuredRun]) -> TrainerSpeed:
+    """Fit the seconds of training to the tokens of a step, and those of a sync."""
+    steps = [step for run in runs for step in run.steps]
+    columns = np.array([[1.0, float(step.tokens)] for step in steps])
+    values, _ = nnls(columns, np.array([step.training for step in steps]))
+    sync = fmean(step.rest for step in steps)
+    return TrainerSpeed(step=float(values[0]), token=float(values[1]), sync=max(0.0, sync))
+
+
+def fit_slowdowns(
+    runs: Sequence[MeasuredRun], speed: EngineSpeed, trainer: TrainerSpeed
+) -> tuple[float, float]:
+    """Fit by how much engine and trainer slow each other down. Returns that of the engine first.
+
+    A time t during which the other one works, too, moves the end by t * slowdown / (1 + slowdown).
+    """
+    overlap = 0.0
+    sampling = 0.0
+    training = 0.0
+    for run in runs:
+        for step, later in zip(run.steps, run.steps[1:], strict=False):
+            start = step.taken_at
+            end = step.end + later.sampled_at  # the groups of `later` count from its own start
+            overlap += min(end, step.trained_at) - start
+            sampling += end - start - alone_seconds(run, later, speed)
+            training += step.training - trainer.step - trainer.token * step.tokens
+    if overlap <= 0:
+        raise CannotFit(
+            "sampling and training never overlap in the runs with max_staleness above 0"
+        )
+    return _slowdown(sampling / overlap), _slowdown(training / overlap)
+
+
+def _slowdown(share: float) -> float:
+    share = min(max(share, 0.0), 0.9)
+    return share / (1 - share)
+
+
+def alone_seconds(run: MeasuredRun, step: MeasuredStep, speed: EngineSpeed) -> float:
+    """Return the seconds in which an engine samples a step alone."""
+    return max(group_ends(Machines(speed=speed, max_running=run.max_running), _lengths(run, step)))
+
+
+def group_ends(machines: Machines, lengths: GroupLengths) -> list[float]:
+    """Return when each group of a step that is sampled alone is complete, in seconds."""
+    cluster = Cluster(machines)
+    groups = [
+        Group([Response((1, i, j), PROMPT_TOKENS, n) for j, n in enumerate(group)], None)
+        for i, group in enumerate(lengths)
+    ]
+    ends: dict[int, float] = {}
+
+    def are_complete() -> bool:
+        for index, group in enumerate(groups):
+            if index not in ends and not group.num_open:
+                ends[index] = cluster.now
+        return len(ends) == len(groups)
+
+    cluster.request(groups)
+    cluster.wait(are_complete)
+    return [ends[index] for index in range(len(groups))]
+
+
+def _columns(run: MeasuredRun, step: MeasuredStep) -> npt.NDArray[np.float64]:
+    """Return the time of each group for one second of each constant, [groups, constants]."""
+    lengths = _lengths(run, step)
+    columns = []
+    for name in SPEED_NAMES:
+        unit = Machines(speed=EngineSpeed(**{name: 1.0}), max_running=run.max_running)
+        columns.append(group_ends(unit, lengths))
+    return np.array(columns).T
+
+
+def _lengths(run: MeasuredRun, step: MeasuredStep) -> GroupLengths:
+    return [split(group.tokens, run.rollout.samples_per_prompt) for group in step.groups]
+
+
+def split(tokens: int, samples: int) -> list[int]:
+    """Split the tokens of a group evenly among its samples: a timeline has only their sum."""
+    base, rest = divmod(tokens, samples)
+    return [max(1, base + (i < rest)) for i in range(samples)]
+
+
+def trace_of(runs: Iterable[MeasuredRun], size: tuple[int, int]) -> TraceLengths:
+    """Return the lengths of those runs whose steps have a size. Raises `CannotFit` without one."""
+    steps = [_lengths(run, step) for run in runs if run.size == size for step in run.steps]
+    if not steps:
+        raise CannotFit(
+            f"no run that constants are fitted to has {size[0]} prompts x {size[1]} samples: the "
+            "lengths of responses are unknown"
+        )
+    return TraceLengths(steps, PROMPT_TOKENS)
+
+
+def simulator(
+    constants: Constants, runs: Sequence[MeasuredRun]
+) -> Callable[[MeasuredRun], SimulatedRun]:
+    """Return a function that simulates a run with the lengths of `runs`."""
+
+    def simulate_run(run: MeasuredRun) -> SimulatedRun:
+        machines = Machines(
+            speed=constants.speed,
+            max_running=run.max_running,
+            engine_slowdown=constants.engine_slowdown,
+            trainer_slowdown=constants.trainer_slowdown,
+        )
+        trace = trace_of(runs, run.size)
+        return simulate(run.rollout, trace, machines, constants.trainer, run.num_steps)
+
+    return simulate_run

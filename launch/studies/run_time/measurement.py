@@ -1,0 +1,97 @@
+"""Trains the runs to which constants are fitted, and those that check them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+from launch.studies.run_time.measured_run import CannotFit, MeasuredRun, read_run
+
+_ROOT = Path(__file__).resolve().parents[3]
+_SETTINGS = (
+    "experiment=quickstart",
+    "parallel=single",
+    "eval.every=0",
+    "data.num_eval=16",  # the one after the last step
+    "run.save_weights=false",
+    "samples.every=0",
+    "logger.progress=false",
+)
+_RUN_SECONDS = 900.0
+
+
+class PlannedRun(NamedTuple):
+    """A run to train. settings: besides those of all runs."""
+
+    name: str
+    settings: tuple[str, ...]
+    is_fitted: bool
+
+
+_ONE_AHEAD = "rollout.max_staleness=1"
+_TWO_AHEAD = "rollout.max_staleness=2"
+_RESUME = "rollout.on_update=resume"
+PLAN = (
+    PlannedRun("alone-seed0", ("seed=0",), True),
+    PlannedRun("alone-half-seed0", ("seed=0", "rollout.prompts_per_step=32"), True),
+    PlannedRun("wait1-seed0", ("seed=0", _ONE_AHEAD), True),
+    PlannedRun("resume1-seed0", ("seed=0", _ONE_AHEAD, _RESUME), True),
+    PlannedRun("alone-seed1", ("seed=1",), False),
+    PlannedRun("wait1-seed1", ("seed=1", _ONE_AHEAD), False),
+    PlannedRun(
+        "budget2-seed1",
+        ("seed=1", _TWO_AHEAD, "rollout.on_update=budget", "rollout.tokens_per_version=12"),
+        False,
+    ),
+    PlannedRun("resume2-seed1", ("seed=1", _TWO_AHEAD, _RESUME), False),
+)
+
+
+def measure(
+    directory: Path, num_steps: int, log: Callable[[str], None]
+) -> tuple[list[MeasuredRun], list[MeasuredRun]]:
+    """Train the planned runs one after the other, unless their directories exist.
+
+    Returns those to fit and the others. Raises `CannotFit` for a run that fails.
+    """
+    fitted_runs = []
+    other_runs = []
+    for plan in PLAN:
+        run_directory = directory / plan.name
+        if not run_directory.exists():
+            load = os.getloadavg()[0]
+            log(f"training {run_directory}; load average before it: {load:.1f}")
+            _train(directory, plan, num_steps)
+        runs = fitted_runs if plan.is_fitted else other_runs
+        runs.append(read_run(run_directory))
+    return fitted_runs, other_runs
+
+
+def _train(directory: Path, plan: PlannedRun, num_steps: int) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    log_file = directory / f"{plan.name}.log"
+    command = [
+        *(sys.executable, str(_ROOT / "launch/train_rl.py")),
+        *_SETTINGS,
+        *plan.settings,
+        f"train.total_steps={num_steps}",
+        f"run.root={directory.resolve()}",
+        f"run.name={plan.name}",
+    ]
+    with log_file.open("w") as output:
+        result = subprocess.run(
+            command,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            timeout=_RUN_SECONDS,
+        )
+    if result.returncode:
+        raise CannotFit(
+            f"the run {directory / plan.name} ended with code {result.returncode}: see {log_file}. "
+            "Remove the directory of the run, and start again"
+        )

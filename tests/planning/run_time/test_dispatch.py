@@ -1,0 +1,82 @@
+"""Which engine gets which request, and when: as the collector does it."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.planning.run_time.cluster import QUEUE_PER_SLOT, Cluster, Group, Machines
+from megatron_rl.planning.run_time.engine import EngineSpeed, Response
+from megatron_rl.rollouts.generation import engine_pool
+from megatron_rl.rollouts.generation.partial_response import PartialResponse
+from megatron_rl.rollouts.messages import VersionBudget
+
+
+def make_group(index: int, *lengths: int) -> Group:
+    return Group([Response((1, index, i), 1, n) for i, n in enumerate(lengths)], None)
+
+
+def sample(machines: Machines, *groups: Group) -> Cluster:
+    """Sample groups to their end."""
+    cluster = Cluster(machines)
+    cluster.request(groups)
+    cluster.wait(lambda: not any(group.num_open for group in groups))
+    return cluster
+
+
+def test_slots_are_those_of_the_collector() -> None:
+    assert QUEUE_PER_SLOT == engine_pool._QUEUE_PER_SLOT
+
+
+def test_a_request_goes_to_the_engine_with_the_fewest_in_flight() -> None:
+    machines = Machines(speed=EngineSpeed(step=1.0), engines=2, max_running=1)
+    # Four slots: 10 and 2 at the first engine, 2 and 2 at the second one. It gets the others, too.
+    cluster = sample(machines, make_group(0, 10, 2, 2, 2, 3, 3))
+    assert cluster.now == pytest.approx(12)
+    assert [engine.sampled for engine in cluster.engines] == [12, 10]
+
+
+def test_a_group_goes_to_the_node_with_the_fewest_responses() -> None:
+    machines = Machines(speed=EngineSpeed(step=1.0), engines=2, node_engines=1, max_running=9)
+    groups = [make_group(0, 5, 5, 5), make_group(1, 4), make_group(2, 3), make_group(3, 2)]
+    cluster = sample(machines, *groups)
+    assert [engine.sampled for engine in cluster.engines] == [15, 9]
+
+
+def test_the_last_node_may_have_fewer_engines() -> None:
+    machines = Machines(speed=EngineSpeed(), engines=5, node_engines=2)
+    assert [len(node.engines) for node in machines.open_nodes()] == [2, 2, 1]
+
+
+def test_engines_get_requests_after_the_dispatch() -> None:
+    machines = Machines(speed=EngineSpeed(step=1.0, dispatch=0.25))
+    assert sample(machines, make_group(0, 4)).now == pytest.approx(4.25)
+
+
+def test_a_wait_for_nothing_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="nothing samples them"):
+        Cluster(Machines(speed=EngineSpeed())).wait(lambda: False)
+
+
+@given(
+    version=st.integers(0, 4),
+    last_version=st.integers(0, 4),
+    num_tokens=st.integers(0, 9),
+    sampled=st.integers(0, 9),
+)
+def test_budgets_limit_a_response_as_in_the_collector(
+    version: int, last_version: int, num_tokens: int, sampled: int
+) -> None:
+    budget = VersionBudget(num_tokens, last_version)
+    pool = cast(engine_pool.EnginePool, SimpleNamespace(_version=version))
+    partial: Any = SimpleNamespace(tokens_of={version: sampled}.__getitem__)
+    limit = engine_pool.EnginePool._limit(pool, cast(PartialResponse, partial), budget)
+    response = Response((1, 0, 0), 1, 100)
+    response.by_version[version] = sampled
+    (node,) = Machines(speed=EngineSpeed()).open_nodes()
+    node.version = version
+    node.accept(Group([response], budget))
+    assert node._limit(response) == (100 - sampled if limit is None else limit)
+    assert node.is_settled == (limit == 0)

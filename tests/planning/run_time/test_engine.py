@@ -1,0 +1,106 @@
+"""The simulated engine against times worked out by hand."""
+
+import pytest
+
+from megatron_rl.planning.run_time.engine import EngineSpeed, Piece, Response, SimulatedEngine
+
+SPEED = EngineSpeed(step=1.0, request=0.1, kv_token=0.01, prompt_token=0.5)
+
+
+def make_piece(length: int, prompt_tokens: int = 3) -> Piece:
+    return Piece(Response((1, 0, 0), prompt_tokens, length), length)
+
+
+def run_engine(engine: SimulatedEngine) -> list[tuple[float, list[int]]]:
+    """The times at which pieces ended, with their tokens."""
+    ends = []
+    now = 0.0
+    engine.start()
+    while engine.is_busy:
+        seconds = engine.seconds_left
+        now += seconds
+        engine.advance(seconds)
+        pieces = engine.finish()
+        if pieces:
+            ends.append((pytest.approx(now), [piece.tokens for piece in pieces]))
+        engine.start()
+    return ends
+
+
+def test_decode_seconds_are_the_sum_over_passes() -> None:
+    contexts = [20 + 4 * i for i in range(7)]
+    by_pass = [1.0 + 0.1 * 4 + 0.01 * context for context in contexts]
+    assert SPEED.decode_seconds(7, 4, 20) == pytest.approx(sum(by_pass))
+
+
+def test_a_response_alone() -> None:
+    engine = SimulatedEngine(SPEED, 8)
+    engine.add(make_piece(3))
+    # Reads 3 tokens, which gives the first token; then contexts of 4 and 5
+    assert run_engine(engine) == [(1 + 1.5 + 1.1 + 0.04 + 1.1 + 0.05, [3])]
+    assert (engine.sampled, engine.read, engine.in_flight) == (3, 3, 0)
+
+
+def test_responses_share_passes() -> None:
+    engine = SimulatedEngine(SPEED, 8)
+    for length in (1, 2, 3):
+        engine.add(make_piece(length))
+    reading = 1 + 4.5
+    both = 1 + 0.2 + 0.08
+    last = 1 + 0.1 + 0.05
+    assert run_engine(engine) == [
+        (reading, [1]),
+        (reading + both, [2]),
+        (reading + both + last, [3]),
+    ]
+
+
+def test_requests_wait_for_room_in_their_order() -> None:
+    engine = SimulatedEngine(EngineSpeed(step=1.0), 2)
+    for length in (5, 2, 4, 1):
+        engine.add(make_piece(length))
+    # 5 and 2 run; at 2 s a pass reads the third; at 6 s the first, which has waited for that pass
+    assert run_engine(engine) == [(2, [2]), (6, [5, 4]), (7, [1])]
+
+
+def test_an_engine_stops_after_the_present_pass_and_gives_back_what_it_has() -> None:
+    engine = SimulatedEngine(EngineSpeed(step=1.0), 1)
+    engine.add(make_piece(9))
+    engine.add(make_piece(4))
+    engine.start()
+    engine.advance(1.0)
+    engine.finish()
+    engine.start()
+    engine.advance(2.5)
+    engine.stop()
+    assert engine.seconds_left == pytest.approx(0.5)
+    with pytest.raises(RuntimeError, match="in the middle"):
+        engine.withdraw()
+    engine.advance(0.5)
+    assert engine.finish() == []
+    engine.start()
+    assert not engine.is_busy
+    assert [piece.sampled for piece in engine.withdraw()] == [4, 0]
+    assert engine.in_flight == 0
+    assert engine.busy_seconds == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize("kv_token", [0.0, 0.01])
+@pytest.mark.parametrize(("elapsed", "passes"), [(0.0, 1), (0.9, 1), (1.0, 1), (2.5, 3), (99.0, 7)])
+def test_passes_that_have_begun(kv_token: float, elapsed: float, passes: int) -> None:
+    speed = EngineSpeed(step=1.0 - 4 * kv_token, kv_token=kv_token)
+    engine = SimulatedEngine(speed, 1)
+    engine.add(make_piece(8))
+    engine.start()
+    engine.advance(engine.seconds_left)
+    engine.finish()
+    engine.start()
+    total = engine.seconds_left
+    engine.advance(min(elapsed, total))
+    engine.stop()
+    engine.advance(engine.seconds_left)
+    engine.finish()
+    assert engine.passes == passes
+    assert engine.busy_seconds == pytest.approx(
+        speed.read_seconds(3) + speed.decode_seconds(passes, 1, 4)
+    )
