@@ -107,10 +107,11 @@ def fit_slowdowns(
     training = 0.0
     for run in runs:
         for step, later in zip(run.steps, run.steps[1:], strict=False):
-            start = step.taken_at
-            end = step.end + later.sampled_at  # the groups of `later` count from its own start
-            overlap += min(end, step.trained_at) - start
-            sampling += end - start - alone_seconds(run, later, speed)
+            # Groups of `later` count from its own start
+            end = step.end + later.sampled_at
+            begin = step.taken_at + speed.dispatch
+            overlap += max(0.0, min(end, step.trained_at) - begin)
+            sampling += end - step.taken_at - alone_seconds(run, later, speed)
             training += step.training - trainer.step - trainer.token * step.tokens
     if overlap <= 0:
         raise CannotFit(
@@ -136,17 +137,9 @@ def group_ends(machines: Machines, lengths: GroupLengths) -> list[float]:
         Group([Response((1, i, j), PROMPT_TOKENS, n) for j, n in enumerate(group)], None)
         for i, group in enumerate(lengths)
     ]
-    ends: dict[int, float] = {}
-
-    def are_complete() -> bool:
-        for index, group in enumerate(groups):
-            if index not in ends and not group.num_open:
-                ends[index] = cluster.now
-        return len(ends) == len(groups)
-
     cluster.request(groups)
-    cluster.wait(are_complete)
-    return [ends[index] for index in range(len(groups))]
+    cluster.wait(lambda: not any(group.num_open for group in groups))
+    return [max(response.end for response in group.responses) for group in groups]
 
 
 def _columns(run: MeasuredRun, step: MeasuredStep) -> npt.NDArray[np.float64]:

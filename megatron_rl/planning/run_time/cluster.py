@@ -101,11 +101,11 @@ class SimulatedNode:
         for response in responses:
             self._queue(response)
 
-    def finish(self, engine: SimulatedEngine) -> None:
+    def finish(self, engine: SimulatedEngine, now: float) -> None:
         """End passes of an engine, and the pieces that end with them."""
         for piece in engine.finish():
             self._free_slots += 1
-            self._end(piece)
+            self._end(piece, now)
 
     def dispatch(self) -> None:
         """Send engines what has a slot."""
@@ -138,12 +138,13 @@ class SimulatedNode:
         for response in responses:
             self._send(response)
 
-    def _end(self, piece: Piece) -> None:
+    def _end(self, piece: Piece, now: float) -> None:
         response = piece.response
         response.by_version[self.version] += piece.sampled
         if not response.is_complete:
             self._queue(response)
             return
+        response.end = now
         group = self._groups.pop(response)
         group.num_open -= 1
         if not group.num_open:
@@ -279,6 +280,6 @@ class Cluster:
             self._arrivals.popleft()[1]()
         for node, engine in self._engines:
             if engine.is_busy and engine.seconds_left <= _SAME_TIME:
-                node.finish(engine)
+                node.finish(engine, self.now)
         for node in self._nodes:
             node.dispatch()

@@ -46,13 +46,14 @@ class Response:
     """A response of a simulated run.
 
     key: step, prompt and sample. length: tokens at its end. by_version: its tokens so far, by the
-    version of the weights.
+    version of the weights. end: seconds since the start of the run, NaN before it.
     """
 
     key: tuple[int, int, int]
     prompt_tokens: int
     length: int
     by_version: Counter[int] = field(default_factory=Counter)
+    end: float = math.nan
 
     @property
     def num_tokens(self) -> int:

@@ -1,0 +1,248 @@
+"""`python -m launch.studies.run_time`: constants that were planted, and its tables."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from launch.studies.run_time import __main__ as command
+from launch.studies.run_time import clusters
+from launch.studies.run_time.clusters import SMALL, cluster_table, measure_gain, sampling_seconds
+from launch.studies.run_time.fit import PROMPT_TOKENS, fit, split
+from launch.studies.run_time.measured_run import FIRST_STEP, CannotFit, read_run
+from launch.studies.run_time.measurement import PLAN
+from launch.studies.run_time.validation import Comparison, compare, comparison_table
+from megatron_rl.config.cli import compose
+from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.planning.run_time.cluster import Machines
+from megatron_rl.planning.run_time.engine import EngineSpeed
+from megatron_rl.planning.run_time.lengths import TraceLengths
+from megatron_rl.planning.run_time.run import SimulatedRun, TrainerSpeed, simulate
+from megatron_rl.records.past_run import RunUnreadable
+from megatron_rl.records.run_directory import to_yaml
+from megatron_rl.records.timeline.spans import TIMELINE_FILE, Lane, Timeline
+
+SPEED = EngineSpeed(step=0.01, request=3e-5, kv_token=2e-7, prompt_token=1.5e-4, dispatch=0.3)
+TRAINER = TrainerSpeed(step=0.2, token=1.5e-4, sync=0.1, interrupt=0.6)
+MACHINES = Machines(speed=SPEED, max_running=64, engine_slowdown=0.3, trainer_slowdown=0.2)
+NUM_STEPS = 8
+
+
+def make_lengths(prompts: int, seed: int) -> TraceLengths:
+    """Lengths of 16 to 32 tokens, the same for all samples of a prompt."""
+    random = np.random.default_rng(seed)
+    steps = random.integers(16, 33, (NUM_STEPS, prompts)).tolist()
+    return TraceLengths([[[n] * 4 for n in step] for step in steps], PROMPT_TOKENS)
+
+
+def write_run(directory: Path, *overrides: str, prompts: int = 32, seed: int = 0) -> Path:
+    """Write the directory of a run as long as its simulation with the planted constants."""
+    settings = [
+        "experiment=quickstart",
+        "eval.every=0",
+        f"seed={seed}",
+        f"rollout.prompts_per_step={prompts}",
+        "rollout.samples_per_prompt=4",
+        f"engine.max_running_requests={MACHINES.max_running}",
+        f"train.total_steps={NUM_STEPS}",
+        *overrides,
+    ]
+    configuration = compose(settings)
+    directory.mkdir(parents=True)
+    (directory / "config.yaml").write_text(to_yaml(configuration))
+    (directory / "versions.json").write_text("{}")
+    lengths = make_lengths(prompts, seed)
+    run = simulate(configuration.rollout, lengths, MACHINES, TRAINER, NUM_STEPS)
+    write_records(directory, run)
+    return directory
+
+
+def write_records(directory: Path, run: SimulatedRun) -> None:
+    clock = [0.0]
+    records = [{"step": 0}]
+    with Timeline(directory / TIMELINE_FILE, print, lambda: clock[0]) as timeline:
+        timeline.add(Lane.RANKS, "sync", 0.0)
+        for step in run.steps:
+            groups: dict[int, list[tuple[float, int]]] = {}
+            for response in run.responses:
+                if response.key[0] == step.step:
+                    groups.setdefault(response.key[1], []).append((response.end, response.length))
+            for index, ends in groups.items():
+                clock[0] = max(end for end, _ in ends)
+                tokens = sum(length for _, length in ends)
+                name = f"step-{step.step}-{index}"
+                timeline.add(Lane.ROLLOUTS, name, 0.0, step=step.step, tokens=tokens)
+            clock[0] = step.trained_at
+            seconds = step.trained_at - step.taken_at
+            timeline.add(Lane.RANKS, "train", seconds, step=step.step)
+            clock[0] = step.end
+            timeline.add(Lane.RANKS, "sync", step.end - step.rest_at)
+            next_rollouts = step.rest_at - step.trained_at
+            records.append({"step": step.step, "time/next_rollouts": next_rollouts})
+    text = "".join(json.dumps(record) + "\n" for record in records)
+    (directory / "metrics.jsonl").write_text(text)
+
+
+@pytest.fixture(scope="module")
+def fit_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("fit")
+    ahead = "rollout.max_staleness=1"
+    return [
+        write_run(root / "alone"),
+        write_run(root / "alone-half", prompts=16),
+        write_run(root / "wait", ahead),
+        write_run(root / "resume", ahead, "rollout.on_update=resume"),
+    ]
+
+
+@pytest.fixture(scope="module")
+def other_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("others")
+    two = "rollout.max_staleness=2"
+    budget = ("rollout.on_update=budget", "rollout.tokens_per_version=12")
+    return [
+        write_run(root / "alone", seed=1),
+        write_run(root / "wait", "rollout.max_staleness=1", seed=1),
+        write_run(root / "budget", two, *budget, seed=1),
+        write_run(root / "resume", two, "rollout.on_update=resume", seed=1),
+    ]
+
+
+def test_fit_recovers_planted_constants(fit_runs: Sequence[Path]) -> None:
+    constants = fit([read_run(directory) for directory in fit_runs])
+    for name in ("step", "request", "prompt_token", "dispatch"):
+        expected = getattr(SPEED, name)
+        assert getattr(constants.speed, name) == pytest.approx(expected, rel=0.02), name
+    assert constants.trainer.step == pytest.approx(TRAINER.step, rel=0.02)
+    assert constants.trainer.token == pytest.approx(TRAINER.token, rel=0.02)
+    assert constants.trainer.sync == pytest.approx(TRAINER.sync, rel=0.02)
+    assert constants.engine_slowdown == pytest.approx(0.3, rel=0.05)
+    assert constants.trainer_slowdown == pytest.approx(0.2, rel=0.05)
+    # An engine ends its pass first
+    assert TRAINER.interrupt <= constants.trainer.interrupt <= TRAINER.interrupt + 0.03
+    assert constants.missing == ()
+
+
+def test_other_runs_are_predicted(fit_runs: Sequence[Path], other_runs: Sequence[Path]) -> None:
+    runs = [read_run(directory) for directory in fit_runs]
+    others = [read_run(directory) for directory in other_runs]
+    comparisons = compare(runs, others)
+    assert [item.is_fitted for item in comparisons] == [True] * 4 + [False] * 4
+    assert max(abs(item.error) for item in comparisons) < 0.02
+    lines = list(comparison_table(comparisons))
+    assert lines[-1].startswith("Largest error of runs that were not fitted: ")
+
+
+def test_an_error_is_that_of_the_simulation(other_runs: Sequence[Path]) -> None:
+    run = read_run(other_runs[0])
+    assert Comparison(run, 1.1 * run.seconds_a_step, False).error == pytest.approx(0.1)
+    slower = [replace(step, end=2 * step.end) for step in run.steps]
+    assert replace(run, steps=slower).seconds_a_step == pytest.approx(2 * run.seconds_a_step)
+
+
+def test_constants_that_no_run_shows_are_named(
+    fit_runs: Sequence[Path], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert command.main(["fit", "--runs", str(fit_runs[0])]) == ExitCode.OK
+    lines = capsys.readouterr().out.splitlines()
+    guesses = [line.split(" | ")[0] for line in lines if "assumed: no run shows it" in line]
+    assert guesses == ["| interrupt", "| engine_slowdown", "| trainer_slowdown"]
+    assert fit([read_run(fit_runs[0])]).engine_slowdown == 0
+
+
+def test_a_step_is_read_as_it_was(fit_runs: Sequence[Path]) -> None:
+    run = read_run(fit_runs[0])
+    assert [step.step for step in run.steps] == list(range(FIRST_STEP, NUM_STEPS))
+    for step in run.steps:
+        assert step.rest == pytest.approx(TRAINER.sync, abs=1e-5)
+        expected = TRAINER.step + TRAINER.token * step.tokens
+        assert step.training == pytest.approx(expected, abs=1e-5)
+        assert step.tokens == sum(map(sum, make_lengths(32, 0).lengths(step.step)))
+
+
+@pytest.mark.parametrize(
+    ("override", "key"),
+    [
+        ("eval.every=5", "eval.every"),
+        ("engine.count=2", "engine.count"),
+        ("selection=oversample", "selection.name"),
+        ("run.checkpoint_every=3", "run.checkpoint_every"),
+    ],
+)
+def test_a_run_that_does_more_is_refused(
+    override: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = write_run(tmp_path / "run", override)
+    assert command.main(["fit", "--runs", str(run)]) == ExitCode.REFUSED
+    assert key in capsys.readouterr().err
+
+
+def test_runs_that_cannot_be_fitted_are_refused(fit_runs: Sequence[Path], tmp_path: Path) -> None:
+    with pytest.raises(CannotFit, match="max_staleness=0"):
+        fit([read_run(fit_runs[2])])
+    with pytest.raises(CannotFit, match="16 prompts x 4 samples"):
+        compare([read_run(fit_runs[0])], [read_run(fit_runs[1])])
+    with pytest.raises(RunUnreadable, match="no such directory"):
+        read_run(tmp_path / "nothing")
+    short_run = write_run(tmp_path / "short")
+    records = (short_run / "metrics.jsonl").read_text().splitlines()[:4]
+    (short_run / "metrics.jsonl").write_text("\n".join(records) + "\n")
+    with pytest.raises(CannotFit, match="has 3 step"):
+        read_run(short_run)
+    (short_run / TIMELINE_FILE).unlink()
+    (short_run / "metrics.jsonl").write_text(
+        "".join(json.dumps({"step": step}) + "\n" for step in range(8))
+    )
+    with pytest.raises(RunUnreadable, match=r"logger\.timeline=true"):
+        read_run(short_run)
+
+
+def test_tokens_of_a_group_are_split_evenly() -> None:
+    assert split(10, 4) == [3, 3, 2, 2]
+    assert split(2, 3) == [1, 1, 1]
+
+
+def test_planned_runs_are_accepted_and_check_what_was_not_fitted() -> None:
+    for plan in PLAN:
+        compose(["experiment=quickstart", "parallel=single", *plan.settings])
+    seeds = {plan.settings[0] for plan in PLAN if plan.is_fitted}
+    assert seeds.isdisjoint(plan.settings[0] for plan in PLAN if not plan.is_fitted)
+    other_settings = " ".join(" ".join(plan.settings) for plan in PLAN if not plan.is_fitted)
+    for value in ("max_staleness=2", "on_update=budget", "on_update=resume"):
+        assert value in other_settings
+
+
+def test_cluster_table_has_every_way(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["clusters", "--small"]) == ExitCode.OK
+    lines = capsys.readouterr().out.splitlines()
+    rows = [line for line in lines if " x, " in line]
+    assert len(rows) == len(SMALL.spreads) * len(clusters.WAYS)
+    assert lines[0] == "| assumption | value | kind |"
+
+
+def test_gains_stay_within_what_a_trainer_allows() -> None:
+    bases = [sampling_seconds(SMALL, 0.8, seed) for seed in range(SMALL.seeds)]
+    for share in clusters.SHARES:
+        wait = measure_gain(SMALL, 0.8, bases, "wait", 1, share)
+        assert np.allclose(wait.bound_shares, 1)
+        assert all(1 < gain <= 2 for gain in wait.speed_ups)
+        gain = measure_gain(SMALL, 0.8, bases, "resume", 4, share)
+        assert max(gain.speed_ups) < 1 / share
+
+
+def test_every_assumption_changes_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    tiny = replace(SMALL, spreads=(0.8,), seeds=1)
+    before = list(cluster_table(tiny))
+    assert list(cluster_table(tiny)) == before
+    changes = {
+        "SPEED": replace(clusters.SPEED, kv_token=1e-5),
+        "SYNC_SECONDS": 9.0,
+        "INTERRUPT_SECONDS": 3.0,
+    }
+    for name, value in changes.items():
+        with monkeypatch.context() as patch:
+            patch.setattr(clusters, name, value)
+            assert list(cluster_table(tiny)) != before, name
