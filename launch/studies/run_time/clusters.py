@@ -40,14 +40,14 @@ class Scenario:
     are left out: engines fill and empty there.
     """
 
-    prompts: int = 64
+    prompts: int = 128
     samples: int = 8
     median: int = 4000
     cap: int = 32768
     prompt_tokens: int = 200
     between_prompts: float = 0.7
     spreads: tuple[float, ...] = (0.8, 1.2)
-    engines: int = 4
+    engines: int = 8
     max_running: int = 64
     steps: int = 24
     edge: int = 5

@@ -58,8 +58,8 @@ def measure(
 
     Returns those to fit and the others. Raises `CannotFit` for a run that fails.
     """
-    fitted_runs = []
-    other_runs = []
+    fitted_runs: list[MeasuredRun] = []
+    other_runs: list[MeasuredRun] = []
     for plan in PLAN:
         run_directory = directory / plan.name
         if not run_directory.exists():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
@@ -107,25 +108,25 @@ class SimulatedNode:
             self._free_slots += 1
             self._end(piece, now)
 
-    def dispatch(self) -> None:
-        """Send engines what has a slot."""
+    def dispatch(self, now: float) -> None:
+        """Send engines what has a slot, and let them work. now: on the clock of engines."""
         while self._is_open and self._free_slots and self._waiters:
             self._free_slots -= 1
             self._send(self._waiters.popleft())
         for engine in self.engines:
-            engine.start()
+            engine.start(now)
 
-    def stop(self) -> None:
+    def stop(self, now: float) -> None:
         """Send nothing more, and let engines stop after their pass."""
         self._is_open = False
         for engine in self.engines:
-            engine.stop()
+            engine.stop(now)
 
     def interrupt(self) -> None:
         """Take what engines have sampled. They must have stopped."""
         for engine in self.engines:
             for piece in engine.withdraw():
-                piece.response.by_version[self.version] += piece.sampled
+                piece.response.add(self.version, piece.sampled)
                 self._interrupted.append(piece.response)
 
     def proceed(self) -> None:
@@ -140,7 +141,7 @@ class SimulatedNode:
 
     def _end(self, piece: Piece, now: float) -> None:
         response = piece.response
-        response.by_version[self.version] += piece.sampled
+        response.add(self.version, piece.sampled)
         if not response.is_complete:
             self._queue(response)
             return
@@ -181,9 +182,11 @@ class Cluster:
         self._machines = machines
         self._nodes = machines.open_nodes()
         self._engines = [(node, engine) for node in self._nodes for engine in node.engines]
+        # The clock of engines advances less while the trainer slows them down
+        self._engine_now = 0.0
+        self._engine_slowness = 1.0
         # Calls whose time comes `dispatch` seconds after they were made, in their order
         self._arrivals: deque[tuple[float, Callable[[], None]]] = deque()
-        self._is_training = False
 
     @property
     def engines(self) -> list[SimulatedEngine]:
@@ -200,28 +203,31 @@ class Cluster:
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Let time pass until a condition holds. Raises RuntimeError if nothing can change it."""
         while not is_over():
-            self._require_event(self._next_event_seconds())
+            event = self._next_event_seconds()
+            if event == math.inf:
+                raise RuntimeError("the run waits for responses, and nothing samples them")
+            self._pass_until_event(event)
 
     def train(self, seconds: float) -> None:
         """Train for so many seconds of a trainer that nothing slows down."""
+        self._engine_slowness = 1.0 + self._machines.engine_slowdown
         while seconds > 0:
-            self._is_training = True
             slowness = 1.0
-            if any(engine.is_busy for engine in self.engines):
+            if self._is_any_busy():
                 slowness += self._machines.trainer_slowdown
             event = self._next_event_seconds()
-            if event is None or event >= seconds * slowness:
+            if event >= seconds * slowness:
                 self._pass(seconds * slowness)
                 break
             seconds -= event / slowness
-            self._handle(event)
-        self._is_training = False
+            self._pass_until_event(event)
+        self._engine_slowness = 1.0
 
     def rest(self, seconds: float) -> None:
         """Let time pass in which no engine may work. Raises RuntimeError if one does."""
-        if any(engine.is_busy for engine in self.engines):
+        if self._is_any_busy():
             raise RuntimeError("an engine works on requests while it gets other weights")
-        self.now += seconds
+        self._pass(seconds)
 
     def settle(self) -> None:
         """Wait until every response has ended, or waits for other weights."""
@@ -230,8 +236,8 @@ class Cluster:
     def interrupt(self) -> None:
         """Stop every response in the middle, until `proceed`."""
         for node in self._nodes:
-            node.stop()
-        self.wait(lambda: not any(engine.is_busy for engine in self.engines))
+            node.stop(self._engine_now)
+        self.wait(lambda: not self._is_any_busy())
         for node in self._nodes:
             node.interrupt()
 
@@ -248,38 +254,29 @@ class Cluster:
     def _call_later(self, call: Callable[[], None]) -> None:
         self._arrivals.append((self.now + self._machines.speed.dispatch, call))
 
-    @property
-    def _engine_slowness(self) -> float:
-        return 1.0 + (self._machines.engine_slowdown if self._is_training else 0.0)
+    def _is_any_busy(self) -> bool:
+        return any(engine.is_busy for _, engine in self._engines)
 
-    def _next_event_seconds(self) -> float | None:
-        """Return the seconds until something happens. None: nothing will."""
-        waits = [
-            engine.seconds_left * self._engine_slowness
-            for _, engine in self._engines
-            if engine.is_busy
-        ]
+    def _next_event_seconds(self) -> float:
+        """Return the seconds until something happens, infinite if nothing will."""
+        end = min(engine.end for _, engine in self._engines)
+        event = max(0.0, end - self._engine_now) * self._engine_slowness
         if self._arrivals:
-            waits.append(max(0.0, self._arrivals[0][0] - self.now))
-        return min(waits, default=None)
-
-    def _require_event(self, seconds: float | None) -> None:
-        if seconds is None:
-            raise RuntimeError("the run waits for responses, and nothing samples them")
-        self._handle(seconds)
+            event = min(event, max(0.0, self._arrivals[0][0] - self.now))
+        return event
 
     def _pass(self, seconds: float) -> None:
         self.now += seconds
-        for _, engine in self._engines:
-            engine.advance(seconds / self._engine_slowness)
+        self._engine_now += seconds / self._engine_slowness
 
-    def _handle(self, seconds: float) -> None:
+    def _pass_until_event(self, seconds: float) -> None:
         """Let time pass until the next event, and handle it with all that happen at that time."""
         self._pass(seconds)
         while self._arrivals and self._arrivals[0][0] <= self.now + _SAME_TIME:
             self._arrivals.popleft()[1]()
+        due = self._engine_now + _SAME_TIME
         for node, engine in self._engines:
-            if engine.is_busy and engine.seconds_left <= _SAME_TIME:
+            if engine.end <= due:
                 node.finish(engine, self.now)
         for node in self._nodes:
-            node.dispatch()
+            node.dispatch(self._engine_now)

@@ -6,10 +6,9 @@ import heapq
 import itertools
 import math
 from collections import Counter, deque
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-_ROUNDING = 1e-9  # of seconds
+_ROUNDING = 1e-6  # of a pass
 
 
 @dataclass(frozen=True)
@@ -45,20 +44,21 @@ class EngineSpeed:
 class Response:
     """A response of a simulated run.
 
-    key: step, prompt and sample. length: tokens at its end. by_version: its tokens so far, by the
-    version of the weights. end: seconds since the start of the run, NaN before it.
+    key: step, prompt and sample. length: tokens at its end. num_tokens: those so far. by_version:
+    the same, by the version of the weights. end: seconds since the start of the run, NaN before it.
     """
 
     key: tuple[int, int, int]
     prompt_tokens: int
     length: int
+    num_tokens: int = 0
     by_version: Counter[int] = field(default_factory=Counter)
     end: float = math.nan
 
-    @property
-    def num_tokens(self) -> int:
-        """The number of tokens so far."""
-        return self.by_version.total()
+    def add(self, version: int, tokens: int) -> None:
+        """Add tokens that a version has sampled."""
+        self.num_tokens += tokens
+        self.by_version[version] += tokens
 
     @property
     def is_complete(self) -> bool:
@@ -84,28 +84,13 @@ class Piece:
         self.context = self.response.prompt_tokens + self.response.num_tokens
 
 
-@dataclass
-class _Reading:
-    """A pass that reads the prompts of some requests."""
-
-    pieces: list[Piece]
-
-
-@dataclass
-class _Decoding:
-    """Passes with the same responses. seconds: of all of them."""
-
-    passes: int
-    seconds: float
-
-
 class SimulatedEngine:
     """An engine that runs requests in the order in which it got them.
 
-    Its clock is its own: `seconds_left` are those of an engine that nothing slows down.
+    `now` and all times are in seconds of an engine that nothing slows down.
 
-    max_running: responses that run at a time. passes: forward passes that give every running
-    response a token, so far. sampled, read: tokens so far. busy_seconds: of all passes so far.
+    max_running: responses that run at a time. end: of the present passes, infinite without one.
+    passes: decode passes so far. sampled, read: tokens so far. busy_seconds: of all passes so far.
     """
 
     def __init__(self, speed: EngineSpeed, max_running: int) -> None:
@@ -115,9 +100,11 @@ class SimulatedEngine:
         self._running: list[tuple[int, int, Piece]] = []  # a heap, by the end of the piece
         self._order = itertools.count()
         self._context = 0  # tokens of the contexts of what is running
-        self._work: _Reading | _Decoding | None = None
+        self._begin = 0.0  # of the present passes
+        self._reading: list[Piece] = []  # empty in decode passes
+        self._decode_passes = 0  # in the present passes
         self._is_stopping = False
-        self.seconds_left = 0.0
+        self.end = math.inf
         self.in_flight = 0
         self.passes = 0
         self.sampled = 0
@@ -127,32 +114,36 @@ class SimulatedEngine:
     @property
     def is_busy(self) -> bool:
         """True during a forward pass."""
-        return self._work is not None
+        return self.end < math.inf
 
     def add(self, piece: Piece) -> None:
         """Take a request."""
         self._queue.append(piece)
         self.in_flight += 1
 
-    def start(self) -> None:
-        """Begin the next passes, if there are any. Running ones end with the present pass if a
-        request can join.
+    def start(self, now: float) -> None:
+        """Begin the next passes, if there are any.
+
+        Decode passes that are under way end with the present one if a request can join.
         """
         can_join = bool(self._queue) and len(self._running) < self._max_running
-        if isinstance(self._work, _Decoding) and can_join:
-            self._end_early()
-        if self._work is not None or self._is_stopping:
+        if self.is_busy:
+            if can_join and self._decode_passes > 1:
+                self._end_early(now)
             return
+        if self._is_stopping:
+            return
+        self._begin = now
         if can_join:
             self._begin_reading()
         elif self._running:
-            self._begin_decoding()
+            self._begin_decoding(self._running[0][0] - self.passes)
 
-    def stop(self) -> None:
+    def stop(self, now: float) -> None:
         """Begin no further pass until `proceed`."""
         self._is_stopping = True
-        if isinstance(self._work, _Decoding):
-            self._end_early()
+        if self._decode_passes > 1:
+            self._end_early(now)
 
     def proceed(self) -> None:
         """Begin passes again."""
@@ -172,36 +163,26 @@ class SimulatedEngine:
         self.in_flight = 0
         return pieces
 
-    def advance(self, seconds: float) -> None:
-        """Let time pass, at most until the passes end."""
-        if self._work is not None:
-            self.seconds_left -= seconds
-            self.busy_seconds += seconds
-
     def finish(self) -> list[Piece]:
         """End the passes, whose time is over. Returns the pieces that ended with them."""
-        work = self._work
-        self._work = None
-        if isinstance(work, _Reading):
-            return self._end_reading(work.pieces)
-        assert work is not None
-        self.passes += work.passes
-        self.sampled += work.passes * len(self._running)
-        self._context += work.passes * len(self._running)
-        ends = []
-        while self._running and self._running[0][0] <= self.passes:
-            ends.append(heapq.heappop(self._running)[2])
-        return self._end_pieces(ends)
+        self.busy_seconds += self.end - self._begin
+        self.end = math.inf
+        pieces = self._finish_reading() if self._reading else self._finish_decoding()
+        for piece in pieces:
+            piece.sampled = piece.tokens
+            self._context -= piece.context + piece.tokens
+        self.in_flight -= len(pieces)
+        return pieces
 
     def _begin_reading(self) -> None:
         room = self._max_running - len(self._running)
         pieces = [self._queue.popleft() for _ in range(min(room, len(self._queue)))]
-        self._work = _Reading(pieces)
-        self.seconds_left = self._speed.read_seconds(sum(piece.context for piece in pieces))
+        self._reading = pieces
+        self.end = self._begin + self._speed.read_seconds(sum(piece.context for piece in pieces))
 
-    def _end_reading(self, pieces: Iterable[Piece]) -> list[Piece]:
+    def _finish_reading(self) -> list[Piece]:
         ends = []
-        for piece in pieces:
+        for piece in self._reading:
             self.read += piece.context
             self.sampled += 1
             self._context += piece.context + 1
@@ -210,38 +191,36 @@ class SimulatedEngine:
                 ends.append(piece)
             else:
                 heapq.heappush(self._running, (piece.end_pass, next(self._order), piece))
-        return self._end_pieces(ends)
+        self._reading = []
+        return ends
 
-    def _end_pieces(self, pieces: list[Piece]) -> list[Piece]:
-        for piece in pieces:
-            piece.sampled = piece.tokens
-            self._context -= piece.context + piece.tokens
-        self.in_flight -= len(pieces)
-        return pieces
-
-    def _begin_decoding(self) -> None:
-        passes = self._running[0][0] - self.passes
+    def _begin_decoding(self, passes: int) -> None:
         seconds = self._speed.decode_seconds(passes, len(self._running), self._context)
-        self._work = _Decoding(passes, seconds)
-        self.seconds_left = seconds
+        self._decode_passes = passes
+        self.end = self._begin + seconds
 
-    def _end_early(self) -> None:
-        """Let the present pass be the last one."""
-        work = self._work
-        assert isinstance(work, _Decoding)
-        elapsed = work.seconds - self.seconds_left
-        passes = self._passes_within(elapsed, work.passes)
-        seconds = self._speed.decode_seconds(passes, len(self._running), self._context)
-        self._work = _Decoding(passes, seconds)
-        self.seconds_left = max(0.0, seconds - elapsed)
+    def _finish_decoding(self) -> list[Piece]:
+        self.passes += self._decode_passes
+        new_tokens = self._decode_passes * len(self._running)
+        self.sampled += new_tokens
+        self._context += new_tokens
+        self._decode_passes = 0
+        ends = []
+        while self._running and self._running[0][0] <= self.passes:
+            ends.append(heapq.heappop(self._running)[2])
+        return ends
 
-    def _passes_within(self, elapsed: float, most: int) -> int:
-        """Return the number of passes that have begun: at least one, at most `most`."""
+    def _end_early(self, now: float) -> None:
+        """Let the present decode pass be the last one."""
+        self._begin_decoding(self._passes_within(now - self._begin))
+
+    def _passes_within(self, elapsed: float) -> int:
+        """Return the number of decode passes that have begun: at least one."""
         running = len(self._running)
         first = self._speed.decode_seconds(1, running, self._context)
         half_growth = self._speed.kv_token * running / 2
         if first <= 0:
-            return most
+            return self._decode_passes
         # n passes take n * first + half_growth * (n * n - n)
         linear = first - half_growth
         if half_growth > 0:
@@ -249,4 +228,4 @@ class SimulatedEngine:
             passes = (root - linear) / (2 * half_growth)
         else:
             passes = elapsed / linear
-        return max(1, min(most, math.ceil(passes - _ROUNDING)))
+        return max(1, min(self._decode_passes, math.ceil(passes - _ROUNDING)))

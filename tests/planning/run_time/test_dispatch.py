@@ -74,7 +74,7 @@ def test_budgets_limit_a_response_as_in_the_collector(
     partial: Any = SimpleNamespace(tokens_of={version: sampled}.__getitem__)
     limit = engine_pool.EnginePool._limit(pool, cast(PartialResponse, partial), budget)
     response = Response((1, 0, 0), 1, 100)
-    response.by_version[version] = sampled
+    response.add(version, sampled)
     (node,) = Machines(speed=EngineSpeed()).open_nodes()
     node.version = version
     node.accept(Group([response], budget))

@@ -14,16 +14,13 @@ def make_piece(length: int, prompt_tokens: int = 3) -> Piece:
 def run_engine(engine: SimulatedEngine) -> list[tuple[float, list[int]]]:
     """The times at which pieces ended, with their tokens."""
     ends = []
-    now = 0.0
-    engine.start()
+    engine.start(0.0)
     while engine.is_busy:
-        seconds = engine.seconds_left
-        now += seconds
-        engine.advance(seconds)
+        now = engine.end
         pieces = engine.finish()
         if pieces:
             ends.append((pytest.approx(now), [piece.tokens for piece in pieces]))
-        engine.start()
+        engine.start(now)
     return ends
 
 
@@ -63,22 +60,34 @@ def test_requests_wait_for_room_in_their_order() -> None:
     assert run_engine(engine) == [(2, [2]), (6, [5, 4]), (7, [1])]
 
 
+def test_a_request_joins_after_the_present_pass() -> None:
+    engine = SimulatedEngine(EngineSpeed(step=1.0), 2)
+    engine.add(make_piece(9))
+    engine.start(0.0)
+    engine.finish()
+    engine.start(1.0)
+    assert engine.end == pytest.approx(9)
+    engine.add(make_piece(2))
+    engine.start(3.5)
+    assert engine.end == pytest.approx(4)
+    # A pass reads the request, which ends with the next one. The first needs four more.
+    engine.finish()
+    assert run_engine(engine) == [(2, [2]), (6, [9])]
+
+
 def test_an_engine_stops_after_the_present_pass_and_gives_back_what_it_has() -> None:
     engine = SimulatedEngine(EngineSpeed(step=1.0), 1)
     engine.add(make_piece(9))
     engine.add(make_piece(4))
-    engine.start()
-    engine.advance(1.0)
+    engine.start(0.0)
     engine.finish()
-    engine.start()
-    engine.advance(2.5)
-    engine.stop()
-    assert engine.seconds_left == pytest.approx(0.5)
+    engine.start(1.0)
+    engine.stop(3.5)
+    assert engine.end == pytest.approx(4)
     with pytest.raises(RuntimeError, match="in the middle"):
         engine.withdraw()
-    engine.advance(0.5)
     assert engine.finish() == []
-    engine.start()
+    engine.start(4.0)
     assert not engine.is_busy
     assert [piece.sampled for piece in engine.withdraw()] == [4, 0]
     assert engine.in_flight == 0
@@ -91,14 +100,11 @@ def test_passes_that_have_begun(kv_token: float, elapsed: float, passes: int) ->
     speed = EngineSpeed(step=1.0 - 4 * kv_token, kv_token=kv_token)
     engine = SimulatedEngine(speed, 1)
     engine.add(make_piece(8))
-    engine.start()
-    engine.advance(engine.seconds_left)
+    engine.start(0.0)
+    begin = engine.end
     engine.finish()
-    engine.start()
-    total = engine.seconds_left
-    engine.advance(min(elapsed, total))
-    engine.stop()
-    engine.advance(engine.seconds_left)
+    engine.start(begin)
+    engine.stop(min(begin + elapsed, engine.end))
     engine.finish()
     assert engine.passes == passes
     assert engine.busy_seconds == pytest.approx(
