@@ -1,1 +1,1 @@
-"""How long a run takes: a simulation that is fitted to real runs, and its table for clusters."""
+"""The time that a run takes: simulated, fitted to real runs, and for clusters."""

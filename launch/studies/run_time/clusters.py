@@ -1,4 +1,4 @@
-"""What sampling ahead brings on machines that engines and trainer do not share."""
+"""Simulates what sampling ahead brings on machines that engines and trainer do not share."""
 
 from __future__ import annotations
 

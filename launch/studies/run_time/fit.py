@@ -28,7 +28,7 @@ PROMPT_TOKENS = 8
 
 @dataclass(frozen=True)
 class Constants:
-    """What was fitted. missing: what no run shows, and is therefore 0."""
+    """The constants of a simulation. missing: those that no run shows. They are 0."""
 
     speed: EngineSpeed
     trainer: TrainerSpeed
@@ -51,7 +51,7 @@ def fit(runs: Sequence[MeasuredRun]) -> Constants:
         raise CannotFit("no run has max_staleness=0: it shows what a step takes alone")
     ahead = [run for run in runs if run.rollout.max_staleness]
     waiting = [run for run in ahead if run.rollout.on_update == "wait"]
-    interrupted = [run for run in ahead if run.rollout.on_update == "resume"]
+    resuming = [run for run in ahead if run.rollout.on_update == "resume"]
     speed = fit_engine(alone)
     trainer = fit_trainer(alone)
     missing = []
@@ -60,8 +60,8 @@ def fit(runs: Sequence[MeasuredRun]) -> Constants:
         slowdowns = fit_slowdowns(waiting, speed, trainer)
     else:
         missing += ["engine_slowdown", "trainer_slowdown"]
-    if interrupted:
-        seconds = fmean(step.next_rollouts for run in interrupted for step in run.steps)
+    if resuming:
+        seconds = fmean(step.next_rollouts for run in resuming for step in run.steps)
         trainer = replace(trainer, interrupt=seconds)
     else:
         missing.append("interrupt")

@@ -129,7 +129,7 @@ def read_run(directory: Path) -> MeasuredRun:
 
 def _check(directory: Path, settings: Mapping[str, Any]) -> None:
     """Refuse runs that do what the simulation leaves out."""
-    wanted = {
+    needs = {
         "mode": "train",
         "selection.name": "uniform",
         "engine.mode": "managed",
@@ -137,7 +137,7 @@ def _check(directory: Path, settings: Mapping[str, Any]) -> None:
         "eval.every": 0,
         "run.checkpoint_every": 0,
     }
-    for key, value in wanted.items():
+    for key, value in needs.items():
         if settings[key] != value:
             raise CannotFit(
                 f"{directory} has {key}={settings[key]}: constants are fitted to runs with one "

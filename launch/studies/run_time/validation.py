@@ -23,13 +23,13 @@ class Comparison:
     """A run and its simulation, in seconds a step."""
 
     run: MeasuredRun
-    simulated: float
+    simulated_seconds: float
     is_fitted: bool
 
     @property
     def error(self) -> float:
         """The relative error of the simulation."""
-        return self.simulated / self.run.seconds_a_step - 1
+        return self.simulated_seconds / self.run.seconds_a_step - 1
 
 
 def compare(fitted_runs: Sequence[MeasuredRun], others: Sequence[MeasuredRun]) -> list[Comparison]:
@@ -58,7 +58,7 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Iterator[str]:
             run.rollout.on_update,
             str(run.seed),
             f"{run.seconds_a_step:.2f} ± {run.standard_error:.2f}",
-            f"{item.simulated:.2f}",
+            f"{item.simulated_seconds:.2f}",
             f"{item.error:+.1%}",
             "yes" if item.is_fitted else "no",
         ]

@@ -78,8 +78,8 @@ class SimulatedNode:
         self.version = 0
         self._free_slots = slots_per_engine * len(engines)
         self._waiters: deque[Response] = deque()
-        self._parked: list[Response] = []
-        self._interrupted: list[Response] = []  # they keep their slots
+        self._parked_responses: list[Response] = []
+        self._open_responses: list[Response] = []  # they keep their slots
         self._groups: dict[Response, Group] = {}  # of responses that are not complete
         self._is_open = True
 
@@ -92,13 +92,13 @@ class SimulatedNode:
     @property
     def is_settled(self) -> bool:
         """True if every response waits for other weights."""
-        return len(self._groups) == len(self._parked)
+        return len(self._groups) == len(self._parked_responses)
 
     def set_version(self, version: int) -> None:
         """Let responses go on with other weights."""
         self.version = version
-        responses = self._parked
-        self._parked = []
+        responses = self._parked_responses
+        self._parked_responses = []
         for response in responses:
             self._queue(response)
 
@@ -126,14 +126,14 @@ class SimulatedNode:
         """Take what engines have sampled. They must have stopped."""
         for engine in self.engines:
             for piece in engine.withdraw():
-                piece.response.add(self.version, piece.sampled)
-                self._interrupted.append(piece.response)
+                piece.response.add(self.version, piece.num_sampled)
+                self._open_responses.append(piece.response)
 
     def proceed(self) -> None:
         """Continue what was interrupted."""
         self._is_open = True
-        responses = self._interrupted
-        self._interrupted = []
+        responses = self._open_responses
+        self._open_responses = []
         for engine in self.engines:
             engine.proceed()
         for response in responses:
@@ -141,7 +141,7 @@ class SimulatedNode:
 
     def _end(self, piece: Piece, now: float) -> None:
         response = piece.response
-        response.add(self.version, piece.sampled)
+        response.add(self.version, piece.num_sampled)
         if not response.is_complete:
             self._queue(response)
             return
@@ -154,7 +154,7 @@ class SimulatedNode:
     def _queue(self, response: Response) -> None:
         """Let a response wait for a slot, or for other weights if its budget is used up."""
         if self._limit(response) == 0:
-            self._parked.append(response)
+            self._parked_responses.append(response)
         else:
             self._waiters.append(response)
 

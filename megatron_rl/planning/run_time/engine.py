@@ -70,14 +70,14 @@ class Response:
 class Piece:
     """A request for at most `tokens` further tokens of a response.
 
-    context: tokens that the engine reads first: the prompt and the tokens so far. tokens: it is
-    counted in `sampled` when the piece ends, or is stopped.
+    context: tokens that the engine reads first: the prompt and the tokens so far. num_sampled:
+    those that it got, once it has ended or was stopped.
     """
 
     response: Response
     tokens: int
     context: int = field(init=False)
-    sampled: int = 0
+    num_sampled: int = 0
     end_pass: int = 0  # the pass of the engine that gives its last token
 
     def __post_init__(self) -> None:
@@ -90,7 +90,8 @@ class SimulatedEngine:
     `now` and all times are in seconds of an engine that nothing slows down.
 
     max_running: responses that run at a time. end: of the present passes, infinite without one.
-    passes: decode passes so far. sampled, read: tokens so far. busy_seconds: of all passes so far.
+    passes: decode passes so far. num_sampled, num_read: tokens so far. busy_seconds: of all passes
+    so far.
     """
 
     def __init__(self, speed: EngineSpeed, max_running: int) -> None:
@@ -107,8 +108,8 @@ class SimulatedEngine:
         self.end = math.inf
         self.in_flight = 0
         self.passes = 0
-        self.sampled = 0
-        self.read = 0
+        self.num_sampled = 0
+        self.num_read = 0
         self.busy_seconds = 0.0
 
     @property
@@ -155,7 +156,7 @@ class SimulatedEngine:
             raise RuntimeError("requests were withdrawn in the middle of a forward pass")
         pieces = [piece for _, _, piece in sorted(self._running, key=lambda item: item[1])]
         for piece in pieces:
-            piece.sampled = piece.tokens - (piece.end_pass - self.passes)
+            piece.num_sampled = piece.tokens - (piece.end_pass - self.passes)
         pieces += self._queue
         self._running.clear()
         self._queue.clear()
@@ -169,7 +170,7 @@ class SimulatedEngine:
         self.end = math.inf
         pieces = self._finish_reading() if self._reading else self._finish_decoding()
         for piece in pieces:
-            piece.sampled = piece.tokens
+            piece.num_sampled = piece.tokens
             self._context -= piece.context + piece.tokens
         self.in_flight -= len(pieces)
         return pieces
@@ -183,8 +184,8 @@ class SimulatedEngine:
     def _finish_reading(self) -> list[Piece]:
         ends = []
         for piece in self._reading:
-            self.read += piece.context
-            self.sampled += 1
+            self.num_read += piece.context
+            self.num_sampled += 1
             self._context += piece.context + 1
             piece.end_pass = self.passes + piece.tokens - 1
             if piece.tokens == 1:
@@ -202,7 +203,7 @@ class SimulatedEngine:
     def _finish_decoding(self) -> list[Piece]:
         self.passes += self._decode_passes
         new_tokens = self._decode_passes * len(self._running)
-        self.sampled += new_tokens
+        self.num_sampled += new_tokens
         self._context += new_tokens
         self._decode_passes = 0
         ends = []
@@ -214,7 +215,7 @@ class SimulatedEngine:
         """Let the present decode pass be the last one."""
         self._begin_decoding(self._passes_within(now - self._begin))
 
-    def _passes_within(self, elapsed: float) -> int:
+    def _passes_within(self, seconds: float) -> int:
         """Return the number of decode passes that have begun: at least one."""
         running = len(self._running)
         first = self._speed.decode_seconds(1, running, self._context)
@@ -224,8 +225,8 @@ class SimulatedEngine:
         # n passes take n * first + half_growth * (n * n - n)
         linear = first - half_growth
         if half_growth > 0:
-            root = math.sqrt(linear * linear + 4 * half_growth * elapsed)
+            root = math.sqrt(linear * linear + 4 * half_growth * seconds)
             passes = (root - linear) / (2 * half_growth)
         else:
-            passes = elapsed / linear
+            passes = seconds / linear
         return max(1, min(self._decode_passes, math.ceil(passes - _ROUNDING)))

@@ -35,7 +35,7 @@ class TrainerSpeed:
 
 @dataclass(frozen=True, kw_only=True)
 class StepTime:
-    """When a step did what, in seconds since the start of the run.
+    """The times of a step, in seconds since the start of the run.
 
     start: the engines have the weights of the step before. taken_at: its rollouts are there.
     trained_at: the trainer is done. rest_at: the engines work on nothing. end: they have the
@@ -61,14 +61,14 @@ class StepTime:
 class SimulatedRun:
     """A run that was simulated.
 
-    responses: those of all steps. sampled, read: tokens that engines sampled, and prompts and
-    partial responses that they read. busy_seconds: of all engines.
+    responses: those of all steps. num_sampled: tokens that engines sampled. num_read: tokens of
+    prompts and partial responses that they read. busy_seconds: of all engines.
     """
 
     steps: Sequence[StepTime]
     responses: Sequence[Response]
-    sampled: int
-    read: int
+    num_sampled: int
+    num_read: int
     busy_seconds: float
 
     def seconds_a_step(self, first: int = 2, last: int | None = None) -> float:
@@ -103,8 +103,8 @@ def simulate(
     return SimulatedRun(
         steps=steps,
         responses=[response for step in source.responses.values() for response in step],
-        sampled=sum(engine.sampled for engine in cluster.engines),
-        read=sum(engine.read for engine in cluster.engines),
+        num_sampled=sum(engine.num_sampled for engine in cluster.engines),
+        num_read=sum(engine.num_read for engine in cluster.engines),
         busy_seconds=sum(engine.busy_seconds for engine in cluster.engines),
     )
 
@@ -216,7 +216,7 @@ class _SimulatedSource:
         return batch
 
     def count_tokens(self) -> int:
-        return sum(engine.sampled for engine in self.cluster.engines)
+        return sum(engine.num_sampled for engine in self.cluster.engines)
 
     def state(self) -> SelectorState:
         return SelectorState(prompts=PromptCursor(epoch=0, position=0, digest=""))

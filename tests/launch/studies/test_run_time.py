@@ -18,7 +18,7 @@ from launch.studies.run_time.validation import Comparison, compare, comparison_t
 from megatron_rl.config.cli import compose
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.planning.run_time.cluster import Machines
-from megatron_rl.planning.run_time.engine import EngineSpeed
+from megatron_rl.planning.run_time.engine import EngineSpeed, Response
 from megatron_rl.planning.run_time.lengths import TraceLengths
 from megatron_rl.planning.run_time.run import SimulatedRun, TrainerSpeed, simulate
 from megatron_rl.records.past_run import RunUnreadable
@@ -62,28 +62,32 @@ def write_run(directory: Path, *overrides: str, prompts: int = 32, seed: int = 0
 
 def write_records(directory: Path, run: SimulatedRun) -> None:
     clock = [0.0]
-    records = [{"step": 0}]
+    records: list[dict[str, float]] = [{"step": 0}]
     with Timeline(directory / TIMELINE_FILE, print, lambda: clock[0]) as timeline:
         timeline.add(Lane.RANKS, "sync", 0.0)
         for step in run.steps:
-            groups: dict[int, list[tuple[float, int]]] = {}
-            for response in run.responses:
-                if response.key[0] == step.step:
-                    groups.setdefault(response.key[1], []).append((response.end, response.length))
-            for index, ends in groups.items():
-                clock[0] = max(end for end, _ in ends)
-                tokens = sum(length for _, length in ends)
+            for index, responses in groups_of(run, step.step).items():
+                clock[0] = max(response.end for response in responses)
+                tokens = sum(response.length for response in responses)
                 name = f"step-{step.step}-{index}"
                 timeline.add(Lane.ROLLOUTS, name, 0.0, step=step.step, tokens=tokens)
             clock[0] = step.trained_at
-            seconds = step.trained_at - step.taken_at
-            timeline.add(Lane.RANKS, "train", seconds, step=step.step)
+            timeline.add(Lane.RANKS, "train", clock[0] - step.taken_at, step=step.step)
             clock[0] = step.end
             timeline.add(Lane.RANKS, "sync", step.end - step.rest_at)
             next_rollouts = step.rest_at - step.trained_at
             records.append({"step": step.step, "time/next_rollouts": next_rollouts})
     text = "".join(json.dumps(record) + "\n" for record in records)
     (directory / "metrics.jsonl").write_text(text)
+
+
+def groups_of(run: SimulatedRun, step: int) -> dict[int, list[Response]]:
+    """The responses of a step by prompt."""
+    groups: dict[int, list[Response]] = {}
+    for response in run.responses:
+        if response.key[0] == step:
+            groups.setdefault(response.key[1], []).append(response)
+    return groups
 
 
 @pytest.fixture(scope="module")
@@ -114,8 +118,8 @@ def other_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def test_fit_recovers_planted_constants(fit_runs: Sequence[Path]) -> None:
     constants = fit([read_run(directory) for directory in fit_runs])
     for name in ("step", "request", "prompt_token", "dispatch"):
-        expected = getattr(SPEED, name)
-        assert getattr(constants.speed, name) == pytest.approx(expected, rel=0.02), name
+        value = getattr(SPEED, name)
+        assert getattr(constants.speed, name) == pytest.approx(value, rel=0.02), name
     assert constants.trainer.step == pytest.approx(TRAINER.step, rel=0.02)
     assert constants.trainer.token == pytest.approx(TRAINER.token, rel=0.02)
     assert constants.trainer.sync == pytest.approx(TRAINER.sync, rel=0.02)
@@ -158,8 +162,8 @@ def test_a_step_is_read_as_it_was(fit_runs: Sequence[Path]) -> None:
     assert [step.step for step in run.steps] == list(range(FIRST_STEP, NUM_STEPS))
     for step in run.steps:
         assert step.rest == pytest.approx(TRAINER.sync, abs=1e-5)
-        expected = TRAINER.step + TRAINER.token * step.tokens
-        assert step.training == pytest.approx(expected, abs=1e-5)
+        seconds = TRAINER.step + TRAINER.token * step.tokens
+        assert step.training == pytest.approx(seconds, abs=1e-5)
         assert step.tokens == sum(map(sum, make_lengths(32, 0).lengths(step.step)))
 
 

@@ -1,4 +1,4 @@
-"""Which engine gets which request, and when: as the collector does it."""
+"""The engine of each request, and the time at which it gets it: as in the collector."""
 
 from types import SimpleNamespace
 from typing import Any, cast
@@ -35,14 +35,14 @@ def test_a_request_goes_to_the_engine_with_the_fewest_in_flight() -> None:
     # Four slots: 10 and 2 at the first engine, 2 and 2 at the second one. It gets the others, too.
     cluster = sample(machines, make_group(0, 10, 2, 2, 2, 3, 3))
     assert cluster.now == pytest.approx(12)
-    assert [engine.sampled for engine in cluster.engines] == [12, 10]
+    assert [engine.num_sampled for engine in cluster.engines] == [12, 10]
 
 
 def test_a_group_goes_to_the_node_with_the_fewest_responses() -> None:
     machines = Machines(speed=EngineSpeed(step=1.0), engines=2, node_engines=1, max_running=9)
     groups = [make_group(0, 5, 5, 5), make_group(1, 4), make_group(2, 3), make_group(3, 2)]
     cluster = sample(machines, *groups)
-    assert [engine.sampled for engine in cluster.engines] == [15, 9]
+    assert [engine.num_sampled for engine in cluster.engines] == [15, 9]
 
 
 def test_the_last_node_may_have_fewer_engines() -> None:
@@ -64,19 +64,19 @@ def test_a_wait_for_nothing_is_an_error() -> None:
     version=st.integers(0, 4),
     last_version=st.integers(0, 4),
     num_tokens=st.integers(0, 9),
-    sampled=st.integers(0, 9),
+    num_so_far=st.integers(0, 9),
 )
 def test_budgets_limit_a_response_as_in_the_collector(
-    version: int, last_version: int, num_tokens: int, sampled: int
+    version: int, last_version: int, num_tokens: int, num_so_far: int
 ) -> None:
     budget = VersionBudget(num_tokens, last_version)
     pool = cast(engine_pool.EnginePool, SimpleNamespace(_version=version))
-    partial: Any = SimpleNamespace(tokens_of={version: sampled}.__getitem__)
+    partial: Any = SimpleNamespace(tokens_of={version: num_so_far}.__getitem__)
     limit = engine_pool.EnginePool._limit(pool, cast(PartialResponse, partial), budget)
     response = Response((1, 0, 0), 1, 100)
-    response.add(version, sampled)
+    response.add(version, num_so_far)
     (node,) = Machines(speed=EngineSpeed()).open_nodes()
     node.version = version
     node.accept(Group([response], budget))
-    assert node._limit(response) == (100 - sampled if limit is None else limit)
+    assert node._limit(response) == (100 - num_so_far if limit is None else limit)
     assert node.is_settled == (limit == 0)

@@ -1,5 +1,7 @@
 """The simulated engine against times worked out by hand."""
 
+from typing import Any
+
 import pytest
 
 from megatron_rl.planning.run_time.engine import EngineSpeed, Piece, Response, SimulatedEngine
@@ -11,7 +13,7 @@ def make_piece(length: int, prompt_tokens: int = 3) -> Piece:
     return Piece(Response((1, 0, 0), prompt_tokens, length), length)
 
 
-def run_engine(engine: SimulatedEngine) -> list[tuple[float, list[int]]]:
+def run_engine(engine: SimulatedEngine) -> list[tuple[Any, list[int]]]:
     """The times at which pieces ended, with their tokens."""
     ends = []
     engine.start(0.0)
@@ -35,7 +37,7 @@ def test_a_response_alone() -> None:
     engine.add(make_piece(3))
     # Reads 3 tokens, which gives the first token; then contexts of 4 and 5
     assert run_engine(engine) == [(1 + 1.5 + 1.1 + 0.04 + 1.1 + 0.05, [3])]
-    assert (engine.sampled, engine.read, engine.in_flight) == (3, 3, 0)
+    assert (engine.num_sampled, engine.num_read, engine.in_flight) == (3, 3, 0)
 
 
 def test_responses_share_passes() -> None:
@@ -76,9 +78,9 @@ def test_a_request_joins_after_the_present_pass() -> None:
 
 
 def test_an_engine_stops_after_the_present_pass_and_gives_back_what_it_has() -> None:
-    engine = SimulatedEngine(EngineSpeed(step=1.0), 1)
-    engine.add(make_piece(9))
-    engine.add(make_piece(4))
+    engine = SimulatedEngine(EngineSpeed(step=1.0), 2)
+    for length in (9, 6, 4):
+        engine.add(make_piece(length))
     engine.start(0.0)
     engine.finish()
     engine.start(1.0)
@@ -89,14 +91,15 @@ def test_an_engine_stops_after_the_present_pass_and_gives_back_what_it_has() -> 
     assert engine.finish() == []
     engine.start(4.0)
     assert not engine.is_busy
-    assert [piece.sampled for piece in engine.withdraw()] == [4, 0]
+    pieces = engine.withdraw()
+    assert [(piece.tokens, piece.num_sampled) for piece in pieces] == [(9, 4), (6, 4), (4, 0)]
     assert engine.in_flight == 0
     assert engine.busy_seconds == pytest.approx(4.0)
 
 
 @pytest.mark.parametrize("kv_token", [0.0, 0.01])
-@pytest.mark.parametrize(("elapsed", "passes"), [(0.0, 1), (0.9, 1), (1.0, 1), (2.5, 3), (99.0, 7)])
-def test_passes_that_have_begun(kv_token: float, elapsed: float, passes: int) -> None:
+@pytest.mark.parametrize(("seconds", "passes"), [(0.0, 1), (0.9, 1), (1.0, 1), (2.5, 3), (99.0, 7)])
+def test_passes_that_have_begun(kv_token: float, seconds: float, passes: int) -> None:
     speed = EngineSpeed(step=1.0 - 4 * kv_token, kv_token=kv_token)
     engine = SimulatedEngine(speed, 1)
     engine.add(make_piece(8))
@@ -104,7 +107,7 @@ def test_passes_that_have_begun(kv_token: float, elapsed: float, passes: int) ->
     begin = engine.end
     engine.finish()
     engine.start(begin)
-    engine.stop(min(begin + elapsed, engine.end))
+    engine.stop(min(begin + seconds, engine.end))
     engine.finish()
     assert engine.passes == passes
     assert engine.busy_seconds == pytest.approx(

@@ -60,7 +60,7 @@ def test_budget_samples_a_part_of_each_response_ahead() -> None:
     assert step_seconds(run) == [15, 11, 11, 11, 11]
     assert [dict(step.ages) for step in run.steps[1:]] == [{1: 8, 0: 12}] * 4
     # Prompts of 3 tokens, and in four steps prompts with the tokens so far
-    assert run.read == 5 * 2 * 3 + 4 * 2 * (3 + 4)
+    assert run.num_read == 5 * 2 * 3 + 4 * 2 * (3 + 4)
 
 
 def test_budget_holds_the_sync_until_it_is_used_up() -> None:
@@ -96,17 +96,17 @@ def test_an_interruption_takes_its_time() -> None:
 
 
 def test_both_are_slower_while_they_share_a_machine() -> None:
-    shared = replace(ENGINE, engine_slowdown=1.0, trainer_slowdown=1.0)
-    run = simulate(make_settings(1), TEN_TOKENS, shared, TRAINER, 4)
+    shared_machines = replace(ENGINE, engine_slowdown=1.0, trainer_slowdown=1.0)
+    run = simulate(make_settings(1), TEN_TOKENS, shared_machines, TRAINER, 4)
     # Training takes 8 s. The engine has done 4 s of its work then, and needs 6 s more.
     assert step_seconds(run) == [10 + 14 + 1, 15, 15, 5]
-    alone = simulate(make_settings(0), TEN_TOKENS, shared, TRAINER, 3)
+    alone = simulate(make_settings(0), TEN_TOKENS, shared_machines, TRAINER, 3)
     assert step_seconds(alone) == [15, 15, 15]
 
 
 def test_a_trainer_is_as_fast_as_ever_once_the_engine_is_done() -> None:
-    shared = replace(ENGINE, engine_slowdown=1.0, trainer_slowdown=1.0)
-    run = simulate(make_settings(1), TEN_TOKENS, shared, replace(TRAINER, step=40.0), 4)
+    shared_machines = replace(ENGINE, engine_slowdown=1.0, trainer_slowdown=1.0)
+    run = simulate(make_settings(1), TEN_TOKENS, shared_machines, replace(TRAINER, step=40.0), 4)
     # The engine needs 20 s, in which 10 s of training are done.
     assert step_seconds(run)[1] == 20 + 30 + 1
 
@@ -229,22 +229,28 @@ def test_every_token_is_sampled_once_in_time(
     choice: RolloutSettings, workload: TraceLengths, machines: Machines, trainer: TrainerSpeed
 ) -> None:
     run = simulate(choice, workload, machines, trainer, NUM_STEPS)
-    keys = [response.key for response in run.responses]
-    assert len(set(keys)) == len(keys)
-    expected_tokens = 0
-    for step in range(1, NUM_STEPS + 1):
-        expected_tokens += sum(map(sum, workload.lengths(step)))
-    assert run.sampled == expected_tokens == sum(step.tokens for step in run.steps)
-    assert all(response.num_tokens == response.length for response in run.responses)
-    assert all(sum(step.ages.values()) == step.tokens for step in run.steps)
+    check_tokens(run, workload)
     assert max(max(step.ages) for step in run.steps) <= choice.max_staleness
     least = least_seconds(workload, machines, trainer)
     assert run.steps[-1].end >= least * (1 - 1e-9)
     prompts = workload.prompt_tokens * len(run.responses)
-    assert run.read >= prompts
+    assert run.num_read >= prompts
     if choice.on_update == "wait":
-        assert run.read == prompts
+        assert run.num_read == prompts
     assert simulate(choice, workload, machines, trainer, NUM_STEPS).steps == run.steps
+
+
+def check_tokens(run: SimulatedRun, workload: Workload) -> None:
+    """Every response of every step has all its tokens, and engines sampled no others."""
+    keys = [response.key for response in run.responses]
+    assert len(set(keys)) == len(keys)
+    num_tokens = 0
+    for step in range(1, NUM_STEPS + 1):
+        num_tokens += sum(map(sum, workload.lengths(step)))
+    assert run.num_sampled == num_tokens == sum(step.tokens for step in run.steps)
+    for response in run.responses:
+        assert response.num_tokens == response.length == response.by_version.total()
+    assert all(sum(step.ages.values()) == step.tokens for step in run.steps)
 
 
 @settings(max_examples=40, deadline=None)
