@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -152,7 +153,8 @@ def _simulate(
     tokens = fmean(sum(map(sum, lengths.lengths(step))) for step in scenario.steady)
     budget = None
     if on_update == "budget":
-        budget = -(-scenario.cap // (staleness + 1))
+        # With fewer, responses are left that the trainer waits for
+        budget = math.ceil(scenario.cap / staleness)
     return simulate(
         RolloutSettings(
             max_new_tokens=scenario.cap,
@@ -197,7 +199,7 @@ def assumption_table(scenario: Scenario) -> Iterator[str]:
         "a sync": f"{SYNC_SECONDS:g} s",
         "an interruption": f"{INTERRUPT_SECONDS:g} s",
         "training": "in proportion to the tokens of the step",
-        "`rollout.tokens_per_version`": f"{scenario.cap:,} / (`max_staleness` + 1)",
+        "`rollout.tokens_per_version`": f"{scenario.cap:,} / `max_staleness`",
         "rewards, selection, evaluations, checkpoints, failures": "none",
         "cores, memory or network that engines and trainer share": "none",
         "memory for contexts": "enough for all responses that run",

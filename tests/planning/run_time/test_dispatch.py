@@ -45,6 +45,15 @@ def test_a_group_goes_to_the_node_with_the_fewest_responses() -> None:
     assert [engine.num_sampled for engine in cluster.engines] == [15, 9]
 
 
+def test_a_group_that_is_complete_is_no_load() -> None:
+    machines = Machines(speed=EngineSpeed(step=1.0), engines=2, node_engines=1, max_running=9)
+    cluster = sample(machines, make_group(0, 5, 5, 5), make_group(1, 4))
+    later_group = make_group(2, 3)
+    cluster.request([later_group])
+    cluster.wait(lambda: not later_group.num_open)
+    assert [engine.num_sampled for engine in cluster.engines] == [15 + 3, 4]
+
+
 def test_the_last_node_may_have_fewer_engines() -> None:
     machines = Machines(speed=EngineSpeed(), engines=5, node_engines=2)
     assert [len(node.engines) for node in machines.open_nodes()] == [2, 2, 1]
