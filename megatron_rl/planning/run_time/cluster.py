@@ -6,7 +6,6 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 
 from megatron_rl.planning.run_time.engine import EngineSpeed, Piece, Response, SimulatedEngine
 from megatron_rl.rollouts.messages import VersionBudget
@@ -14,7 +13,7 @@ from megatron_rl.rollouts.messages import VersionBudget
 # Requests in flight for each that an engine can run at a time, as in rollouts/generation.
 # tests/planning/run_time/test_dispatch.py compares them.
 QUEUE_PER_SLOT = 2
-_SAME_TIME = 1e-9  # seconds
+SAME_TIME = 1e-9  # seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,30 +76,33 @@ class SimulatedNode:
         self.load = 0
         self.version = 0
         self._free_slots = slots_per_engine * len(engines)
-        self._waiters: deque[Response] = deque()
+        # Responses that wait for a slot, with the time at which their requests reach an engine
+        self._waiters: deque[tuple[float, Response]] = deque()
+        self._returns: deque[tuple[float, Response]] = deque()  # the same, with a slot
         self._parked_responses: list[Response] = []
         self._open_responses: list[Response] = []  # they keep their slots
         self._groups: dict[Response, Group] = {}  # of responses that are not complete
         self._is_open = True
 
-    def accept(self, group: Group) -> None:
-        """Take the requests for a group."""
+    def accept(self, group: Group, ready_at: float) -> None:
+        """Take the requests for a group. ready_at: when they reach an engine with a free slot."""
+        self.load += len(group.responses)
         for response in group.responses:
             self._groups[response] = group
-            self._queue(response)
+            self._queue(response, ready_at)
 
     @property
     def is_settled(self) -> bool:
         """True if every response waits for other weights."""
         return len(self._groups) == len(self._parked_responses)
 
-    def set_version(self, version: int) -> None:
+    def set_version(self, version: int, ready_at: float) -> None:
         """Let responses go on with other weights."""
         self.version = version
         responses = self._parked_responses
         self._parked_responses = []
         for response in responses:
-            self._queue(response)
+            self._queue(response, ready_at)
 
     def finish(self, engine: SimulatedEngine, now: float) -> None:
         """End passes of an engine, and the pieces that end with them."""
@@ -108,13 +110,16 @@ class SimulatedNode:
             self._free_slots += 1
             self._end(piece, now)
 
-    def dispatch(self, now: float) -> None:
-        """Send engines what has a slot, and let them work. now: on the clock of engines."""
-        while self._is_open and self._free_slots and self._waiters:
+    def dispatch(self, now: float, engine_now: float) -> None:
+        """Send engines what has a slot, and let them work. engine_now: on their clock."""
+        due = now + SAME_TIME
+        while self._returns and self._returns[0][0] <= due:
+            self._send(self._returns.popleft()[1])
+        while self._can_send(due):
             self._free_slots -= 1
-            self._send(self._waiters.popleft())
+            self._send(self._waiters.popleft()[1])
         for engine in self.engines:
-            engine.start(now)
+            engine.start(engine_now)
 
     def stop(self, now: float) -> None:
         """Send nothing more, and let engines stop after their pass."""
@@ -129,21 +134,25 @@ class SimulatedNode:
                 piece.response.add(self.version, piece.num_sampled)
                 self._open_responses.append(piece.response)
 
-    def proceed(self) -> None:
+    def proceed(self, ready_at: float) -> None:
         """Continue what was interrupted."""
         self._is_open = True
         responses = self._open_responses
         self._open_responses = []
         for engine in self.engines:
             engine.proceed()
-        for response in responses:
-            self._send(response)
+        self._returns.extend((ready_at, response) for response in responses)
+
+    def _can_send(self, due: float) -> bool:
+        """Return True if a response may take a slot."""
+        can_take = self._is_open and self._free_slots and self._waiters
+        return bool(can_take) and self._waiters[0][0] <= due
 
     def _end(self, piece: Piece, now: float) -> None:
         response = piece.response
         response.add(self.version, piece.num_sampled)
         if not response.is_complete:
-            self._queue(response)
+            self._queue(response, now)
             return
         response.end = now
         group = self._groups.pop(response)
@@ -151,12 +160,12 @@ class SimulatedNode:
         if not group.num_open:
             self.load -= len(group.responses)
 
-    def _queue(self, response: Response) -> None:
+    def _queue(self, response: Response, ready_at: float) -> None:
         """Let a response wait for a slot, or for other weights if its budget is used up."""
         if self._limit(response) == 0:
             self._parked_responses.append(response)
         else:
-            self._waiters.append(response)
+            self._waiters.append((ready_at, response))
 
     def _send(self, response: Response) -> None:
         engine = min(self.engines, key=lambda engine: engine.in_flight)
@@ -185,8 +194,7 @@ class Cluster:
         # The clock of engines advances less while the trainer slows them down
         self._engine_now = 0.0
         self._engine_slowness = 1.0
-        # Calls whose time comes `dispatch` seconds after they were made, in their order
-        self._arrivals: deque[tuple[float, Callable[[], None]]] = deque()
+        self._arrivals: deque[float] = deque()  # when requests reach engines
 
     @property
     def engines(self) -> list[SimulatedEngine]:
@@ -197,8 +205,7 @@ class Cluster:
         """Send each group to the node with the fewest responses that are not there."""
         for group in groups:
             node = min(self._nodes, key=lambda node: node.load)
-            node.load += len(group.responses)
-            self._call_later(partial(node.accept, group))
+            node.accept(group, self._ready_at())
 
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Let time pass until a condition holds. Raises RuntimeError if nothing can change it."""
@@ -231,7 +238,7 @@ class Cluster:
 
     def settle(self) -> None:
         """Wait until every response has ended, or waits for other weights."""
-        self.wait(lambda: not self._arrivals and all(node.is_settled for node in self._nodes))
+        self.wait(lambda: all(node.is_settled for node in self._nodes))
 
     def interrupt(self) -> None:
         """Stop every response in the middle, until `proceed`."""
@@ -244,15 +251,19 @@ class Cluster:
     def proceed(self) -> None:
         """Continue the responses that were interrupted."""
         for node in self._nodes:
-            self._call_later(node.proceed)
+            node.proceed(self._ready_at())
 
     def set_version(self, version: int) -> None:
         """Let engines sample with other weights."""
         for node in self._nodes:
-            self._call_later(partial(node.set_version, version))
+            node.set_version(version, self._ready_at())
 
-    def _call_later(self, call: Callable[[], None]) -> None:
-        self._arrivals.append((self.now + self._machines.speed.dispatch, call))
+    def _ready_at(self) -> float:
+        """Return when requests of this time reach an engine. Something happens then."""
+        ready_at = self.now + self._machines.speed.dispatch
+        if not self._arrivals or self._arrivals[-1] != ready_at:
+            self._arrivals.append(ready_at)
+        return ready_at
 
     def _is_any_busy(self) -> bool:
         return any(engine.is_busy for _, engine in self._engines)
@@ -262,7 +273,7 @@ class Cluster:
         end = min(engine.end for _, engine in self._engines)
         event = max(0.0, end - self._engine_now) * self._engine_slowness
         if self._arrivals:
-            event = min(event, max(0.0, self._arrivals[0][0] - self.now))
+            event = min(event, max(0.0, self._arrivals[0] - self.now))
         return event
 
     def _pass(self, seconds: float) -> None:
@@ -272,11 +283,11 @@ class Cluster:
     def _pass_until_event(self, seconds: float) -> None:
         """Let time pass until the next event, and handle it with all that happen at that time."""
         self._pass(seconds)
-        while self._arrivals and self._arrivals[0][0] <= self.now + _SAME_TIME:
-            self._arrivals.popleft()[1]()
-        due = self._engine_now + _SAME_TIME
+        while self._arrivals and self._arrivals[0] <= self.now + SAME_TIME:
+            self._arrivals.popleft()
+        due = self._engine_now + SAME_TIME
         for node, engine in self._engines:
             if engine.end <= due:
                 node.finish(engine, self.now)
         for node in self._nodes:
-            node.dispatch(self._engine_now)
+            node.dispatch(self.now, self._engine_now)

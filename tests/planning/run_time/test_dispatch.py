@@ -86,6 +86,6 @@ def test_budgets_limit_a_response_as_in_the_collector(
     response.add(version, num_so_far)
     (node,) = Machines(speed=EngineSpeed()).open_nodes()
     node.version = version
-    node.accept(Group([response], budget))
+    node.accept(Group([response], budget), 0.0)
     assert node._limit(response) == (100 - num_so_far if limit is None else limit)
     assert node.is_settled == (limit == 0)

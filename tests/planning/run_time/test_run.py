@@ -74,6 +74,14 @@ def test_budget_holds_the_sync_until_it_is_used_up() -> None:
     assert second.seconds == pytest.approx(10)
 
 
+def test_a_sync_waits_for_requests_that_no_engine_has_yet() -> None:
+    slow = replace(ENGINE, speed=EngineSpeed(step=1.0, dispatch=5.0))
+    quick = replace(TRAINER, step=1.0)
+    run = simulate(make_settings(1, "budget", 10), TEN_TOKENS, slow, quick, 4)
+    # A step is complete when it begins to train, and the next one has not reached the engine.
+    assert step_seconds(run) == [5 + 10 + 1 + 1, 5 + 10 + 1, 5 + 10 + 1, 1 + 1]
+
+
 def test_resume_continues_responses_after_the_sync() -> None:
     run = simulate(make_settings(1, "resume"), TEN_TOKENS, ENGINE, TRAINER, 6)
     # Steps 1 and 2 are sampled together. Step 3 gets four tokens while step 2 trains, and six
