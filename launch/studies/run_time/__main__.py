@@ -27,10 +27,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launch.studies.run_time.clusters import SMALL, Scenario, assumption_table, cluster_table
-from launch.studies.run_time.measured_run import MeasuredRun, read_run
+from launch.studies.run_time.measured_run import FIRST_STEP, MeasuredRun, read_run
 from launch.studies.run_time.measurement import measure
 from launch.studies.run_time.validation import compare, comparison_table, constant_table
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+
+_MIN_STEPS = FIRST_STEP + 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -65,7 +67,10 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     measuring = commands.add_parser("measure", help="train the runs first")
     measuring.add_argument("--out", type=Path, required=True, help="directory of the runs")
     measuring.add_argument("--steps", type=int, default=16, help="of each run; default: 16")
-    return parser.parse_args(arguments)
+    options = parser.parse_args(arguments)
+    if options.command == "measure" and options.steps < _MIN_STEPS:
+        parser.error(f"--steps={options.steps}: it must be at least {_MIN_STEPS}")
+    return options
 
 
 def _lines(options: argparse.Namespace) -> Iterator[str]:

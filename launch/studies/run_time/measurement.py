@@ -56,22 +56,28 @@ def measure(
 ) -> tuple[list[MeasuredRun], list[MeasuredRun]]:
     """Train the planned runs one after the other, unless their directories exist.
 
-    Returns those to fit and the others. Raises `CannotFit` for a run that fails.
+    Returns those to fit and the others. Raises `CannotFit` for a run that fails, or has failed.
     """
     fitted_runs: list[MeasuredRun] = []
     other_runs: list[MeasuredRun] = []
     for plan in PLAN:
         run_directory = directory / plan.name
         if not run_directory.exists():
-            load = os.getloadavg()[0]
-            log(f"training {run_directory}; load average before it: {load:.1f}")
-            _train(directory, plan, num_steps)
+            log(f"training {run_directory}; load average before it: {os.getloadavg()[0]:.1f}")
+            train(directory, plan, num_steps)
+        run = read_run(run_directory)
+        if run.num_steps != num_steps:
+            raise CannotFit(
+                f"{run_directory} has {run.num_steps} steps instead of {num_steps}. Remove it, and "
+                "start again"
+            )
         runs = fitted_runs if plan.is_fitted else other_runs
-        runs.append(read_run(run_directory))
+        runs.append(run)
     return fitted_runs, other_runs
 
 
-def _train(directory: Path, plan: PlannedRun, num_steps: int) -> None:
+def train(directory: Path, plan: PlannedRun, num_steps: int) -> None:
+    """Train a planned run. Raises `CannotFit` if it fails, and `subprocess.TimeoutExpired`."""
     directory.mkdir(parents=True, exist_ok=True)
     log_file = directory / f"{plan.name}.log"
     command = [

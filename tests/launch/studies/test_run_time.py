@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from launch.studies.run_time import __main__ as command
-from launch.studies.run_time import clusters
+from launch.studies.run_time import clusters, measurement
 from launch.studies.run_time.clusters import SMALL, cluster_table, measure_gain, sampling_seconds
-from launch.studies.run_time.fit import PROMPT_TOKENS, fit, split
+from launch.studies.run_time.fit import PROMPT_TOKENS, alone_seconds, fit, fit_engine, split
 from launch.studies.run_time.measured_run import FIRST_STEP, CannotFit, read_run
-from launch.studies.run_time.measurement import PLAN
+from launch.studies.run_time.measurement import PLAN, PlannedRun
 from launch.studies.run_time.validation import Comparison, compare, comparison_table
 from megatron_rl.config.cli import compose
 from megatron_rl.contracts.exit_codes import ExitCode
@@ -38,13 +38,11 @@ def make_lengths(prompts: int, seed: int) -> TraceLengths:
     return TraceLengths([[[n] * 4 for n in step] for step in steps], PROMPT_TOKENS)
 
 
-def write_run(directory: Path, *overrides: str, prompts: int = 32, seed: int = 0) -> Path:
+def write_run(directory: Path, *overrides: str) -> Path:
     """Write the directory of a run as long as its simulation with the planted constants."""
     settings = [
         "experiment=quickstart",
         "eval.every=0",
-        f"seed={seed}",
-        f"rollout.prompts_per_step={prompts}",
         "rollout.samples_per_prompt=4",
         f"engine.max_running_requests={MACHINES.max_running}",
         f"train.total_steps={NUM_STEPS}",
@@ -54,7 +52,7 @@ def write_run(directory: Path, *overrides: str, prompts: int = 32, seed: int = 0
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(to_yaml(configuration))
     (directory / "versions.json").write_text("{}")
-    lengths = make_lengths(prompts, seed)
+    lengths = make_lengths(configuration.rollout.prompts_per_step, configuration.seed)
     run = simulate(configuration.rollout, lengths, MACHINES, TRAINER, NUM_STEPS)
     write_records(directory, run)
     return directory
@@ -96,7 +94,7 @@ def fit_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     ahead = "rollout.max_staleness=1"
     return [
         write_run(root / "alone"),
-        write_run(root / "alone-half", prompts=16),
+        write_run(root / "alone-half", "rollout.prompts_per_step=32"),
         write_run(root / "wait", ahead),
         write_run(root / "resume", ahead, "rollout.on_update=resume"),
     ]
@@ -108,10 +106,10 @@ def other_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     two = "rollout.max_staleness=2"
     budget = ("rollout.on_update=budget", "rollout.tokens_per_version=12")
     return [
-        write_run(root / "alone", seed=1),
-        write_run(root / "wait", "rollout.max_staleness=1", seed=1),
-        write_run(root / "budget", two, *budget, seed=1),
-        write_run(root / "resume", two, "rollout.on_update=resume", seed=1),
+        write_run(root / "alone", "seed=1"),
+        write_run(root / "wait", "seed=1", "rollout.max_staleness=1"),
+        write_run(root / "budget", "seed=1", two, *budget),
+        write_run(root / "resume", "seed=1", two, "rollout.on_update=resume"),
     ]
 
 
@@ -157,6 +155,18 @@ def test_constants_that_no_run_shows_are_named(
     assert fit([read_run(fit_runs[0])]).engine_slowdown == 0
 
 
+def test_the_last_group_of_a_step_matters_most(fit_runs: Sequence[Path]) -> None:
+    run = read_run(fit_runs[0])
+    steps = []
+    for step in run.steps:
+        last = step.sampled_at
+        groups = [replace(g, end=g.end * (1 if g.end == last else 0.8)) for g in step.groups]
+        steps.append(replace(step, groups=groups))
+    speed = fit_engine([replace(run, steps=steps)])
+    for step in steps:
+        assert alone_seconds(run, step, speed) == pytest.approx(step.sampled_at, rel=0.06)
+
+
 def test_a_step_is_read_as_it_was(fit_runs: Sequence[Path]) -> None:
     run = read_run(fit_runs[0])
     assert [step.step for step in run.steps] == list(range(FIRST_STEP, NUM_STEPS))
@@ -164,7 +174,7 @@ def test_a_step_is_read_as_it_was(fit_runs: Sequence[Path]) -> None:
         assert step.rest == pytest.approx(TRAINER.sync, abs=1e-5)
         seconds = TRAINER.step + TRAINER.token * step.tokens
         assert step.training == pytest.approx(seconds, abs=1e-5)
-        assert step.tokens == sum(map(sum, make_lengths(32, 0).lengths(step.step)))
+        assert step.tokens == sum(map(sum, make_lengths(64, 0).lengths(step.step)))
 
 
 @pytest.mark.parametrize(
@@ -187,7 +197,7 @@ def test_a_run_that_does_more_is_refused(
 def test_runs_that_cannot_be_fitted_are_refused(fit_runs: Sequence[Path], tmp_path: Path) -> None:
     with pytest.raises(CannotFit, match="max_staleness=0"):
         fit([read_run(fit_runs[2])])
-    with pytest.raises(CannotFit, match="16 prompts x 4 samples"):
+    with pytest.raises(CannotFit, match="32 prompts x 4 samples"):
         compare([read_run(fit_runs[0])], [read_run(fit_runs[1])])
     with pytest.raises(RunUnreadable, match="no such directory"):
         read_run(tmp_path / "nothing")
@@ -217,6 +227,40 @@ def test_planned_runs_are_accepted_and_check_what_was_not_fitted() -> None:
     other_settings = " ".join(" ".join(plan.settings) for plan in PLAN if not plan.is_fitted)
     for value in ("max_staleness=2", "on_update=budget", "on_update=resume"):
         assert value in other_settings
+
+
+def test_planned_runs_are_trained_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    names = []
+
+    def write(directory: Path, plan: PlannedRun, num_steps: int) -> None:
+        names.append(plan.name)
+        write_run(directory / plan.name, *plan.settings, f"train.total_steps={num_steps}")
+
+    monkeypatch.setattr(measurement, "train", write)
+    options = ["measure", "--out", str(tmp_path), "--steps", str(NUM_STEPS)]
+    assert command.main(options) == ExitCode.OK
+    table = capsys.readouterr().out
+    assert names == [plan.name for plan in PLAN]
+    assert all(f"| {name} |" in table for name in names)
+    assert command.main(options) == ExitCode.OK
+    assert len(names) == len(PLAN)
+    assert command.main([*options[:-1], "7"]) == ExitCode.REFUSED
+    assert "8 steps instead of 7" in capsys.readouterr().err
+
+
+def test_too_few_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["measure", "--out", "runs/run_time", "--steps", "4"])
+    assert "at least 5" in capsys.readouterr().err
+
+
+def test_a_run_that_fails_is_named(tmp_path: Path) -> None:
+    plan = PlannedRun("wrong", ("rollout.max_staleness=nonsense",), True)
+    with pytest.raises(CannotFit, match="ended with code"):
+        measurement.train(tmp_path, plan, 8)
+    assert "max_staleness" in (tmp_path / "wrong.log").read_text()
 
 
 def test_cluster_table_has_every_way(capsys: pytest.CaptureFixture[str]) -> None:

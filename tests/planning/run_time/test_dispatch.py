@@ -64,6 +64,33 @@ def test_engines_get_requests_after_the_dispatch() -> None:
     assert sample(machines, make_group(0, 4)).now == pytest.approx(4.25)
 
 
+def test_a_free_engine_waits_for_a_request_on_its_way() -> None:
+    cluster = Cluster(Machines(speed=EngineSpeed(step=1.0, dispatch=5.0)))
+    first = make_group(0, 2)
+    second = make_group(1, 1)
+    cluster.request([first])
+    cluster.train(3.0)
+    cluster.request([second])
+    cluster.wait(lambda: not second.num_open)
+    assert [group.responses[0].end for group in (first, second)] == [5 + 2, 3 + 5 + 1]
+
+
+def test_an_interrupted_response_is_on_its_way_like_others() -> None:
+    cluster = Cluster(Machines(speed=EngineSpeed(step=1.0, dispatch=5.0)))
+    first = make_group(0, 9)
+    second = make_group(1, 1)
+    cluster.request([first])
+    cluster.train(8.0)
+    cluster.request([second])
+    cluster.train(4.0)
+    cluster.interrupt()
+    cluster.rest(0.5)
+    cluster.proceed()
+    cluster.wait(lambda: not first.num_open)
+    # The first has seven tokens at 12 s. The second reaches the engine at 13 s.
+    assert [group.responses[0].end for group in (first, second)] == [12.5 + 5 + 2, 13 + 1]
+
+
 def test_a_wait_for_nothing_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="nothing samples them"):
         Cluster(Machines(speed=EngineSpeed())).wait(lambda: False)
