@@ -66,7 +66,7 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     fitting.add_argument("--held-out", type=Path, nargs="*", default=[], metavar="DIR")
     measuring = commands.add_parser("measure", help="train the runs first")
     measuring.add_argument("--out", type=Path, required=True, help="directory of the runs")
-    measuring.add_argument("--steps", type=int, default=16, help="of each run; default: 16")
+    measuring.add_argument("--steps", type=int, default=15, help="of each run; default: 15")
     options = parser.parse_args(arguments)
     if options.command == "measure" and options.steps < _MIN_STEPS:
         parser.error(f"--steps={options.steps}: it must be at least {_MIN_STEPS}")

@@ -55,14 +55,16 @@ def fit(runs: Sequence[MeasuredRun]) -> Constants:
     speed = fit_engine(alone)
     trainer = fit_trainer(alone)
     missing = []
+    interruptions = [
+        step.next_rollouts for run in resuming for step in run.steps if step.is_sampling
+    ]
     slowdowns = (0.0, 0.0)
     if waiting:
         slowdowns = fit_slowdowns(waiting, speed, trainer)
     else:
         missing += ["engine_slowdown", "trainer_slowdown"]
-    if resuming:
-        seconds = fmean(step.next_rollouts for run in resuming for step in run.steps)
-        trainer = replace(trainer, interrupt=seconds)
+    if interruptions:
+        trainer = replace(trainer, interrupt=fmean(interruptions))
     else:
         missing.append("interrupt")
     return Constants(speed, trainer, *slowdowns, missing=tuple(missing))

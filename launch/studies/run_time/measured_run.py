@@ -36,7 +36,8 @@ class MeasuredStep:
     """A step of a run. Times are in seconds since the end of the sync before it.
 
     trained_at: the trainer was done. next_rollouts: the seconds after that until the engines were
-    at rest. end: of the sync. groups: by prompt.
+    at rest. end: of the sync. groups: by prompt. is_sampling: responses of any step were open when
+    the trainer was done.
     """
 
     step: int
@@ -44,6 +45,7 @@ class MeasuredStep:
     next_rollouts: float
     end: float
     groups: Sequence[MeasuredGroup]
+    is_sampling: bool
 
     @property
     def sampled_at(self) -> float:
@@ -168,13 +170,17 @@ def _read_step(
     if step not in trains or len(syncs) <= step or not groups or record is None:
         raise RunUnreadable(f"{directory}: step {step} is not whole in its timeline and metrics")
     start = syncs[step - 1].end
+    trained_at = trains[step].end
     return MeasuredStep(
         step=step,
-        trained_at=trains[step].end - start,
+        trained_at=trained_at - start,
         next_rollouts=record.get("time/next_rollouts") or 0.0,
         end=syncs[step].end - start,
         groups=[
             MeasuredGroup(span.tokens, span.end - start)
             for span in sorted(groups, key=lambda span: int(span.name.split("-")[2]))
         ],
+        is_sampling=any(
+            span.lane is Lane.ROLLOUTS and span.start < trained_at < span.end for span in spans
+        ),
     )

@@ -81,7 +81,7 @@ def constant_table(runs: Sequence[MeasuredRun]) -> Iterator[str]:
         "training_step": (trainer.step, "s a step"),
         "training_token": (trainer.token, "s a sampled token"),
         "sync": (trainer.sync, "s in which engines rest: sync, account, records"),
-        "interrupt": (trainer.interrupt, "s to stop all responses (resume)"),
+        "interrupt": (trainer.interrupt, "s to stop responses that are running (resume)"),
         "engine_slowdown": (constants.engine_slowdown, "of an engine while the trainer works"),
         "trainer_slowdown": (constants.trainer_slowdown, "of the trainer while an engine works"),
     }

@@ -240,13 +240,15 @@ class Cluster:
         """Wait until every response has ended, or waits for other weights."""
         self.wait(lambda: all(node.is_settled for node in self._nodes))
 
-    def interrupt(self) -> None:
-        """Stop every response in the middle, until `proceed`."""
+    def interrupt(self) -> bool:
+        """Stop every response in the middle, until `proceed`. Returns False if none is running."""
+        is_any_busy = self._is_any_busy()
         for node in self._nodes:
             node.stop(self._engine_now)
         self.wait(lambda: not self._is_any_busy())
         for node in self._nodes:
             node.interrupt()
+        return is_any_busy
 
     def proceed(self) -> None:
         """Continue the responses that were interrupted."""

@@ -24,7 +24,7 @@ class TrainerSpeed:
     """The seconds of a trainer that nothing slows down.
 
     step, token: of training on a step, and on each sampled token. sync: of a sync, and of all else
-    during which engines rest. interrupt: to stop responses in the middle.
+    during which engines rest. interrupt: to stop responses that are running.
     """
 
     step: float = 0.0
@@ -242,8 +242,8 @@ class _SimulatedControl:
         return True
 
     def interrupt(self, idle: Callable[[], None]) -> HeldRequests:
-        self.cluster.interrupt()
-        self.cluster.rest(self.interrupt_seconds)
+        if self.cluster.interrupt():
+            self.cluster.rest(self.interrupt_seconds)
         return HeldRequests(0, 0)
 
     def proceed(self) -> None:

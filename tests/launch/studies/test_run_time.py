@@ -54,11 +54,12 @@ def write_run(directory: Path, *overrides: str) -> Path:
     (directory / "versions.json").write_text("{}")
     lengths = make_lengths(configuration.rollout.prompts_per_step, configuration.seed)
     run = simulate(configuration.rollout, lengths, MACHINES, TRAINER, NUM_STEPS)
-    write_records(directory, run)
+    write_records(directory, run, configuration.rollout.max_staleness)
     return directory
 
 
-def write_records(directory: Path, run: SimulatedRun) -> None:
+def write_records(directory: Path, run: SimulatedRun, ahead: int) -> None:
+    """Write the records of a run. ahead: steps by which the requests of a step precede it."""
     clock = [0.0]
     records: list[dict[str, float]] = [{"step": 0}]
     with Timeline(directory / TIMELINE_FILE, print, lambda: clock[0]) as timeline:
@@ -68,7 +69,9 @@ def write_records(directory: Path, run: SimulatedRun) -> None:
                 clock[0] = max(response.end for response in responses)
                 tokens = sum(response.length for response in responses)
                 name = f"step-{step.step}-{index}"
-                timeline.add(Lane.ROLLOUTS, name, 0.0, step=step.step, tokens=tokens)
+                begin = run.steps[max(0, step.step - 1 - ahead)].start
+                seconds = clock[0] - begin
+                timeline.add(Lane.ROLLOUTS, name, seconds, step=step.step, tokens=tokens)
             clock[0] = step.trained_at
             timeline.add(Lane.RANKS, "train", clock[0] - step.taken_at, step=step.step)
             clock[0] = step.end
