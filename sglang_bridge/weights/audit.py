@@ -138,15 +138,9 @@ def _require_known_splits(engine: Engine, expectation: WeightExpectation) -> Non
 
 def value_obstacles(engine: Engine) -> list[str]:
     """Return the settings of an engine for which its checksums cannot be predicted."""
-    obstacles = []
-    if engine.tp > 1 and engine.quantization is not None:
-        obstacles.append(
-            f"tp={engine.tp} with quantization={engine.quantization} (no such shards were "
-            "compared with a server's)"
-        )
-    if engine.quantization not in (None, "fp8"):
-        obstacles.append(f"quantization={engine.quantization} (its checksums are not known)")
-    return obstacles
+    if engine.quantization in (None, "fp8"):
+        return []
+    return [f"quantization={engine.quantization} (its checksums are not known)"]
 
 
 def require_auditable(engine: Engine, info: Mapping[str, Any], device: str) -> None:

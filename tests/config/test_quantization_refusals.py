@@ -61,6 +61,17 @@ def test_expert_parallel_engines_are_the_remedy(make_checkpoint: MakeCheckpoint)
     assert refusal.key == "engine.quantization" and "moe_intermediate_size=64" in refusal.rule
     assert refusal.remedy == "Use engine.ep=2, or lower engine.tp"
     assert accept(path, FP8, BF16, "engine.tp=2", "engine.ep=2", facts=NODE).engine.ep == 2
+    # CPU engines cannot divide experts
+    (refusal,) = refusals(path, FP8, "engine.tp=2")
+    assert refusal.key == "engine.quantization" and refusal.remedy == "Lower engine.tp"
+
+
+@pytest.mark.parametrize("options", [(), (BF16,)])
+def test_fp8_engines_of_two_ranks_are_accepted_on_cpus(
+    make_checkpoint: MakeCheckpoint, options: tuple[str, ...]
+) -> None:
+    path = make_checkpoint(**DIVIDED | {"head_dim": 128})
+    assert accept(path, FP8, "engine.tp=2", *options).engine.tp == 2
 
 
 @pytest.mark.parametrize(
@@ -72,7 +83,6 @@ def test_expert_parallel_engines_are_the_remedy(make_checkpoint: MakeCheckpoint)
             "engine.unquantized_last_layers",
             "4 layers",
         ),
-        (("engine.tp=2", "engine.ep=2"), "engine.tp", "not been tried"),
         (("engine.fake_quant=fp8_blockwise",), "engine.fake_quant", "rounded twice"),
         (("mode=eval",), "engine.quantization", "sends no weights"),
         (

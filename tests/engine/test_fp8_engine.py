@@ -46,28 +46,28 @@ Weights = dict[str, torch.Tensor]
 ENGINE_ERROR = 2e-6
 
 
-def write_model(directory: Path) -> Path:
-    """Write a random model that blocks of 128 x 128 divide."""
+def write_model(directory: Path, **sizes: int) -> Path:
+    """Write a random model that blocks of 128 x 128 divide. sizes: replace those of its config."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)
-    config = Qwen3MoeConfig(
-        vocab_size=200,
-        hidden_size=128,
-        intermediate_size=128,
-        moe_intermediate_size=128,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=EXPERTS,
-        num_experts_per_tok=TOP_K,
-        norm_topk_prob=True,
-        max_position_embeddings=1024,
-        tie_word_embeddings=False,
-        eos_token_id=2,
-    )
-    model = Qwen3MoeForCausalLM(config)
+    defaults: dict[str, Any] = {
+        "vocab_size": 200,
+        "hidden_size": 128,
+        "intermediate_size": 128,
+        "moe_intermediate_size": 128,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 64,
+        "num_experts": EXPERTS,
+        "num_experts_per_tok": TOP_K,
+        "norm_topk_prob": True,
+        "max_position_embeddings": 1024,
+        "tie_word_embeddings": False,
+        "eos_token_id": 2,
+    }
+    model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**defaults | sizes))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() >= 2:

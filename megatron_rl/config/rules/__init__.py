@@ -104,7 +104,7 @@ def _check_model(
     if shape is None:
         return
     yield from check_split(c.parallel, c.engine, shape)
-    yield from check_blocks(c.engine, shape)
+    yield from check_blocks(c.engine, shape, facts)
     yield from check_sequence_length(c, shape, facts)
     yield from check_recomputed_modules(c.model, shape)
     has_engines = c.mode != "train_only"

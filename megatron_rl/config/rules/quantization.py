@@ -33,9 +33,6 @@ def check_quantization(c: Configuration, facts: LaunchFacts) -> Iterator[BrokenR
     if engine.mode == "external":
         return
     is_on_gpus = server_device(engine, facts.num_gpus) == "cuda"
-    if not is_on_gpus and engine.tp > 1:
-        rule = "Engines on CPUs have not been tried with shards of FP8 weights"
-        yield BrokenRule("engine.tp", rule, "Use 1, or engine.quantization=null")
     if is_on_gpus and not engine.round_activations:
         rule = "FP8 products of GPUs take both factors in FP8"
         yield BrokenRule("engine.round_activations", rule, "Use true")
@@ -48,7 +45,9 @@ def _check_unquantized(engine: EngineSettings) -> Iterator[BrokenRule]:
             yield BrokenRule(f"engine.{name}", rule, "Remove it, or use engine.quantization=fp8")
 
 
-def check_blocks(engine: EngineSettings, shape: ModelShape) -> Iterator[BrokenRule]:
+def check_blocks(
+    engine: EngineSettings, shape: ModelShape, facts: LaunchFacts
+) -> Iterator[BrokenRule]:
     """Yield broken rules about the blocks of a quantized model, and about layers without them."""
     if engine.quantization is None:
         return
@@ -65,16 +64,18 @@ def check_blocks(engine: EngineSettings, shape: ModelShape) -> Iterator[BrokenRu
             f"A scale belongs to {BLOCK} x {BLOCK} weights, and {part}={size}{place} is no "
             f"multiple of {BLOCK}"
         )
-        yield BrokenRule("engine.quantization", rule, _remedy(engine, shape))
+        yield BrokenRule("engine.quantization", rule, _remedy(engine, shape, facts))
 
 
-def _remedy(engine: EngineSettings, shape: ModelShape) -> str:
+def _remedy(engine: EngineSettings, shape: ModelShape, facts: LaunchFacts) -> str:
     """Return a way out: other parallel sizes if blocks divide the whole model."""
     if any(undivided_parts(shape, tp=1, ep=1)):
         return (
             "Use null, with engine.fake_quant=fp8_blockwise to simulate the rounding, or choose "
             "another model"
         )
-    if engine.ep < engine.tp and not any(undivided_parts(shape, tp=engine.tp, ep=engine.tp)):
+    is_on_gpus = server_device(engine, facts.num_gpus) == "cuda"  # CPU engines have ep=1
+    fits_whole_experts = not any(undivided_parts(shape, tp=engine.tp, ep=engine.tp))
+    if engine.ep < engine.tp and is_on_gpus and fits_whole_experts:
         return f"Use engine.ep={engine.tp}, or lower engine.tp"
     return "Lower engine.tp"

@@ -119,6 +119,25 @@ def test_the_linear_product(
     assert torch.float32 in fp8.Fp8Config.get_supported_act_dtypes()
 
 
+def test_ranks_that_share_the_input_round_it_as_one_does() -> None:
+    """A rank's part of a row begins at a multiple of 128, so it has whole groups."""
+    fp8 = fake_fp8()
+    replace_products(fp8)
+    codes = rows(128, 512, seed=1).to(torch.float8_e4m3fn)
+    scales = torch.rand(1, 4) + 0.5
+    x = rows(6, 512) * torch.tensor([1.0, 3.0, 0.1, 30.0]).repeat_interleave(128)
+
+    def product(first: int, end: int) -> torch.Tensor:
+        layer = SimpleNamespace(
+            weight=codes[:, first:end].contiguous(),
+            weight_scale_inv=scales[:, first // 128 : end // 128].contiguous(),
+        )
+        return torch.Tensor(fp8.Fp8LinearMethod().apply(layer, x[:, first:end]))
+
+    whole = product(0, 512)
+    torch.testing.assert_close(product(0, 256) + product(256, 512), whole, rtol=1e-5, atol=1e-4)
+
+
 def test_other_formats_are_refused() -> None:
     fp8 = fake_fp8()
     replace_products(fp8)

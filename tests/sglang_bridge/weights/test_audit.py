@@ -131,9 +131,9 @@ def test_engine_on_a_gpu_is_compared_by_value() -> None:
             {},
             "flashinfer_trtllm",
         ),
-        ("cpu", {"device": "cpu"}, {"tp": 2, "quantization": "fp8"}, "tp=2 with quantization=fp8"),
         ("cpu", {"device": "cpu", "attn_dp_size": 2}, {}, "attn_dp_size=2"),
         ("cpu", {"device": "cpu"}, {"quantization": "awq"}, "quantization=awq"),
+        ("cpu", {"device": "cpu"}, {"tp": 2, "quantization": "awq"}, "quantization=awq"),
     ],
 )
 def test_engines_whose_checksums_cannot_be_predicted_are_compared_by_name(

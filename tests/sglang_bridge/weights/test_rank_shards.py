@@ -1,5 +1,10 @@
 """Shards of checkpoint tensors on the ranks of an engine."""
 
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+
 import pytest
 import torch
 
@@ -62,6 +67,80 @@ def test_a_rank_expects_its_own_experts_alone() -> None:
     names = [f"{LAYER}.mlp.experts.{expert}.down_proj.weight" for expert in (2, 3)]
     assert expectation.tensors_of(parameter, places[1]) == tuple(names)
     assert expectation.checksums(places[0]) != expectation.checksums(places[1])
+
+
+class Fp8Matrix:
+    """A random FP8 weight [512, 256], whose values were computed block by block."""
+
+    def __init__(self, seed: int) -> None:
+        rng = torch.Generator().manual_seed(seed)
+        self.codes = torch.randn(512, 256, generator=rng).to(torch.float8_e4m3fn)
+        self.scales = torch.rand(4, 2, generator=rng) + 0.5
+        blocks = self.scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        self.values = (self.codes.float() * blocks).bfloat16()
+
+    def shard(self, dimension: int, rank: int, ranks: int) -> list[torch.Tensor]:
+        """The part of a rank: values, codes and scales."""
+        tensors = (self.values, self.codes, self.scales)
+        return [tensor.chunk(ranks, dimension)[rank] for tensor in tensors]
+
+
+def sha(tensors: Iterable[torch.Tensor]) -> str:
+    data = b"".join(tensor.contiguous().view(torch.uint8).numpy().tobytes() for tensor in tensors)
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def checksums_of(
+    matrices: Mapping[str, Fp8Matrix], place: RankPlace, heads: int = 1
+) -> dict[str, str]:
+    expectation = WeightExpectation(
+        dtype=torch.float32, num_experts=2, places=[place], num_key_value_heads=heads
+    )
+    for name, matrix in matrices.items():
+        expectation.add(f"{name}_scale_inv", matrix.scales)
+        expectation.add(name, matrix.codes)
+    return expectation.checksums(place)
+
+
+def listed(parameter: str, shards: Iterable[Sequence[torch.Tensor]]) -> dict[str, str]:
+    """The checksums of a parameter that fuses shards."""
+    values, codes, scales = zip(*shards, strict=True)
+    names = (parameter, f"{parameter}:codes", f"{parameter}_scale_inv")
+    return dict(zip(names, map(sha, (values, codes, scales)), strict=True))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_codes_and_scales_of_queries_and_keys_are_split_by_rows(rank: int, heads: int) -> None:
+    """Both ranks hold all keys and values of a model with one head of them."""
+    attention = f"{LAYER}.self_attn"
+    matrices = {f"{attention}.{kind}_proj.weight": Fp8Matrix(i) for i, kind in enumerate("qkv")}
+    q, k, v = matrices.values()
+    shards = [q.shard(0, rank, 2)]
+    shards += [matrix.shard(0, rank if heads == 2 else 0, heads) for matrix in (k, v)]
+    found = checksums_of(matrices, RankPlace(rank, 2), heads)
+    assert found == listed(f"{attention}.qkv_proj.weight", shards)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_codes_and_scales_of_outputs_are_split_by_columns(rank: int) -> None:
+    name = f"{LAYER}.self_attn.o_proj.weight"
+    matrix = Fp8Matrix(3)
+    found = checksums_of({name: matrix}, RankPlace(rank, 2))
+    assert found == listed(name, [matrix.shard(1, rank, 2)])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("ep", [1, 2])
+def test_codes_and_scales_of_experts_are_split_or_divided(rank: int, ep: int) -> None:
+    experts = f"{LAYER}.mlp.experts"
+    matrices = {f"{experts}.{e}.down_proj.weight": Fp8Matrix(e) for e in range(2)}
+    first, second = matrices.values()
+    shards = [matrix.shard(1, rank, 2) for matrix in (first, second)]
+    if ep == 2:
+        shards = [(first, second)[rank].shard(1, 0, 1)]
+    found = checksums_of(matrices, RankPlace(rank, 2, ep))
+    assert found == listed(f"{experts}.w2_weight", shards)
 
 
 def test_an_uneven_split_is_refused_by_name() -> None:
