@@ -25,14 +25,7 @@ from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.optimizer import DistributedAdam, StepResult
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.router_target import ReplayError
-from megatron_rl.mcore.weights import (
-    OwnedWeights,
-    complete,
-    fake_quantize,
-    fp8_weights_of,
-    quantize_weights,
-    save_hf_weights,
-)
+from megatron_rl.mcore.weights import OwnedWeights, open_engine_weights, save_hf_weights
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.samples.parts import SamplePart
 from megatron_rl.records.samples.sample import SampleKind
@@ -54,7 +47,6 @@ from megatron_rl.training.replay.update_routes import with_update_routes
 from megatron_rl.training.samples.gathering import gather_samples
 from megatron_rl.training.samples.token_values import TokenValues, merge_extremes
 from megatron_rl.training.update import update_policy
-from sglang_bridge.weights.buckets import NamedTensors
 
 
 class RoutesDisagree(Failure):
@@ -195,7 +187,13 @@ class Worker:
     def export(self) -> OwnedWeights:
         """Return the weights for the engines under Hugging Face names, as each rank owns them."""
         if self._weights is None:
-            self._weights = self._open_weights()
+            self._weights = open_engine_weights(
+                self.policy.models,
+                self.shape,
+                self.layout,
+                self.engine,
+                bucket_bytes=int(self.sync.bucket_mb * 2**20),
+            )
         return self._weights
 
     def save(self, target: Path) -> None:
@@ -207,27 +205,6 @@ class Worker:
             source=Path(self.model.path),
             target=target,
             dtype=dtype,
-        )
-
-    def _open_weights(self) -> OwnedWeights:
-        dtype = torch_dtype(self.engine.dtype)
-        names = fp8_weights_of(self.engine, self.shape)
-
-        def transform(weights: NamedTensors) -> NamedTensors:
-            weights = fake_quantize(weights, self.engine.fake_quant)
-            return weights if names is None else quantize_weights(weights, names)
-
-        def check(weights: NamedTensors) -> NamedTensors:
-            return weights if names is None else complete(weights, names, dtype)
-
-        return OwnedWeights(
-            self.policy.models,
-            self.shape,
-            self.layout,
-            dtype,
-            transform,
-            bucket_bytes=int(self.sync.bucket_mb * 2**20),
-            complete=check,
         )
 
     def _receive(self, plan: StepPlan, reader: RolloutReader) -> list[list[MicroBatch]]:

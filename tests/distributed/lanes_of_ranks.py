@@ -1,6 +1,8 @@
 """Script for torchrun: the ranks of a grid send their weights to engines.
 
-Usage: lanes_of_ranks.py OUT GRID DTYPE BUCKET_BYTES URL...; rank R writes OUT/GRID-DTYPE-R.json.
+Usage: lanes_of_ranks.py OUT MODEL GRID DTYPE BUCKET_BYTES URL...; rank R writes
+OUT/GRID-DTYPE-R.json. DTYPE is that of trainer and engines. "fp8:" in front of it quantizes what
+engines get.
 """
 
 from __future__ import annotations
@@ -27,9 +29,13 @@ from megatron_rl.contracts.commands import Sync
 from megatron_rl.engines.rank_part import open_rank_part
 from megatron_rl.engines.weight_sync import FollowerSync
 from megatron_rl.mcore import parallel
-from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.model import build_models
-from megatron_rl.mcore.weights import OwnedWeights, initialize_hf_weights, iterate_hf_weights
+from megatron_rl.mcore.weights import (
+    OwnedWeights,
+    initialize_hf_weights,
+    iterate_hf_weights,
+    open_engine_weights,
+)
 from megatron_rl.models.families import read_shape
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
@@ -97,6 +103,13 @@ def read_rank_zero(weights: OwnedWeights) -> Iterator[tuple[str, str]]:
         yield name, checksum(tensor)
 
 
+def make_engine_settings(dtype: str) -> EngineSettings:
+    """The settings of engines that get weights of this dtype."""
+    name = dtype.removeprefix("fp8:")
+    options: dict[str, Any] = {"dtype": name, "quantization": None if name == dtype else "fp8"}
+    return EngineSettings(**options)
+
+
 def open_weights(
     model: Path, grid: str, dtype: str, bucket_bytes: int
 ) -> tuple[parallel.RankLayout, OwnedWeights]:
@@ -104,24 +117,22 @@ def open_weights(
     settings = ParallelSettings(timeout_s=60, **GRIDS[grid])
     layout = parallel.initialize(settings, seed=0)
     shape = read_shape(model)
-    options: dict[str, Any] = {"dtype": dtype}
+    engine = make_engine_settings(dtype)
+    options: dict[str, Any] = {"dtype": engine.dtype}
     models = build_models(shape, ModelSettings(path=str(model), **options), settings)
     initialize_hf_weights(models, shape, seed=3)
-    engine_dtype = torch_dtype(dtype)
-    weights = OwnedWeights(models, shape, layout, engine_dtype, iter, bucket_bytes=bucket_bytes)
-    return layout, weights
+    return layout, open_engine_weights(models, shape, layout, engine, bucket_bytes=bucket_bytes)
 
 
 def open_part(
     layout: parallel.RankLayout, out: Path, model: Path, dtype: str, bucket_bytes: int
 ) -> RankPart:
     """Open this rank's part in syncs."""
-    options: dict[str, Any] = {"dtype": dtype}
     return open_rank_part(
         layout,
         KEYS,
         SyncSettings(bucket_mb=bucket_bytes / 2**20, timeout_s=50),
-        EngineSettings(**options),
+        make_engine_settings(dtype),
         directory=out / "sync",
         model_path=model,
         log=print,
@@ -164,7 +175,8 @@ def main(
     report["collectives"] = dict(counter.counts)
     # One rank with everything would send these bits
     stage = iterate_hf_weights(weights.models, weights.shape, weights.dtype)
-    report["of_stage"] = {name: checksum(tensor) for name, tensor in stage}
+    whole = weights.transform(stage)
+    report["of_stage"] = {name: checksum(tensor) for name, tensor in whole}
     report["on_rank_zero"] = dict(read_rank_zero(weights))
     report["largest"] = max(
         parameter.num_whole_bytes(parameter.layout(0), weights.dtype)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -52,6 +53,29 @@ CASES = [
     ("tp2_ep2_etp2", "float32", 4, 0.35),
     ("tp2_pp2", "bfloat16", 4, 0.35),
 ]
+# Two ranks cut the rows or columns of a block, and 192 is a block and a half
+FP8_SIZES = {
+    "hidden_size": 192,
+    "moe_intermediate_size": 128,
+    "num_attention_heads": 2,
+    "head_dim": 64,
+    "num_experts": 4,
+}
+# Four times a band of 128 rows in float32, which the kernel for CPUs quantizes at a time
+QUANTISING_BYTES = 4 * 4 * 128 * FP8_SIZES["hidden_size"]
+
+
+def fp8_cases() -> Iterator[Any]:
+    """Every grid with two dtypes. One case of each way to hold shards and experts is daily."""
+    daily = {("ep2", "bfloat16"), ("tp2", "bfloat16"), ("tp2_ep2", "float32")}
+    grids = {"ep2": 2, "pp2": 2, "tp2": 2, "cp2": 2, "tp2_ep2": 4, "tp2_ep2_etp2": 4}
+    for grid, ranks in grids.items():
+        for dtype in ("float32", "bfloat16"):
+            marks = () if (grid, dtype) in daily else (pytest.mark.nightly,)
+            yield pytest.param(grid, f"fp8:{dtype}", ranks, marks=marks)
+
+
+FP8_CASES = list(fp8_cases())
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +136,59 @@ def require_weights(receiver: ReceiverProcess, expected: dict[str, str]) -> None
     assert {name: state["weights"][name] for name in expected} == expected
 
 
+@pytest.fixture(scope="module")
+def fp8_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model of one block along most sides: two ranks of a trainer share every block."""
+    folder = tmp_path_factory.mktemp("fp8-model")
+    (folder / "config.json").write_text(json.dumps(CONFIG | FP8_SIZES))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def streams_of_one_rank(
+    tmp_path_factory: pytest.TempPathFactory, fp8_model: Path
+) -> Iterator[Callable[[str], dict[str, str]]]:
+    """Returns what one rank with the whole model sends, by dtype."""
+    folder = tmp_path_factory.mktemp("one-rank")
+
+    @functools.cache
+    def stream(dtype: str) -> dict[str, str]:
+        with open_receivers(folder / dtype, 1) as receivers:
+            (report,) = run(folder, fp8_model, "single", dtype, 1, [receivers[0].url])
+            require_weights(receivers[0], report["of_stage"])
+        weights: dict[str, str] = report["of_stage"]
+        return weights
+
+    yield stream
+
+
+@pytest.mark.parametrize(("grid", "dtype", "ranks"), FP8_CASES)
+def test_every_grid_sends_the_codes_and_scales_of_one_rank(
+    tmp_path: Path,
+    fp8_model: Path,
+    receivers: list[ReceiverProcess],
+    streams_of_one_rank: Callable[[str], dict[str, str]],
+    grid: str,
+    dtype: str,
+    ranks: int,
+) -> None:
+    """Shards of tensor parallelism cut blocks of 128 x 128, and are joined before."""
+    expected = streams_of_one_rank(dtype)
+    kinds = {kind.split()[0] for kind in expected.values()}
+    assert kinds == {"torch.float8_e4m3fn", "torch.float32", f"torch.{dtype.removeprefix('fp8:')}"}
+    earlier = [len(receiver.state()["updates"]) for receiver in receivers]
+    reports = run(tmp_path, fp8_model, grid, dtype, ranks, [receiver.url for receiver in receivers])
+    assert reports[0]["on_rank_zero"] == expected
+    for receiver, count in zip(receivers, earlier, strict=True):
+        updates = receiver.state()["updates"][count:]
+        names = [name for update in updates for name in update]
+        assert sorted(names) == sorted(expected)  # each once
+        require_weights(receiver, expected)
+    for report in reports:
+        require_little_memory(report, QUANTISING_BYTES)
+        assert not any(name.startswith("all_gather") for name in report["collectives"])
+
+
 def share_of_rank_zero(grid: str, dtype: str, links: dict[str, int]) -> float:
     """The share of all bytes that rank 0 sent. links: bytes by rank and engine."""
     total = sum(links.values())
@@ -122,8 +199,11 @@ def share_of_rank_zero(grid: str, dtype: str, links: dict[str, int]) -> float:
     return count / total
 
 
-def require_little_memory(report: dict[str, Any]) -> None:
-    """Require that a rank held no more than its shard, two buckets and one parameter."""
-    limit = report["shard"] + 2 * BUCKET_BYTES + report["largest"]
+def require_little_memory(report: dict[str, Any], quantising: int = 0) -> None:
+    """Require that a rank held no more than its shard, two buckets and one parameter.
+
+    quantising: the bytes that quantization needs meanwhile.
+    """
+    limit = report["shard"] + 2 * BUCKET_BYTES + report["largest"] + quantising
     print(f"  peak {report['peak']} of {limit}, with a shard of {report['shard']}")
     assert report["peak"] <= limit

@@ -1,5 +1,6 @@
 """Loads, initializes, walks through and saves a rank's weights under Hugging Face names."""
 
+from megatron_rl.mcore.weights.engine_weights import open_engine_weights
 from megatron_rl.mcore.weights.export import iterate_hf_weights
 from megatron_rl.mcore.weights.fake_quant import fake_quantize
 from megatron_rl.mcore.weights.load import load_hf_weights
@@ -16,6 +17,7 @@ __all__ = [
     "initialize_hf_weights",
     "iterate_hf_weights",
     "load_hf_weights",
+    "open_engine_weights",
     "quantize_weights",
     "save_hf_weights",
 ]

@@ -56,6 +56,19 @@ def quantize_weights(weights: NamedTensors, names: Fp8Weights) -> NamedTensors:
         yield name, codes
 
 
+def require_dtypes(weights: NamedTensors, names: Fp8Weights, dtype: torch.dtype) -> NamedTensors:
+    """Pass on a part of what FP8 engines get. An engine would convert another dtype silently.
+
+    dtype: the engines' dtype, of tensors that are not quantized.
+
+    Raises `ValueError` for a tensor that comes twice, or that has another name or dtype.
+    """
+    missing = dict(_expected_dtypes(names, dtype))
+    for name, tensor in weights:
+        _require_expected(name, tensor.dtype, missing)
+        yield name, tensor
+
+
 def complete(weights: NamedTensors, names: Fp8Weights, dtype: torch.dtype) -> NamedTensors:
     """Pass on what FP8 engines get of a whole model, and check that it is neither more nor less.
 
@@ -67,11 +80,7 @@ def complete(weights: NamedTensors, names: Fp8Weights, dtype: torch.dtype) -> Na
     missing = dict(_expected_dtypes(names, dtype))
     scale_shapes: dict[str, torch.Size] = {}
     for name, tensor in weights:
-        dtype_sent = missing.pop(name, None)
-        if dtype_sent is None:
-            raise ValueError(f"weight {name}: it comes twice, or the model has no tensor like it")
-        if tensor.dtype != dtype_sent:
-            raise ValueError(f"weight {name}: its dtype is {tensor.dtype} instead of {dtype_sent}")
+        _require_expected(name, tensor.dtype, missing)
         if name.endswith(SCALE_SUFFIX):
             scale_shapes[name.removesuffix(SCALE_SUFFIX)] = tensor.shape
         elif name in names.matrices:
@@ -81,6 +90,15 @@ def complete(weights: NamedTensors, names: Fp8Weights, dtype: torch.dtype) -> Na
         shown = ", ".join(list(missing)[:8])
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise ValueError(f"the weights sent are incomplete: {shown}{more} did not come")
+
+
+def _require_expected(name: str, dtype: torch.dtype, missing: dict[str, torch.dtype]) -> None:
+    """Take a tensor from those that are missing."""
+    expected = missing.pop(name, None)
+    if expected is None:
+        raise ValueError(f"weight {name}: it comes twice, or the model has no tensor like it")
+    if dtype != expected:
+        raise ValueError(f"weight {name}: its dtype is {dtype} instead of {expected}")
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
