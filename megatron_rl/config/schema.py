@@ -474,7 +474,8 @@ class GuardSettings(Section):
     # rollback and stop also react to NaN or Inf in weights and in the responses of engines.
     nonfinite: Literal["skip", "rollback", "stop"] = "skip"
     # engine.quantization=fp8 only: mismatch/k3_kl of the same model with bfloat16 engines. The run
-    # warns when a step's exceeds five times it. null: it does not compare them.
+    # warns when a step's exceeds five times it. null: the mean of the earlier steps of a resumed
+    # run that had unquantized bfloat16 engines, if there are any.
     bf16_mismatch: Annotated[float, Gt(0)] | None = None
     # The run stops instead of rolling back more often than this within rollback_window steps.
     max_rollbacks: Positive = 3

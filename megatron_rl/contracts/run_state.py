@@ -91,6 +91,16 @@ class GuardState(msgspec.Struct, frozen=True, kw_only=True):
     trained_tokens: Count = 0
 
 
+class MismatchState(msgspec.Struct, frozen=True, kw_only=True):
+    """Sum of mismatch/k3_kl over the steps whose engines were unquantized and in bfloat16.
+
+    steps: their number.
+    """
+
+    steps: Count = 0
+    k3_sum: float = 0.0
+
+
 class LoopState(msgspec.Struct, frozen=True, kw_only=True):
     """State of rank 0's training loop after `step`.
 
@@ -103,7 +113,7 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True):
     stop request or a failure prevented it; None otherwise. NaN and Inf are stored as None.
     steps_ahead: the steps after `step` whose rollouts are sampled already. The checkpoint holds
     them.
-    guard: empty in checkpoints of older versions.
+    guard, bf16_mismatch: empty in checkpoints of older versions.
 
     No rollout is running between two steps.
     """
@@ -118,6 +128,7 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True):
     unevaluated_metrics: dict[str, float | None] | None = None
     steps_ahead: tuple[Count, ...] = ()
     guard: GuardState = GuardState()
+    bf16_mismatch: MismatchState = MismatchState()
 
 
 class BestState(msgspec.Struct, frozen=True, kw_only=True):

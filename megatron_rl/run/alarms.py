@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
+
+from megatron_rl.config.schema import EngineSettings
+from megatron_rl.contracts.run_state import MismatchState
 
 # A healthy range of (mean |A_t| of zero-variance groups) / (mean |A_t| of the other groups)
 _MIN_ADVANTAGE_RATIO = 0.02
@@ -76,12 +80,26 @@ class ZeroVarianceBalanceAlarm:
 class MismatchAlarm:
     """Compares the mismatch of quantized engines with that of bfloat16 engines.
 
-    bf16_mismatch: mismatch/k3_kl with bfloat16 engines; None without a comparison.
+    The latter was measured in earlier steps of the same run, before it was resumed with quantized
+    engines. `given` replaces it.
+
+    engine: the settings of the engines. given: mismatch/k3_kl with bfloat16 engines.
     """
 
-    def __init__(self, bf16_mismatch: float | None) -> None:
-        self._bf16_mismatch = bf16_mismatch
+    def __init__(self, engine: EngineSettings, given: float | None) -> None:
+        self._is_quantized = engine.quantization is not None
+        self._is_bf16 = (
+            engine.dtype == "bfloat16" and not self._is_quantized and engine.fake_quant == "off"
+        )
+        self._given = given
+        self.state = MismatchState()
         self._exceeds = False
+
+    def metrics(self) -> dict[str, float]:
+        """What the run has measured with bfloat16 engines, if its engines are quantized now."""
+        if not self._is_quantized or not self.state.steps:
+            return {}
+        return {"mismatch/bf16/k3_kl": self._measured}
 
     def observe(self, values: Mapping[str, float]) -> str | None:
         """Read the metrics of one step.
@@ -90,20 +108,35 @@ class MismatchAlarm:
         while it stays above.
         """
         mismatch = values.get("mismatch/k3_kl")
-        if self._bf16_mismatch is None or mismatch is None:
+        if mismatch is None:
+            return None
+        if self._is_bf16 and 0 < mismatch < math.inf:
+            old = self.state
+            self.state = MismatchState(steps=old.steps + 1, k3_sum=old.k3_sum + mismatch)
+        has_comparison = self._given is not None or self.state.steps > 0
+        if not self._is_quantized or not has_comparison:
             return None
         exceeded = self._exceeds
-        ratio = mismatch / self._bf16_mismatch
+        ratio = mismatch / (self._measured if self._given is None else self._given)
         self._exceeds = not ratio <= _MAX_MISMATCH_RATIO  # also NaN
         if exceeded or not self._exceeds:
             return None
         return (
             f"warning: mismatch/k3_kl {mismatch:.3g} is {ratio:.3g} times that of bfloat16 engines "
-            f"(guard.bf16_mismatch={self._bf16_mismatch:g}), above {_MAX_MISMATCH_RATIO:g} times. "
+            f"({self._source()}), above {_MAX_MISMATCH_RATIO:g} times. "
             "Check sync/audit_mismatches, keep layers unquantized "
             "(engine.unquantized_first_layers, engine.unquantized_last_layers), replay routes "
             "(train.replay=rollout), or use engine.quantization=null"
         )
+
+    @property
+    def _measured(self) -> float:
+        return self.state.k3_sum / self.state.steps
+
+    def _source(self) -> str:
+        if self._given is not None:
+            return f"guard.bf16_mismatch={self._given:g}"
+        return f"{self._measured:.3g}, the mean of {self.state.steps} earlier step(s) of this run"
 
 
 class UnchangedWeightsAlarm:

@@ -12,6 +12,7 @@ from statistics import fmean
 import msgspec
 
 from megatron_rl.config.schema import (
+    EngineSettings,
     EvalSettings,
     GuardSettings,
     RunSettings,
@@ -95,6 +96,7 @@ class Leader:
     steps_ahead: StepsAhead = field(default_factory=StepsAhead)
     on_update: OnUpdate | None = None
     guard: GuardSettings = field(default_factory=GuardSettings)
+    engine: EngineSettings = field(default_factory=EngineSettings)
     resume_state: InitVar[LoopState | None] = None
     _first_step: int = 1
     _is_resumed: bool = False
@@ -122,7 +124,7 @@ class Leader:
         self._on_update = self.on_update or WaitForResponses(
             self.steps_ahead, self.holder.can_sample
         )
-        self._mismatch = MismatchAlarm(self.guard.bf16_mismatch)
+        self._mismatch = MismatchAlarm(self.engine, self.guard.bf16_mismatch)
         if resume_state is not None:
             self._restore(resume_state)
 
@@ -169,6 +171,7 @@ class Leader:
             phase=None if self.curriculum is None else self.curriculum.state,
             unevaluated_metrics=_to_storable(self._unevaluated_metrics),
             steps_ahead=tuple(self.steps_ahead.batches_after(step)),
+            bf16_mismatch=self._mismatch.state,
         )
 
     def save_point(self, step: int) -> SavePoint:
@@ -411,6 +414,7 @@ class Leader:
         self._first_step = state.step + 1
         self._is_resumed = True
         self._guards.restore(state)
+        self._mismatch.state = state.bf16_mismatch
         self._accuracies = deque(state.accuracies)
         self._unevaluated_metrics = _from_storable(state.unevaluated_metrics)
         self.parts.rollouts.restore(state.selection)
@@ -600,6 +604,7 @@ class Leader:
             self._mismatch,
         )
         self._report_warnings(*(alarm.observe(values) for alarm in alarms))
+        values |= self._mismatch.metrics()
 
     def report_account(self, values: dict[str, float]) -> None:
         """Warn when tokens are in no class."""

@@ -21,7 +21,7 @@ from megatron_rl.rollouts.recording.format import batch_directory
 from sglang_bridge.block_fp8 import dequantize
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import EngineUnhealthy
+from sglang_bridge.errors import EngineUnhealthy, WeightUpdateFailed
 from sglang_bridge.keys import create_keys
 from sglang_bridge.server.lifeline import Lifeline
 from sglang_bridge.server.managed_engine import ManagedEngine
@@ -203,6 +203,27 @@ def test_a_flipped_code_and_a_flipped_scale_are_found(
     assert f"{weight}_scale_inv" in found[f"{parameter}_scale_inv"].tensors
 
     push(stream, 4)
+    assert audit(engine, stream).mismatches == ()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.embed_tokens.weight",
+        "model.layers.1.self_attn.o_proj.weight",
+        "model.layers.1.self_attn.k_proj.weight_scale_inv",
+        "model.layers.1.mlp.experts.2.gate_proj.weight",
+    ],
+)
+def test_tensors_of_another_vocabulary_or_shape_do_not_serve(
+    engine: ManagedEngine, push: Push, stream: Weights, name: str
+) -> None:
+    """SGLang refuses them, and takes the right ones afterwards."""
+    codes_or_scales = stream[name]
+    rows = codes_or_scales.repeat_interleave(2, 0)
+    with pytest.raises(WeightUpdateFailed, match=engine.url):
+        push(stream | {name: rows}, 7)
+    push(stream, 8)
     assert audit(engine, stream).mismatches == ()
 
 

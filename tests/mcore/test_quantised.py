@@ -21,6 +21,7 @@ from megatron_rl.mcore.weights.quantised import (
     complete,
     fp8_weights_of,
     quantize_weights,
+    require_dtypes,
 )
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.fp8_weights import Fp8Weights
@@ -150,7 +151,31 @@ def test_other_dtypes_and_shapes_are_named(
         check(list(changed(stream, index, change)))
 
 
-def test_an_unquantized_weight_never_reaches_an_fp8_parameter() -> None:
+@pytest.mark.parametrize("check_stream", [complete, require_dtypes])
+def test_an_unquantized_weight_never_reaches_an_fp8_parameter(check_stream: Any) -> None:
     """SGLang would cast it without a scale, and say nothing."""
+    stream = [(Q_PROJ, torch.ones(200, 256)), (NORM, torch.ones(256))]
     with pytest.raises(ValueError, match=rf"{Q_PROJ}: its dtype is torch.float32"):
-        check([(Q_PROJ, torch.ones(200, 256)), (NORM, torch.ones(256))])
+        list(check_stream(iter(stream), NAMES, torch.float32))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_part_of_the_stream_passes_unchanged(dtype: torch.dtype) -> None:
+    """An owner sends a part, also in syncs that are not audited."""
+    part = quantized((Q_PROJ, torch.ones(200, 256)))
+    assert list(require_dtypes(iter(part), NAMES, dtype)) == part
+    norm = (NORM, torch.ones(256, dtype=dtype))
+    assert list(require_dtypes(iter([norm]), NAMES, dtype)) == [norm]
+
+
+@pytest.mark.parametrize(
+    ("stream", "reason"),
+    [
+        ([(NORM, torch.ones(4).half())], rf"weight {NORM}: its dtype is torch.float16"),
+        ([(NORM, torch.ones(4))] * 2, rf"weight {NORM}: it comes twice"),
+        ([("model.extra", torch.ones(4))], r"weight model\.extra: .* no tensor like it"),
+    ],
+)
+def test_an_owner_refuses_other_dtypes_and_names(stream: Named, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        list(require_dtypes(iter(stream), NAMES, torch.float32))

@@ -6,6 +6,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.algorithms import GrpoSettings
+from megatron_rl.config.schema import EngineSettings
+from megatron_rl.contracts.run_state import MismatchState
 from megatron_rl.credit.assign import Credit
 from megatron_rl.run.alarms import (
     AccountAlarm,
@@ -18,6 +20,7 @@ from tests.support.groups import group
 
 ROOT = Path(__file__).resolve().parents[2]
 TRAINED = {"train/samples": 8.0}
+FP8_ENGINES = EngineSettings(quantization="fp8")
 
 
 def advantages(zero_variance: float, others: float = 1.0, samples: float = 3.0) -> dict[str, float]:
@@ -33,7 +36,7 @@ def untrained_step(kind: str, count: float = 4.0) -> dict[str, float]:
 
 
 def test_mismatch_above_five_times_that_of_bfloat16_warns_once() -> None:
-    alarm = MismatchAlarm(0.002)
+    alarm = MismatchAlarm(FP8_ENGINES, 0.002)
     mismatches = (0.009, 0.0101, 0.02, 0.01, float("nan"))
     warnings = [alarm.observe({"mismatch/k3_kl": mismatch}) for mismatch in mismatches]
     assert [text is not None for text in warnings] == [False, True, False, False, True]
@@ -41,8 +44,43 @@ def test_mismatch_above_five_times_that_of_bfloat16_warns_once() -> None:
 
 
 def test_mismatch_without_a_comparison_is_silent() -> None:
-    assert MismatchAlarm(None).observe({"mismatch/k3_kl": 5.0}) is None
-    assert MismatchAlarm(0.002).observe({}) is None, "the step trained nothing"
+    alarm = MismatchAlarm(FP8_ENGINES, None)
+    assert alarm.observe({"mismatch/k3_kl": 5.0}) is None
+    assert alarm.state == MismatchState() and alarm.metrics() == {}
+    assert MismatchAlarm(FP8_ENGINES, 0.002).observe({}) is None, "the step trained nothing"
+
+
+def test_mismatch_is_compared_with_bfloat16_steps_of_the_same_run() -> None:
+    alarm = MismatchAlarm(EngineSettings(dtype="bfloat16"), None)
+    for mismatch in (0.001, 0.003, float("nan"), 0.0):
+        assert alarm.observe({"mismatch/k3_kl": mismatch}) is None
+    assert alarm.state == MismatchState(steps=2, k3_sum=0.004)
+    assert alarm.metrics() == {}, "step 1 of this run compares nothing"
+    resumed = MismatchAlarm(FP8_ENGINES, None)
+    resumed.state = alarm.state
+    assert resumed.metrics() == {"mismatch/bf16/k3_kl": 0.002}
+    assert resumed.observe({"mismatch/k3_kl": 0.009}) is None
+    warning = resumed.observe({"mismatch/k3_kl": 0.0101})
+    assert "0.0101 is 5.05 times" in str(warning)
+    assert "0.002, the mean of 2 earlier step(s) of this run" in str(warning)
+    assert resumed.state == alarm.state, "steps with FP8 engines do not count"
+    given = MismatchAlarm(FP8_ENGINES, 1.0)
+    given.state = alarm.state
+    assert given.observe({"mismatch/k3_kl": 0.0101}) is None
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        EngineSettings(dtype="float32"),
+        EngineSettings(dtype="bfloat16", quantization="fp8"),
+        EngineSettings(dtype="bfloat16", fake_quant="fp8_blockwise"),
+    ],
+)
+def test_mismatch_of_other_engines_is_not_that_of_bfloat16(engine: EngineSettings) -> None:
+    alarm = MismatchAlarm(engine, None)
+    alarm.observe({"mismatch/k3_kl": 0.001})
+    assert alarm.state == MismatchState()
 
 
 def test_zero_variance_balance_warns_once_when_the_ratio_leaves_its_range() -> None:

@@ -64,6 +64,7 @@ class TrainingMode:
             sync=c.sync,
             run=c.run,
             guard=c.guard,
+            engine=c.engine,
             parts=open_parts(c),
             holder=parts.connections,
             weights=parts.connections.weights,

@@ -69,7 +69,13 @@ def test_matching_server_passes(server: Any) -> None:
 
 def write_model(directory: Path, **settings: Any) -> Path:
     directory.mkdir()
-    configuration = {"rope_theta": 10000.0, "torch_dtype": "float32", **settings}
+    configuration: dict[str, Any] = {
+        "rope_theta": 10000.0,
+        "torch_dtype": "float32",
+        "vocab_size": 200,
+        "moe_intermediate_size": 128,
+    }
+    configuration |= settings
     (directory / "config.json").write_text(json.dumps(configuration))
     return directory
 
@@ -78,6 +84,8 @@ def write_model(directory: Path, **settings: Any) -> Path:
     ("settings", "difference"),
     [
         ({"rope_theta": 20000.0}, r"rope_theta=20000.0 instead of 10000.0"),
+        ({"vocab_size": 300}, "vocab_size=300 instead of"),
+        ({"moe_intermediate_size": 256}, "moe_intermediate_size=256 instead of"),
         ({"torch_dtype": "bfloat16", "new_key": 1}, ""),
     ],
 )
