@@ -51,6 +51,7 @@ def test_a_resumed_run_compares_fp8_with_its_own_bfloat16_steps(tmp_path: Path) 
         first[-1]["mismatch/k3_kl"],
     )
     options = ("engine.quantization=fp8", "train.total_steps=3", "run.resume=auto")
+    options += ("logger.progress=true",)
     records, output = complete(tmp_path, *settings, *options, ranks=2)
     resumed = records[-2:]
     assert [record["step"] for record in resumed] == [2, 3]

@@ -41,8 +41,9 @@ SIZES = {"hidden_size": 256, "num_key_value_heads": KEY_VALUE_HEADS, "moe_interm
 FLOAT32 = ("float32", 1)
 BFLOAT16 = ("bfloat16", 1)
 SHAPES = [FLOAT32, BFLOAT16, pytest.param(("bfloat16", 2), marks=pytest.mark.nightly)]
-# Against a float32 forward pass, which adds up in another order than two ranks
-ENGINE_ERRORS = {"float32": 6e-6, "bfloat16": 0.1}
+# Largest error of a token, against a float32 forward pass, which adds up in another order than two
+# ranks. In bfloat16, routes may differ too: the mean is compared with that of other weights.
+ENGINE_ERROR = 6e-6
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +192,9 @@ def test_two_ranks_compute_with_the_dequantized_weights(
         with torch.no_grad():
             logprobs = forward(tokens[None, :-1]).logits[0].log_softmax(-1)
         own = logprobs.gather(1, tokens[1:, None])[len(prompt) - 1 :, 0]
-        errors[name] = float((own - target).abs().max())
-    limit = ENGINE_ERRORS[engine.settings.dtype]
-    print(f"{engine.settings.dtype} engine of two ranks and transformers, max: {errors}")
-    assert errors["dequantized"] <= limit < errors["unquantized"]
+        errors[name] = (own - target).abs()
+    for name, values in errors.items():
+        print(f"{engine.settings.dtype} {name}: mean {values.mean():.2g}, max {values.max():.2g}")
+    if engine.settings.dtype == "float32":
+        assert errors["dequantized"].max() <= ENGINE_ERROR < errors["unquantized"].max()
+    assert errors["dequantized"].mean() < errors["unquantized"].mean() / 2
