@@ -81,25 +81,25 @@ class MismatchAlarm:
     """Compares the mismatch of quantized engines with that of bfloat16 engines.
 
     The latter was measured in earlier steps of the same run, before it was resumed with quantized
-    engines. `given` replaces it.
+    engines. `setting` replaces it.
 
-    engine: the settings of the engines. given: mismatch/k3_kl with bfloat16 engines.
+    engine: the settings of the engines. setting: guard.bf16_mismatch, which takes its place.
     """
 
-    def __init__(self, engine: EngineSettings, given: float | None) -> None:
+    def __init__(self, engine: EngineSettings, setting: float | None) -> None:
         self._is_quantized = engine.quantization is not None
         self._is_bf16 = (
             engine.dtype == "bfloat16" and not self._is_quantized and engine.fake_quant == "off"
         )
-        self._given = given
+        self._setting = setting
         self.state = MismatchState()
         self._exceeds = False
 
     def metrics(self) -> dict[str, float]:
-        """What the run has measured with bfloat16 engines, if its engines are quantized now."""
+        """Return the mean of bfloat16 steps for runs whose engines are quantized now."""
         if not self._is_quantized or not self.state.steps:
             return {}
-        return {"mismatch/bf16/k3_kl": self._measured}
+        return {"mismatch/bf16/k3_kl": self._bf16_mean}
 
     def observe(self, values: Mapping[str, float]) -> str | None:
         """Read the metrics of one step.
@@ -113,11 +113,11 @@ class MismatchAlarm:
         if self._is_bf16 and 0 < mismatch < math.inf:
             old = self.state
             self.state = MismatchState(steps=old.steps + 1, k3_sum=old.k3_sum + mismatch)
-        has_comparison = self._given is not None or self.state.steps > 0
+        has_comparison = self._setting is not None or self.state.steps > 0
         if not self._is_quantized or not has_comparison:
             return None
         exceeded = self._exceeds
-        ratio = mismatch / (self._measured if self._given is None else self._given)
+        ratio = mismatch / (self._bf16_mean if self._setting is None else self._setting)
         self._exceeds = not ratio <= _MAX_MISMATCH_RATIO  # also NaN
         if exceeded or not self._exceeds:
             return None
@@ -130,13 +130,13 @@ class MismatchAlarm:
         )
 
     @property
-    def _measured(self) -> float:
+    def _bf16_mean(self) -> float:
         return self.state.k3_sum / self.state.steps
 
     def _source(self) -> str:
-        if self._given is not None:
-            return f"guard.bf16_mismatch={self._given:g}"
-        return f"{self._measured:.3g}, the mean of {self.state.steps} earlier step(s) of this run"
+        if self._setting is not None:
+            return f"guard.bf16_mismatch={self._setting:g}"
+        return f"{self._bf16_mean:.3g}, the mean of {self.state.steps} earlier step(s) of this run"
 
 
 class UnchangedWeightsAlarm:

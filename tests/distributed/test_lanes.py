@@ -173,17 +173,17 @@ def test_every_grid_sends_the_codes_and_scales_of_one_rank(
     ranks: int,
 ) -> None:
     """Shards of tensor parallelism cut blocks of 128 x 128, and are joined before."""
-    expected = streams_of_one_rank(dtype)
-    kinds = {kind.split()[0] for kind in expected.values()}
+    stream = streams_of_one_rank(dtype)
+    kinds = {kind.split()[0] for kind in stream.values()}
     assert kinds == {"torch.float8_e4m3fn", "torch.float32", f"torch.{dtype.removeprefix('fp8:')}"}
     earlier = [len(receiver.state()["updates"]) for receiver in receivers]
     reports = run(tmp_path, fp8_model, grid, dtype, ranks, [receiver.url for receiver in receivers])
-    assert reports[0]["on_rank_zero"] == expected
+    assert reports[0]["on_rank_zero"] == stream
     for receiver, count in zip(receivers, earlier, strict=True):
         updates = receiver.state()["updates"][count:]
         names = [name for update in updates for name in update]
-        assert sorted(names) == sorted(expected)  # each once
-        require_weights(receiver, expected)
+        assert sorted(names) == sorted(stream)  # each once
+        require_weights(receiver, stream)
     for report in reports:
         require_little_memory(report, QUANTISING_BYTES)
         assert not any(name.startswith("all_gather") for name in report["collectives"])

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 
 FP8 = ("model=fp8_tiny", "credit.all_incorrect=zvp", "sync.audit_every=1")
 # Of each layer: qkv, o, w13 and w2 with their codes and scales, four norms and the router
-COMPARED = 4 * (3 * 4 + 5) + 3
+NUM_PARAMETERS = 4 * (3 * 4 + 5) + 3
 
 
 def complete(root: Path, *overrides: str, ranks: int = 1) -> tuple[list[dict[str, float]], str]:
@@ -29,11 +29,11 @@ def complete(root: Path, *overrides: str, ranks: int = 1) -> tuple[list[dict[str
     return [json.loads(line) for line in lines], output
 
 
-def require_audits(records: list[dict[str, float]], compared: int = COMPARED) -> None:
+def require_audits(records: list[dict[str, float]], count: int = NUM_PARAMETERS) -> None:
     """Require that every sync was audited by value, and found nothing."""
     for record in records:
         assert record["sync/audit_mismatches"] == 0
-        assert record["sync/audit_compared"] == compared
+        assert record["sync/audit_compared"] == count
 
 
 @pytest.mark.distributed
@@ -50,17 +50,21 @@ def test_a_resumed_run_compares_fp8_with_its_own_bfloat16_steps(tmp_path: Path) 
         1,
         first[-1]["mismatch/k3_kl"],
     )
-    options = ("engine.quantization=fp8", "train.total_steps=3", "run.resume=auto")
-    options += ("logger.progress=true",)
+    options = (
+        "engine.quantization=fp8",
+        "train.total_steps=3",
+        "run.resume=auto",
+        "logger.progress=true",
+    )
     records, output = complete(tmp_path, *settings, *options, ranks=2)
-    resumed = records[-2:]
-    assert [record["step"] for record in resumed] == [2, 3]
-    require_audits(resumed)
-    for record in resumed:
+    last_records = records[-2:]
+    assert [record["step"] for record in last_records] == [2, 3]
+    require_audits(last_records)
+    for record in last_records:
         assert record["train/samples"] > 0
         assert record["mismatch/bf16/k3_kl"] == first[-1]["mismatch/k3_kl"]
-    print([(r["mismatch/k3_kl"], r["mismatch/bf16/k3_kl"]) for r in resumed])
-    exceeds = any(r["mismatch/k3_kl"] > 5 * r["mismatch/bf16/k3_kl"] for r in resumed)
+    print([(r["mismatch/k3_kl"], r["mismatch/bf16/k3_kl"]) for r in last_records])
+    exceeds = any(r["mismatch/k3_kl"] > 5 * r["mismatch/bf16/k3_kl"] for r in last_records)
     assert ("the mean of 1 earlier step(s) of this run" in output) == exceeds
 
 
@@ -97,4 +101,4 @@ def test_a_run_with_an_fp8_engine_of_two_ranks(tmp_path: Path, dtype: str) -> No
     )
     assert len(records) == 3 and records[-1]["train/samples"] > 0
     # One layer fewer than in fp8_tiny
-    require_audits(records, COMPARED - (3 * 4 + 5))
+    require_audits(records, NUM_PARAMETERS - (3 * 4 + 5))

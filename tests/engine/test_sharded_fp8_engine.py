@@ -131,6 +131,15 @@ def test_every_rank_holds_the_codes_and_scales_of_its_shards(
             assert first[parameter] != second[parameter]
 
 
+def differences(
+    engine: ManagedEngine, weights: Weights, dtype: torch.dtype
+) -> dict[str, tuple[str, ...]]:
+    """Return the tensors of each parameter that differs. Only the second rank may differ."""
+    mismatches = audit(engine, weights, dtype).mismatches
+    assert all("held by rank 1 " in mismatch.reason for mismatch in mismatches)
+    return {mismatch.parameter: mismatch.tensors for mismatch in mismatches}
+
+
 @pytest.mark.parametrize(
     ("weight", "place", "parameter"),
     [
@@ -154,47 +163,44 @@ def test_a_flipped_code_and_a_flipped_scale_of_the_second_rank_are_found(
     codes = stream[weight].clone()
     codes.view(torch.uint8)[place] ^= 1
     push(stream | {weight: codes}, 2)
-    found = {m.parameter: m for m in audit(engine, stream, dtype).mismatches}
-    assert found.keys() == {parameter, f"{parameter}:codes"}
-    assert all("held by rank 1 " in mismatch.reason for mismatch in found.values())
-    assert weight in found[f"{parameter}:codes"].tensors
+    tensors = differences(engine, stream, dtype)
+    assert tensors.keys() == {parameter, f"{parameter}:codes"}
+    assert weight in tensors[f"{parameter}:codes"]
 
-    scales = stream[f"{weight}_scale_inv"].clone()
+    scale = f"{weight}_scale_inv"
+    scales = stream[scale].clone()
     scales.view(torch.int32)[place[0] // 128, place[1] // 128] ^= 1  # too little for bfloat16
-    push(stream | {f"{weight}_scale_inv": scales}, 3)
-    found = {m.parameter: m for m in audit(engine, stream, dtype).mismatches}
-    assert f"{parameter}_scale_inv" in found and f"{parameter}:codes" not in found
-    assert all("held by rank 1 " in mismatch.reason for mismatch in found.values())
-    assert f"{weight}_scale_inv" in found[f"{parameter}_scale_inv"].tensors
+    push(stream | {scale: scales}, 3)
+    tensors = differences(engine, stream, dtype)
+    assert scale in tensors[f"{parameter}_scale_inv"]
+    assert f"{parameter}:codes" not in tensors
 
-    push(stream, 4)
-    assert audit(engine, stream, dtype).mismatches == ()
+
+def logprobs_of(model: Path, tokens: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities of tokens 1 to the last by transformers, in float32."""
+    from transformers import Qwen3MoeForCausalLM
+
+    forward = Qwen3MoeForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logprobs = forward(tokens[None, :-1]).logits[0].log_softmax(-1)
+    return logprobs.gather(1, tokens[1:, None])[:, 0]
 
 
 @pytest.mark.parametrize("engine", [FLOAT32, BFLOAT16], indirect=True, ids=str)
 def test_two_ranks_compute_with_the_dequantized_weights(
     engine: ManagedEngine, push: Push, model: Path, stream: Weights, tmp_path: Path
 ) -> None:
-    from transformers import Qwen3MoeForCausalLM
-
     push(stream, 6)
     prompt = list(range(10, 60))
     response = sample(engine, prompt, 60)
     tokens = torch.tensor([*prompt, *response.output_ids])
     target = torch.from_numpy(response.logprobs.copy())
-    models = {
-        "dequantized": with_weights(model, dequantized(stream), tmp_path / "dequantized"),
-        "unquantized": model,
-    }
-    errors = {}
-    for name, path in models.items():
-        forward = Qwen3MoeForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-        with torch.no_grad():
-            logprobs = forward(tokens[None, :-1]).logits[0].log_softmax(-1)
-        own = logprobs.gather(1, tokens[1:, None])[len(prompt) - 1 :, 0]
-        errors[name] = (own - target).abs()
-    for name, values in errors.items():
+    copy = with_weights(model, dequantized(stream), tmp_path / "dequantized")
+    errors = [
+        (logprobs_of(path, tokens)[len(prompt) - 1 :] - target).abs() for path in (copy, model)
+    ]
+    for name, values in zip(("dequantized", "unquantized"), errors, strict=True):
         print(f"{engine.settings.dtype} {name}: mean {values.mean():.2g}, max {values.max():.2g}")
     if engine.settings.dtype == "float32":
-        assert errors["dequantized"].max() <= ENGINE_ERROR < errors["unquantized"].max()
-    assert errors["dequantized"].mean() < errors["unquantized"].mean() / 2
+        assert errors[0].max() <= ENGINE_ERROR < errors[1].max()
+    assert errors[0].mean() < errors[1].mean() / 2

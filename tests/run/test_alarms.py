@@ -56,17 +56,17 @@ def test_mismatch_is_compared_with_bfloat16_steps_of_the_same_run() -> None:
         assert alarm.observe({"mismatch/k3_kl": mismatch}) is None
     assert alarm.state == MismatchState(steps=2, k3_sum=0.004)
     assert alarm.metrics() == {}, "step 1 of this run compares nothing"
-    resumed = MismatchAlarm(FP8_ENGINES, None)
-    resumed.state = alarm.state
-    assert resumed.metrics() == {"mismatch/bf16/k3_kl": 0.002}
-    assert resumed.observe({"mismatch/k3_kl": 0.009}) is None
-    warning = resumed.observe({"mismatch/k3_kl": 0.0101})
+    later_alarm = MismatchAlarm(FP8_ENGINES, None)
+    later_alarm.state = alarm.state
+    assert later_alarm.metrics() == {"mismatch/bf16/k3_kl": 0.002}
+    assert later_alarm.observe({"mismatch/k3_kl": 0.009}) is None
+    warning = later_alarm.observe({"mismatch/k3_kl": 0.0101})
     assert "0.0101 is 5.05 times" in str(warning)
     assert "0.002, the mean of 2 earlier step(s) of this run" in str(warning)
-    assert resumed.state == alarm.state, "steps with FP8 engines do not count"
-    given = MismatchAlarm(FP8_ENGINES, 1.0)
-    given.state = alarm.state
-    assert given.observe({"mismatch/k3_kl": 0.0101}) is None
+    assert later_alarm.state == alarm.state, "steps with FP8 engines do not count"
+    other_alarm = MismatchAlarm(FP8_ENGINES, 1.0)
+    other_alarm.state = alarm.state
+    assert other_alarm.observe({"mismatch/k3_kl": 0.0101}) is None
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from megatron_rl.config.curriculum import Phase
 from megatron_rl.config.schema import (
     Configuration,
     CreditSettings,
+    EngineSettings,
     EvalSettings,
     GuardSettings,
     ParallelSettings,
@@ -240,6 +241,10 @@ def assemble(
     )
 
 
+_NO_GUARD = GuardSettings()
+_ENGINE = EngineSettings()
+
+
 def lead(
     parts: ScriptedParts,
     tmp_path: Path,
@@ -254,7 +259,8 @@ def lead(
     credit: CreditSettings | None = None,
     phases: Sequence[Phase] = (),
     samples: Any = None,
-    guard: GuardSettings | None = None,
+    guard: GuardSettings = _NO_GUARD,
+    engine: EngineSettings = _ENGINE,
     max_staleness: int = 0,
     **train: Any,
 ) -> ScriptedParts:
@@ -285,7 +291,8 @@ def lead(
         checkpoints=checkpoints,
         curriculum=Curriculum(phases, open_parts, stand_in, progress.log) if phases else None,
         samples=samples,
-        guard=guard or GuardSettings(),
+        guard=guard,
+        engine=engine,
         steps_ahead=StepsAhead(max_staleness),
         resume_state=resume_state,
     )

@@ -94,11 +94,11 @@ def complete(weights: NamedTensors, names: Fp8Weights, dtype: torch.dtype) -> Na
 
 def _require_expected(name: str, dtype: torch.dtype, missing: dict[str, torch.dtype]) -> None:
     """Take a tensor from those that are missing."""
-    expected = missing.pop(name, None)
-    if expected is None:
+    expected_dtype = missing.pop(name, None)
+    if expected_dtype is None:
         raise ValueError(f"weight {name}: it comes twice, or the model has no tensor like it")
-    if dtype != expected:
-        raise ValueError(f"weight {name}: its dtype is {dtype} instead of {expected}")
+    if dtype != expected_dtype:
+        raise ValueError(f"weight {name}: its dtype is {dtype} instead of {expected_dtype}")
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:

@@ -13,10 +13,15 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatron_rl.config.schema import GuardSettings
+from megatron_rl.config.schema import EngineSettings, GuardSettings
 from megatron_rl.contracts.commands import Command, RollBack
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.contracts.run_state import GuardState, LoopState, RollbackRecord
+from megatron_rl.contracts.run_state import (
+    GuardState,
+    LoopState,
+    MismatchState,
+    RollbackRecord,
+)
 from megatron_rl.rollouts.rollout_batch import NonFiniteResponses, RolloutBatch
 from megatron_rl.run.checkpoints.resume import ResumePoint
 from megatron_rl.run.guards.nonfinite import NonFiniteRun
@@ -53,18 +58,28 @@ class Ranks(FakeRanks):
 
 
 class Parts(ScriptedParts):
-    """Counts updates in `ranks`. entropies: policy/entropy of each step."""
+    """Counts updates in `ranks`.
+
+    entropies, mismatches: policy/entropy and mismatch/k3_kl of each step.
+    """
 
     def __init__(
-        self, ranks: Ranks | None = None, *, entropies: Sequence[float] = (), **options: Any
+        self,
+        ranks: Ranks | None = None,
+        *,
+        entropies: Sequence[float] = (),
+        mismatches: Sequence[float] = (),
+        **options: Any,
     ) -> None:
         super().__init__(**options)
         self.ranks = ranks or Ranks()
-        self._entropies = iter(entropies)
+        self._values = {"policy/entropy": iter(entropies), "mismatch/k3_kl": iter(mismatches)}
 
     def run(self, command: Command) -> Any:
-        entropy = next(self._entropies, None) if type(command).__name__ == "Train" else None
-        self.extra_metrics = {} if entropy is None else {"policy/entropy": entropy}
+        self.extra_metrics = {}
+        if type(command).__name__ == "Train":
+            values = {name: next(values, None) for name, values in self._values.items()}
+            self.extra_metrics = {n: value for n, value in values.items() if value is not None}
         result = super().run(command)
         self.ranks.updates += getattr(result, "optimizer_steps", 0)
         return result
@@ -314,6 +329,21 @@ def test_the_history_of_the_guards_survives_in_a_checkpoint(tmp_path: Path) -> N
     run(resumed_parts, tmp_path, 10, guard=guard, resume_state=state)
     assert resumed_parts.metrics[10]["guard/rolled_back_to"] == 6
     assert resumed_parts.metrics[10]["account/rolled_back"] == 8 * 3, "steps 7, 8 and 10"
+
+
+def test_a_resumed_run_compares_fp8_with_its_bfloat16_steps(tmp_path: Path) -> None:
+    engine = EngineSettings(dtype="bfloat16")
+    parts, screen = run(Parts(mismatches=(0.001, 0.003)), tmp_path, 2, engine=engine)
+    assert "mismatch/bf16/k3_kl" not in parts.metrics[2] and "warning" not in screen
+    state = parts.ranks.states[-1].position
+    assert state.bf16_mismatch == MismatchState(steps=2, k3_sum=0.004)
+    resumed_parts = Parts(parts.ranks, mismatches=(0.009, 0.011))
+    engine = EngineSettings(quantization="fp8")
+    _, screen = run(resumed_parts, tmp_path, 4, engine=engine, resume_state=state)
+    for step in (3, 4):
+        assert resumed_parts.metrics[step]["mismatch/bf16/k3_kl"] == 0.002
+    assert screen.count("mismatch/k3_kl 0.011 is 5.5 times that of bfloat16 engines") == 1
+    assert parts.ranks.states[-1].position.bf16_mismatch == state.bf16_mismatch
 
 
 def test_rollbacks_before_a_resume_count(tmp_path: Path) -> None:

@@ -102,7 +102,7 @@ def checksums_of(
     return expectation.checksums(place)
 
 
-def listed(parameter: str, shards: Iterable[Sequence[torch.Tensor]]) -> dict[str, str]:
+def checksums_of_shards(parameter: str, shards: Iterable[Sequence[torch.Tensor]]) -> dict[str, str]:
     """The checksums of a parameter that fuses shards."""
     values, codes, scales = zip(*shards, strict=True)
     names = (parameter, f"{parameter}:codes", f"{parameter}_scale_inv")
@@ -118,16 +118,16 @@ def test_codes_and_scales_of_queries_and_keys_are_split_by_rows(rank: int, heads
     q, k, v = matrices.values()
     shards = [q.shard(0, rank, 2)]
     shards += [matrix.shard(0, rank if heads == 2 else 0, heads) for matrix in (k, v)]
-    found = checksums_of(matrices, RankPlace(rank, 2), heads)
-    assert found == listed(f"{attention}.qkv_proj.weight", shards)
+    checksums = checksums_of(matrices, RankPlace(rank, 2), heads)
+    assert checksums == checksums_of_shards(f"{attention}.qkv_proj.weight", shards)
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_codes_and_scales_of_outputs_are_split_by_columns(rank: int) -> None:
     name = f"{LAYER}.self_attn.o_proj.weight"
     matrix = Fp8Matrix(3)
-    found = checksums_of({name: matrix}, RankPlace(rank, 2))
-    assert found == listed(name, [matrix.shard(1, rank, 2)])
+    checksums = checksums_of({name: matrix}, RankPlace(rank, 2))
+    assert checksums == checksums_of_shards(name, [matrix.shard(1, rank, 2)])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -139,8 +139,8 @@ def test_codes_and_scales_of_experts_are_split_or_divided(rank: int, ep: int) ->
     shards = [matrix.shard(1, rank, 2) for matrix in (first, second)]
     if ep == 2:
         shards = [(first, second)[rank].shard(1, 0, 1)]
-    found = checksums_of(matrices, RankPlace(rank, 2, ep))
-    assert found == listed(f"{experts}.w2_weight", shards)
+    checksums = checksums_of(matrices, RankPlace(rank, 2, ep))
+    assert checksums == checksums_of_shards(f"{experts}.w2_weight", shards)
 
 
 def test_an_uneven_split_is_refused_by_name() -> None:
