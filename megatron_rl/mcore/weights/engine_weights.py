@@ -12,10 +12,10 @@ from megatron_rl.mcore.job import Job
 from megatron_rl.mcore.weights.fake_quant import fake_quantize
 from megatron_rl.mcore.weights.owned_export import OwnedWeights
 from megatron_rl.mcore.weights.quantised import (
+    check_part,
     complete,
     fp8_weights_of,
     quantize_weights,
-    require_dtypes,
 )
 from megatron_rl.models.shape import ModelShape
 from sglang_bridge.weights.buckets import NamedTensors
@@ -41,7 +41,7 @@ def open_engine_weights(
         if names is None:
             return weights
         # Owners gather shards before this, so that no shard cuts a block
-        return require_dtypes(quantize_weights(weights, names), names, dtype)
+        return check_part(quantize_weights(weights, names), names, dtype)
 
     def check(weights: NamedTensors) -> NamedTensors:
         return weights if names is None else complete(weights, names, dtype)

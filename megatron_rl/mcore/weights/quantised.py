@@ -56,49 +56,48 @@ def quantize_weights(weights: NamedTensors, names: Fp8Weights) -> NamedTensors:
         yield name, codes
 
 
-def require_dtypes(weights: NamedTensors, names: Fp8Weights, dtype: torch.dtype) -> NamedTensors:
-    """Pass on a part of what FP8 engines get. An engine would convert another dtype silently.
+def check_part(weights: NamedTensors, names: Fp8Weights, dtype: torch.dtype) -> NamedTensors:
+    """Pass on a part of what FP8 engines get. They would convert other dtypes silently.
 
     dtype: the engines' dtype, of tensors that are not quantized.
 
-    Raises `ValueError` for a tensor that comes twice, or that has another name or dtype.
+    Raises `ValueError` for a tensor that comes twice, or that has another name, dtype or shape than
+    expected.
     """
-    missing = dict(_expected_dtypes(names, dtype))
-    for name, tensor in weights:
-        _require_expected(name, tensor.dtype, missing)
-        yield name, tensor
+    yield from _without_other_tensors(weights, names, dict(_expected_dtypes(names, dtype)))
 
 
 def complete(weights: NamedTensors, names: Fp8Weights, dtype: torch.dtype) -> NamedTensors:
     """Pass on what FP8 engines get of a whole model, and check that it is neither more nor less.
 
-    dtype: the engines' dtype, of tensors that are not quantized.
-
-    Raises `ValueError` for a tensor that comes twice, or that has another name, dtype or shape than
-    expected. After the last one, it raises `ValueError` for those that are missing.
+    See `check_part`. After the last tensor, it raises `ValueError` for those that are missing.
     """
     missing = dict(_expected_dtypes(names, dtype))
-    scale_shapes: dict[str, torch.Size] = {}
-    for name, tensor in weights:
-        _require_expected(name, tensor.dtype, missing)
-        if name.endswith(SCALE_SUFFIX):
-            scale_shapes[name.removesuffix(SCALE_SUFFIX)] = tensor.shape
-        elif name in names.matrices:
-            _require_scales(name, tensor, scale_shapes.pop(name, None))
-        yield name, tensor
+    yield from _without_other_tensors(weights, names, missing)
     if missing:
         shown = ", ".join(list(missing)[:8])
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
         raise ValueError(f"the weights sent are incomplete: {shown}{more} did not come")
 
 
-def _require_expected(name: str, dtype: torch.dtype, missing: dict[str, torch.dtype]) -> None:
-    """Take a tensor from those that are missing."""
-    expected_dtype = missing.pop(name, None)
-    if expected_dtype is None:
-        raise ValueError(f"weight {name}: it comes twice, or the model has no tensor like it")
-    if dtype != expected_dtype:
-        raise ValueError(f"weight {name}: its dtype is {dtype} instead of {expected_dtype}")
+def _without_other_tensors(
+    weights: NamedTensors, names: Fp8Weights, missing: dict[str, torch.dtype]
+) -> NamedTensors:
+    """Pass on tensors that are missing, and take them from `missing`."""
+    scale_shapes: dict[str, torch.Size] = {}
+    for name, tensor in weights:
+        expected_dtype = missing.pop(name, None)
+        if expected_dtype is None:
+            raise ValueError(f"weight {name}: it comes twice, or the model has no tensor like it")
+        if tensor.dtype != expected_dtype:
+            raise ValueError(
+                f"weight {name}: its dtype is {tensor.dtype} instead of {expected_dtype}"
+            )
+        if name.endswith(SCALE_SUFFIX):
+            scale_shapes[name.removesuffix(SCALE_SUFFIX)] = tensor.shape
+        elif name in names.matrices:
+            _require_scales(name, tensor, scale_shapes.pop(name, None))
+        yield name, tensor
 
 
 def _matrix(tensor: torch.Tensor) -> torch.Tensor:
