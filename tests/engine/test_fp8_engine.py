@@ -212,7 +212,7 @@ def test_a_flipped_code_and_a_flipped_scale_are_found(
 def test_an_engine_of_another_vocabulary_or_shape_refuses_the_weights(
     engine: ManagedEngine, push: Push, stream: Weights, name: str
 ) -> None:
-    """It takes the right ones afterwards."""
+    """SGLang takes the right ones afterwards."""
     with pytest.raises(WeightUpdateFailed, match=engine.url):
         push(stream | {name: stream[name].repeat_interleave(2, 0)}, 7)
     push(stream, 8)
