@@ -309,6 +309,10 @@ class SelectionSettings(Section):
     # oversample and belief: the largest number of rollouts of a step, in multiples of
     # rollout.prompts_per_step x rollout.samples_per_prompt.
     budget: Annotated[float, Ge(1), Le(10**4)] = 4.0
+    # oversample: groups that the step does not need. finish: they are sampled to their end.
+    # abort: once the first groups, in the order of their requests, have enough mixed ones, later
+    # ones are aborted and used for nothing.
+    surplus: Literal["finish", "abort"] = "finish"
     # belief: prompts to sample less often. all_correct: those whose responses are probably all
     # correct. zero_variance: also those whose responses are probably all incorrect.
     skip: Literal["all_correct", "zero_variance"] = "all_correct"

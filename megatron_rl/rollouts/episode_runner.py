@@ -139,9 +139,17 @@ class EpisodeRunner:
         playing.discard(index)
         self._rest.set()
 
+    async def stop(self, request: GroupRequest) -> int:
+        """Sample nothing more for a request, and return the tokens that engines have sampled.
+
+        Its episodes wait until they are cancelled.
+        """
+        return await self.engines.stop(request.group_id)
+
     def forget(self, request: GroupRequest) -> None:
         """Count no episode of a request as playing."""
-        self._playing.pop((request.group_id, request.attempt), None)
+        if self._playing.pop((request.group_id, request.attempt), None) is not None:
+            self.engines.forget(request.group_id)
         self._budgets.pop((request.group_id, request.attempt), None)
         self._rest.set()
 

@@ -87,6 +87,15 @@ class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
     group_ids: tuple[str, ...]
 
 
+class AbortGroups(msgspec.Struct, frozen=True, tag="abort_groups"):
+    """Sample nothing more for groups. Each is answered with `GroupAborted`.
+
+    The answer to a group whose rollouts are complete is `GroupDone`, as usual.
+    """
+
+    group_ids: tuple[str, ...]
+
+
 class Release(msgspec.Struct, frozen=True, tag="release"):
     """Free the rollouts of groups."""
 
@@ -159,8 +168,22 @@ class GroupDone(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
     seconds: float = 0.0
 
 
+class GroupAborted(msgspec.Struct, frozen=True, kw_only=True, tag="group_aborted"):
+    """Nothing more is sampled for a group, and none of its rollouts is kept.
+
+    generated_tokens, attempt: as in `GroupDone`.
+    """
+
+    group_id: str
+    generated_tokens: Count
+    attempt: Count = 0
+
+
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
-    """Request to rank 0, which has the admin key, to abort an expired request on an engine."""
+    """Request to rank 0, which has the admin key, to abort requests on an engine.
+
+    rid: the name of the request, or the beginning of several.
+    """
 
     url: str
     rid: str
@@ -207,6 +230,7 @@ ToCollector = (
     Configure
     | GroupRequest
     | Withdraw
+    | AbortGroups
     | Release
     | AddEngine
     | RemoveEngine
@@ -217,7 +241,9 @@ ToCollector = (
     | Proceed
     | Stop
 )
-FromCollector = Alive | GroupDone | AbortRequest | EngineLeftOut | Held | CallAbandoned | Failed
+FromCollector = (
+    Alive | GroupDone | GroupAborted | AbortRequest | EngineLeftOut | Held | CallAbandoned | Failed
+)
 
 
 def collector_name(node: int, epoch: int) -> str:

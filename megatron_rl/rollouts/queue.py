@@ -22,12 +22,14 @@ from megatron_rl.contracts.group import NEVER_SENT, STALE, Group, RolloutRef
 from megatron_rl.records.reminder import Reminder
 from megatron_rl.rollouts.hub import CollectorConnected, CollectorGone, CollectorHub, Event
 from megatron_rl.rollouts.messages import (
+    AbortGroups,
     AbortRequest,
     AddEngine,
     CallAbandoned,
     Configure,
     EngineLeftOut,
     Failed,
+    GroupAborted,
     GroupDone,
     GroupRequest,
     Held,
@@ -46,6 +48,8 @@ from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineError
 
 _HOLD_POLL_SECONDS = 0.5
+# An engine aborts a request within a step. A longer wait would cost more than the surplus.
+_ABORT_SECONDS = 30.0
 
 
 class CollectorFailed(Failure):
@@ -95,13 +99,14 @@ class _Outstanding:
     """A request that was not answered yet. since: on the monotonic clock.
 
     node: of the collector that has it, None while no collector is connected. attempt: how often it
-    was sent before.
+    was sent before. is_aborted: its group is of no use, and it is not sent to another collector.
     """
 
     request: GroupRequest
     since: float
     node: int | None = None
     attempt: int = 0
+    is_aborted: bool = False
 
 
 @dataclass(frozen=True)
@@ -176,6 +181,7 @@ class RolloutQueue:
         self._next_attempts = Counter[str]()  # by id of a group that was withdrawn for good
         # By node, the ids of groups that were withdrawn. Their answer may be on its way.
         self._withdrawn_ids: dict[int, set[str]] = {}
+        self._aborted_tokens = Counter[str]()  # by id, until `abort` returns them
         self.num_repeated = 0
 
     def configure(self, configurations: Mapping[int, Configure]) -> None:
@@ -278,11 +284,8 @@ class RolloutQueue:
         """Drop requests, with or without an answer. The same ids may be requested again."""
         ids_by_node: dict[int, list[str]] = {}
         for group_id in group_ids:
-            outstanding = self._outstanding.pop(group_id, None)
-            if outstanding is None:
-                continue
-            self._next_attempts[group_id] = outstanding.attempt + 1
-            if outstanding.node is not None:
+            outstanding = self._forget(group_id)
+            if outstanding is not None and outstanding.node is not None:
                 self._loads[outstanding.node] -= outstanding.request.num_samples
                 ids_by_node.setdefault(outstanding.node, []).append(group_id)
         for node, ids in ids_by_node.items():
@@ -291,6 +294,50 @@ class RolloutQueue:
         wanted_ids = set(group_ids)
         self._ready = deque(g for g in self._ready if g.group_id not in wanted_ids)
         self.release(group_ids)
+
+    def abort(self, group_ids: Sequence[str], idle: Callable[[], None]) -> int:
+        """Drop requests without an answer, and let no engine work on them.
+
+        Returns the tokens that engines have sampled for them. Those of a collector that is gone are
+        unknown, and those of an engine that does not abort within half a minute.
+
+        idle: called about every half second. Raises `CollectorFailed`, and what `idle` raises.
+        """
+        self._send_aborts(group_ids)
+        reminder = Reminder()
+        deadline = time.monotonic() + _ABORT_SECONDS
+        while any(group_id in self._outstanding for group_id in group_ids):
+            self._wait_for_events(_HOLD_POLL_SECONDS)
+            idle()
+            if time.monotonic() > deadline:
+                self._write_log(
+                    f"warning: engines did not abort requests within {_ABORT_SECONDS:g} s. Their "
+                    "tokens are in no class of the account"
+                )
+                break
+            if reminder.is_due():
+                self._write_log("waiting for engines to abort the surplus of a step")
+        num_tokens = 0
+        for group_id in group_ids:
+            num_tokens += self._aborted_tokens.pop(group_id, 0)
+            if group_id in self._holders:  # it was complete before it was aborted
+                num_tokens += self.tokens_of(group_id)
+        self.withdraw(group_ids)
+        return num_tokens
+
+    def _send_aborts(self, group_ids: Sequence[str]) -> None:
+        ids_by_node: dict[int, list[str]] = {}
+        for group_id in group_ids:
+            outstanding = self._outstanding.get(group_id)
+            if outstanding is None:
+                continue
+            outstanding.is_aborted = True
+            if outstanding.node is None:
+                del self._outstanding[group_id]
+            else:
+                ids_by_node.setdefault(outstanding.node, []).append(group_id)
+        for node, ids in ids_by_node.items():
+            self._send(node, AbortGroups(tuple(ids)))
 
     def lost_groups(self, group_ids: Sequence[str]) -> list[str]:
         """Return those delivered groups whose rollouts are lost with their collector."""
@@ -487,11 +534,22 @@ class RolloutQueue:
     def _detach(self, node: int) -> None:
         """Take its requests away from a node. They wait for another one."""
         self._loads[node] = 0
-        for outstanding in self._outstanding.values():
-            if outstanding.node == node:
-                outstanding.node = None
-                outstanding.attempt += 1
-                self.num_repeated += 1
+        for group_id, outstanding in list(self._outstanding.items()):
+            if outstanding.node != node:
+                continue
+            if outstanding.is_aborted:
+                self._forget(group_id)
+                continue
+            outstanding.node = None
+            outstanding.attempt += 1
+            self.num_repeated += 1
+
+    def _forget(self, group_id: str) -> _Outstanding | None:
+        """Expect no answer to a request. The next one with this id is another attempt."""
+        outstanding = self._outstanding.pop(group_id, None)
+        if outstanding is not None:
+            self._next_attempts[group_id] = outstanding.attempt + 1
+        return outstanding
 
     def _is_lost(self, group_id: str) -> bool:
         holder = self._holders.get(group_id)
@@ -527,6 +585,8 @@ class RolloutQueue:
                 self._take_held(node, message)
             case GroupDone() if self._is_expected(node, message):
                 return self._take(node, message)
+            case GroupAborted():
+                self._take_aborted(node, message)
             case GroupDone() if message.group.group_id in self._withdrawn_ids.get(node, ()):
                 self._withdrawn_ids[node].remove(message.group.group_id)
             case _:
@@ -594,6 +654,19 @@ class RolloutQueue:
         # An evaluation measures the current weights, so its rollouts may not be older.
         staleness = 0 if request.evaluation else self._max_staleness
         return _without_wrong_version(message.group, self._version - staleness, self._version)
+
+    def _take_aborted(self, node: int, message: GroupAborted) -> None:
+        """Take an aborted request out of the outstanding ones, unless it was dropped meanwhile."""
+        outstanding = self._outstanding.get(message.group_id)
+        if (
+            outstanding is None
+            or not outstanding.is_aborted
+            or (outstanding.node, outstanding.attempt) != (node, message.attempt)
+        ):
+            return
+        self._forget(message.group_id)
+        self._loads[node] -= outstanding.request.num_samples
+        self._aborted_tokens[message.group_id] += message.generated_tokens
 
     def _handle_news(self, message: AbortRequest | EngineLeftOut | CallAbandoned) -> None:
         match message:

@@ -33,6 +33,8 @@ class RolloutBatch:
     parts: by delivered id, the part of a group that came under it.
     num_repeated: requests that were sent again, because a collector was gone.
     selection_metrics: of the prompt selection.
+    unused_tokens: those of groups that the step did not need and that are not kept, by their class
+    in the account.
     """
 
     groups: tuple[Group, ...]
@@ -44,6 +46,7 @@ class RolloutBatch:
     parts: Mapping[str, Group] = field(default_factory=dict)
     num_repeated: int = 0
     selection_metrics: Mapping[str, float] = field(default_factory=dict)
+    unused_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def all_groups(self) -> tuple[Group, ...]:

@@ -271,6 +271,8 @@ SELECTION = [
     ("selection.probe_samples=2", "selection.probe_samples=2", NOT_READ),
     ("selection=oversample selection.reweight=10", "selection.reweight=10.0", NOT_READ),
     ("selection.expert.min_filled=1", "selection.expert.min_filled=1.0", NOT_READ),
+    ("selection.surplus=abort", "selection.surplus=abort", "selection=oversample"),
+    ("selection=belief selection.surplus=abort", "selection.surplus=abort", NOT_READ),
     ("selection.budget=2", "selection.budget=2.0", "selection=oversample or selection=belief"),
     ("selection.beliefs_from=.", "selection.beliefs_from=.", NOT_READ),
     (

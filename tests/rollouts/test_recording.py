@@ -257,7 +257,11 @@ def test_stopped_and_surplus_groups_are_the_last_and_are_freed_with_the_others(
     write_recording(tmp_path, SHAPE, steps=1)
     directory = batch_directory(tmp_path, 1)
     record = msgspec.structs.replace(
-        read_batch_record(directory), num_stopped=2, num_surplus=1, engines_left_out=3
+        read_batch_record(directory),
+        num_stopped=2,
+        num_surplus=1,
+        engines_left_out=3,
+        unused_tokens={"surplus_aborted": 7},
     )
     write_batch(directory, record)
     batch = open_recording(tmp_path, 1).sample(1)
@@ -268,6 +272,7 @@ def test_stopped_and_surplus_groups_are_the_last_and_are_freed_with_the_others(
     assert names == [["step-1-0"], ["step-1-1", "step-1-2"], ["step-1-3"]]
     assert batch.delivered_ids == ("step-1-0", "step-1-1", "step-1-2", "step-1-3")
     assert batch.engines_left_out == 3
+    assert batch.unused_tokens == {"surplus_aborted": 7}
 
 
 @pytest.mark.parametrize("token", [-1, SHAPE.vocab_size])

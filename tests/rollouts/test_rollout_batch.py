@@ -265,6 +265,9 @@ class Probe:
         self.remaining_requests = []
         return requests
 
+    def num_needed(self) -> None:
+        pass
+
     def result(self) -> SelectionResult:
         return SelectionResult(
             groups=(self.groups[0],),

@@ -14,8 +14,8 @@ from megatron_rl.contracts.paths import path_problem
 # The keys of `selection` that each selector reads.
 _SELECTION_KEYS = {
     "uniform": ("name",),
-    "oversample": ("name", "budget"),
-    "belief": tuple(field.name for field in fields(SelectionSettings)),
+    "oversample": ("name", "budget", "surplus"),
+    "belief": tuple(field.name for field in fields(SelectionSettings) if field.name != "surplus"),
 }
 
 

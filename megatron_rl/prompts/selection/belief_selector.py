@@ -139,6 +139,9 @@ class BeliefStep:
             return []
         return self._round(self._prompts_per_step - num_mixed)
 
+    def num_needed(self) -> None:
+        """Return None: all groups are of use."""
+
     def result(self) -> SelectionResult:
         pairs = [
             (candidate, candidate.group)

@@ -60,8 +60,16 @@ class StepSelection(Protocol):
         """
         ...
 
+    def num_needed(self) -> int | None:
+        """Return how many groups, in the order of their indices, decide the step alone.
+
+        Later groups are of no use, whatever their rollouts are. None: all groups are of use, as far
+        as is known yet.
+        """
+        ...
+
     def result(self) -> SelectionResult:
-        """Return all groups. Called once, at the end of the step."""
+        """Return all groups that are of use. Called once, at the end of the step."""
         ...
 
     def metrics(self) -> dict[str, float]:

@@ -30,7 +30,8 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_stopped, num_surplus: the last groups of the batch were stopped or surplus (see
     `RolloutBatch`): first `num_stopped` stopped ones, then `num_surplus` surplus ones.
     generated_tokens: tokens that engines sampled for the batch.
-    num_repeated, selection_metrics: as in `RolloutBatch`. None stands for NaN and Inf.
+    num_repeated, selection_metrics, unused_tokens: as in `RolloutBatch`. None stands for NaN and
+    Inf.
     parts: names of the parts without file extensions.
     """
 
@@ -42,6 +43,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     engines_left_out: Count
     num_repeated: Count = 0
     selection_metrics: dict[str, float | None] = {}
+    unused_tokens: dict[str, Count] = {}
     parts: tuple[str, ...]
     format: str = FORMAT
     version: int = VERSION
