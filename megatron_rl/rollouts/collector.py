@@ -9,6 +9,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import msgspec
+
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.plugins import PluginError
 from megatron_rl.rollouts.episode_runner import EpisodeRunner, RejectedRollout, ScoredRollout
@@ -172,12 +174,16 @@ class Collector:
                 engines.set_version(version)
 
     async def _answer(self, request: GroupRequest) -> None:
-        """Run a group and send the result.
+        """Run a group and send the result. Begin with the rest of the group if its rule says so.
 
         An error ends the run: without a report rank 0 would wait for the group forever.
         """
         try:
-            await self._send(await self._run(request))
+            answer = await self._run(request)
+            if request.extension is not None and request.extension.applies_to(answer.group):
+                self._begin(request.rest())
+                answer = msgspec.structs.replace(answer, is_extended=True)
+            await self._send(answer)
         except Exception as error:
             await self._send(_failure_report(error))
         finally:

@@ -12,6 +12,7 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.credit.source_metrics import source_metrics
 from megatron_rl.rewards.runner import ABANDONED
+from megatron_rl.rollouts.messages import first_id
 from megatron_rl.rollouts.rejections import NON_FINITE, count_unusable, require_usable
 
 
@@ -86,9 +87,9 @@ class RolloutBatch:
         for part_id in self.delivered_ids:
             part = all_parts[part_id]
             # The first part has the id of its group, and comes first
-            first = merged_groups.get(_first_id(part_id))
+            first = merged_groups.get(first_id(part_id))
             merged = part if first is None else merge_groups(first, part)
-            merged_groups[_first_id(part_id)] = merged
+            merged_groups[first_id(part_id)] = merged
 
         def replaced(groups: tuple[Group, ...]) -> tuple[Group, ...]:
             return tuple(
@@ -191,11 +192,6 @@ def merge_groups(first: Group, rest: Group) -> Group:
         generated_at=max(first.generated_at, rest.generated_at),
         scored_at=max(first.scored_at, rest.scored_at),
     )
-
-
-def _first_id(part_id: str) -> str:
-    """Return the id of the group that a part belongs to."""
-    return part_id.partition("+")[0]
 
 
 def _reward_metrics(rollouts: Sequence[RolloutRef]) -> dict[str, float]:

@@ -38,7 +38,8 @@ class ScriptedCollector:
 class ScriptedHub:
     """Connects `num_nodes` collectors, which answer requests in the order of a seed.
 
-    num_tokens: those that engines have sampled so far. endless_ids: groups that never complete.
+    num_tokens: those that engines have sampled so far. num_aborted: aborted groups. num_extended:
+    probes that collectors have extended. endless_ids: groups that never complete.
     """
 
     def __init__(self, seed: int, score: ScoreOf, *, num_nodes: int = 1) -> None:
@@ -46,6 +47,7 @@ class ScriptedHub:
         self.score = score
         self.num_tokens = 0
         self.num_aborted = 0
+        self.num_extended = 0
         self.endless_ids: set[str] = set()
         self.collectors: dict[int, ScriptedCollector] = {}
         for node in range(num_nodes):
@@ -107,11 +109,16 @@ class ScriptedHub:
         num_tokens = TOKENS_PER_ROLLOUT * request.num_samples
         self.num_tokens += num_tokens
         collector.kept_ids.add(group_id)
-        collector.outbox.append(
-            GroupDone(
-                group=self._group(request), generated_tokens=num_tokens, attempt=request.attempt
-            )
+        answer = GroupDone(
+            group=self._group(request), generated_tokens=num_tokens, attempt=request.attempt
         )
+        rule = request.extension
+        if rule is not None and rule.applies_to(answer.group):
+            answer = msgspec.structs.replace(answer, is_extended=True)
+            rest = request.rest()
+            collector.running[rest.group_id] = rest
+            self.num_extended += 1
+        collector.outbox.append(answer)
 
     def _abort(self, collector: ScriptedCollector, group_id: str) -> None:
         """Abort a group, unless it is complete by then."""

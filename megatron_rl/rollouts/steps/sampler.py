@@ -257,6 +257,7 @@ class RolloutSampler:
                     first_sample=request.first_sample,
                     sampling=parameters,
                     budget=sampling.budget,
+                    extension=request.extension,
                 )
                 for part_id, request in sampling.register(requests).items()
             ]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron_rl.contracts.group import Group
 from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult, StepSelection
-from megatron_rl.rollouts.messages import VersionBudget
+from megatron_rl.rollouts.messages import VersionBudget, extension_id
 from megatron_rl.rollouts.rollout_batch import merge_groups
 
 
@@ -88,5 +88,5 @@ class StepSampling:
 
 
 def _part_id(label: str, request: RolloutRequest) -> str:
-    extension = f"+{request.first_sample}" if request.first_sample else ""
-    return f"{label}-{request.index}{extension}"
+    group_id = f"{label}-{request.index}"
+    return extension_id(group_id, request.first_sample) if request.first_sample else group_id

@@ -1,6 +1,7 @@
 """Oversampling that aborts its surplus: what trains depends on no order, and tokens are counted."""
 
 import random
+from collections import Counter
 from collections.abc import Callable
 from types import MappingProxyType
 
@@ -134,10 +135,12 @@ def test_a_lost_collector_changes_nothing_that_trains(
     hub = ScriptedHub(seed, scores, num_nodes=2)
     sampler = open_sampler(hub, "abort")
     losses = random.Random(seed)
+    num_losses = Counter(left=5)
     poll = hub.poll
 
     def poll_with_losses(timeout_seconds: float) -> object:
-        if losses.random() < 0.05:
+        if num_losses["left"] and losses.random() < 0.05:
+            num_losses["left"] -= 1
             hub.lose(losses.choice(hub.nodes))
         return poll(timeout_seconds)
 
