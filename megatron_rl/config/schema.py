@@ -259,6 +259,12 @@ class RolloutSettings(Section):
     temperature: Annotated[float, Ge(0.01), Le(100)] = 1.0
     # Whether responses that were cut at max_new_tokens are trained on.
     train_truncated: bool = True
+    # A response is cut off once a larger share of it repeats itself, like one that reaches
+    # max_new_tokens. null: none is. See docs/zero_variance.md.
+    stop_repetition: Annotated[float, Gt(0), Le(0.97)] | None = None
+    # The tokens of an n-gram, and the number of tokens after which a response is looked at again.
+    stop_repetition_ngram: Positive = 40
+    stop_repetition_every: Positive = 512
     # The largest age of a rollout's tokens in weight versions when a step trains on them. 0: each
     # step samples its own rollouts. From 1 on, the rollouts of the next step are sampled while a
     # step trains.

@@ -257,6 +257,7 @@ class Collector:
                     verdict=result.verdict,
                     num_generated=result.num_generated,
                     repetition=share,
+                    is_repetitive=result.is_repetitive,
                     location=location,
                 )
             )

@@ -209,7 +209,11 @@ def _length_metrics(rollouts: Sequence[RolloutRef]) -> dict[str, float]:
     if not rollouts:
         return {}
     num_truncated = sum(r.finish_reason == "length" for r in rollouts)
-    return {
+    values = {
         "rollout/response_length": sum(r.num_trainable for r in rollouts) / len(rollouts),
         "rollout/truncated": num_truncated / len(rollouts),
     }
+    num_repetitive = sum(r.is_repetitive for r in rollouts)
+    if num_repetitive:
+        values["rollout/stopped_repetition"] = num_repetitive / len(rollouts)
+    return values

@@ -62,12 +62,12 @@ def collect(engine: RecordingEngine, *requests: GroupRequest, count: int) -> lis
     return asyncio.run(run())
 
 
-def mixed(place: int) -> str:
+def one_correct(place: int) -> str:
     return CORRECT if place == 0 else INCORRECT
 
 
 def test_a_mixed_probe_is_extended_at_once() -> None:
-    first, rest = collect(RecordingEngine(mixed), probe(), count=2)
+    first, rest = collect(RecordingEngine(one_correct), probe(), count=2)
     assert isinstance(first, GroupDone) and isinstance(rest, GroupDone)
     assert first.is_extended and not rest.is_extended
     assert (first.group.group_id, rest.group.group_id) == ("g", "g+2")
@@ -77,9 +77,9 @@ def test_a_mixed_probe_is_extended_at_once() -> None:
 
 
 def test_the_rest_has_the_seeds_of_a_request_from_rank_0() -> None:
-    engine = RecordingEngine(mixed)
+    engine = RecordingEngine(one_correct)
     collect(engine, probe(), count=2)
-    other_engine = RecordingEngine(mixed)
+    other_engine = RecordingEngine(one_correct)
     rest = probe().rest()
     assert rest.group_id == extension_id("g", 2) and rest.extension is None
     collect(other_engine, probe(rule=None), rest, count=2)
@@ -93,8 +93,8 @@ def test_the_rest_has_the_seeds_of_a_request_from_rank_0() -> None:
         (lambda place: CORRECT, RULE, False),
         (lambda place: INCORRECT, RULE, True),
         (lambda place: INCORRECT, Extension(5, (GroupKind.MIXED,)), False),
-        (mixed, Extension(5, (GroupKind.MIXED,)), True),
-        (mixed, None, False),
+        (one_correct, Extension(5, (GroupKind.MIXED,)), True),
+        (one_correct, None, False),
     ],
 )
 def test_the_rule_decides(
@@ -107,7 +107,7 @@ def test_the_rule_decides(
 
 def test_the_rest_of_a_group_can_be_withdrawn() -> None:
     """Rank 0 withdraws both, because it may not know yet that the probe is extended."""
-    engine = RecordingEngine(mixed)
+    engine = RecordingEngine(one_correct)
 
     async def run() -> None:
         async with fake_engine(engine, seconds=0.3) as url:

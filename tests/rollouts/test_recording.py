@@ -71,7 +71,8 @@ def test_groups_of_several_parts_and_nodes_are_read_unchanged(tmp_path: Path) ->
     rollouts = [dataclasses.replace(r, prompt_id=f"g{i // 4}") for i, r in enumerate(batch)]
     groups = judged_groups(rollouts)
     refs = tuple(
-        msgspec.structs.replace(r, num_generated=9, repetition=0.25) for r in groups[1].rollouts
+        msgspec.structs.replace(r, num_generated=9, repetition=0.25, is_repetitive=True)
+        for r in groups[1].rollouts
     )
     groups[1] = msgspec.structs.replace(
         groups[1], rollouts=refs, weight=1.27, generated_at=12.5, scored_at=13.25

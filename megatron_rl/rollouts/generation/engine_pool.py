@@ -27,6 +27,7 @@ from megatron_rl.rollouts.messages import (
     FromCollector,
     VersionBudget,
 )
+from megatron_rl.rollouts.repetition import RepetitionStop
 from sglang_bridge.client import GenerateClient, RequestExpired, may_succeed_elsewhere
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
@@ -222,6 +223,7 @@ class EnginePool:
         rejected_tokens: Counter[str],
         seed: int | None = None,
         budget: Callable[[], VersionBudget | None] = lambda: None,
+        stop: RepetitionStop | None = None,
     ) -> Generation:
         """Sample one response. Raises `EngineError` and `GenerationRejected`.
 
@@ -233,6 +235,7 @@ class EnginePool:
         by the reason. The tokens of a request without a reply are unknown.
         budget: returns the present one. A response that has used it up waits for other weights, or
         for another budget.
+        stop: cuts a response off that repeats itself. Its finish reason is then LENGTH.
         """
 
         response = PartialResponse(token_ids, sampling)
@@ -245,34 +248,71 @@ class EnginePool:
                     await self._park(response, rid)
                     continue
                 async with self._slots:
-                    generation = await self._extend(
-                        response, limit, rid, return_routes, seed, attempts
+                    generation = await self._extend_and_check(
+                        response, limit, stop, rid, return_routes, seed, attempts
                     )
                 if generation is not None:
                     return generation
         finally:
             self._responses.remove(response)
 
-    async def _extend(
+    async def _extend_and_check(
         self,
         response: PartialResponse,
         limit: int | None,
+        stop: RepetitionStop | None,
         rid: str,
         return_routes: bool,
         seed: int | None,
         attempts: _Attempts,
     ) -> Generation | None:
-        """Sample a response to its end, or at most `limit` tokens of it.
+        """Sample a response to its end, or at most `limit` tokens of it, or until it is stopped.
+
+        Returns the whole response, None if some of it is left.
+        """
+        last_end = None if limit is None else response.num_tokens + limit
+        while True:
+            ends = [] if stop is None else [stop.next_check(response.num_tokens)]
+            if last_end is not None:
+                ends.append(last_end)
+            generation = await self._extend(
+                response, min(ends, default=None), rid, return_routes, seed, attempts
+            )
+            if generation is not None:
+                return generation
+            if stop is not None and await self._is_stopped(response, stop):
+                return replace(response.generation(), finish_reason=FinishReason.LENGTH)
+            if response.num_tokens == last_end:
+                return None
+
+    async def _is_stopped(self, response: PartialResponse, stop: RepetitionStop) -> bool:
+        """Measure in a thread: a long response takes milliseconds."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, stop.ends, response.output_ids)
+
+    async def _extend(
+        self,
+        response: PartialResponse,
+        end: int | None,
+        rid: str,
+        return_routes: bool,
+        seed: int | None,
+        attempts: _Attempts,
+    ) -> Generation | None:
+        """Sample a response to its end, or until it has `end` tokens.
 
         Returns the whole response, None if some of it is left.
         """
         while not response.is_complete:
+            if response.num_tokens == end:
+                return None
             await self._gate.wait()
             member = await self._wait_for_member(attempts.members)
             if not self._gate.is_set():
                 continue
             if _group_of(rid) in self._stopped_groups:
                 await asyncio.get_running_loop().create_future()  # until it is cancelled
+            limit = None if end is None else end - response.num_tokens
             piece = await self._try(member, response, limit, rid, return_routes, seed, attempts)
             if piece is None:
                 continue

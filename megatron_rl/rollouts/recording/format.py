@@ -67,7 +67,7 @@ class SegmentRecord(msgspec.Struct, frozen=True, kw_only=True):
 class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout.
 
-    num_generated, repetition: as in `RolloutRef`.
+    num_generated, repetition, is_repetitive: as in `RolloutRef`.
     tokens: range [start, stop) of its rows in the part's `tokens` and `logprobs`.
     routes: range [start, stop) of its rows in the part's `routes`, None without routes.
     """
@@ -81,6 +81,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     routes: tuple[Count, Count] | None
     segments: tuple[SegmentRecord, ...]
     repetition: float = 0.0
+    is_repetitive: bool = False
 
 
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
