@@ -1,6 +1,7 @@
 """Probes that their collector extends by the rule of the request, whatever arrives first."""
 
 import random
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -168,6 +169,25 @@ def test_a_probe_is_extended_before_rank_0_looks() -> None:
         hub._complete(collector, group_id)
     assert hub.num_extended == len(collector.running) > 0
     assert all("+" in group_id for group_id in collector.running)
+
+
+def test_the_time_of_an_extension_begins_when_its_probe_is_complete() -> None:
+    """Not when rank 0 learns of it: the timeline of a run would show it too late, and too short."""
+    hub = ScriptedHub(1, score)
+    sampler = open_sampler(hub, "all_correct")
+    seconds_by_id: dict[str, float] = {}
+    sampler.queue.on_arrival = lambda answer, seconds: seconds_by_id.update(
+        {answer.group.group_id: seconds}
+    )
+    sampler.begin_step(1)
+    collector = hub.collectors[0]
+    while collector.running:
+        hub._complete(collector, min(collector.running))
+    extension_ids = {id_ for id_ in collector.kept_ids if "+" in id_}
+    assert len(extension_ids) == hub.num_extended > 0
+    time.sleep(0.3)  # as rank 0 does not look while it trains
+    sampler.finish_step()
+    assert min(seconds_by_id[id_] for id_ in extension_ids) >= 0.3
 
 
 def change_extensions(hub: ScriptedHub, is_extended: bool) -> None:
