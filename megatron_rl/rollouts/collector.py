@@ -7,17 +7,22 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import msgspec
 
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.plugins import PluginError
 from megatron_rl.rollouts.episode_runner import EpisodeRunner, RejectedRollout, ScoredRollout
 from megatron_rl.rollouts.link import CollectorLink
 from megatron_rl.rollouts.messages import (
+    AbortGroups,
     AddEngine,
     Alive,
     Configure,
     Failed,
     FromCollector,
+    GroupAborted,
     GroupDone,
     GroupRequest,
     Held,
@@ -40,6 +45,15 @@ _ALIVE_INTERVAL_SECONDS = 1.0
 _THREADS = 4
 
 
+@dataclass(eq=False)
+class _RunningGroup:
+    """A request that is not answered. is_complete: all of its episodes have ended."""
+
+    request: GroupRequest
+    task: asyncio.Task[None]
+    is_complete: bool = False
+
+
 class Collector:
     """Answers the requests of rank 0.
 
@@ -55,18 +69,17 @@ class Collector:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="replies")
         self._runner = EpisodeRunner(configuration, send, self._threads)
         self._tasks: set[asyncio.Task[None]] = set()
-        # By group id: those that run, and their tasks
-        self._requests: dict[str, tuple[GroupRequest, asyncio.Task[None]]] = {}
+        self._running: dict[str, _RunningGroup] = {}  # by group id
 
     async def handle(self, message: ToCollector) -> bool:
         """Process one message and return False if the collector has to end."""
         match message:
             case GroupRequest():
-                self._runner.announce(message)
-                task = self._start(self._answer(message))
-                self._requests[message.group_id] = (message, task)
+                self._begin(message)
             case Withdraw():
                 self._withdraw(message.group_ids)
+            case AbortGroups(group_ids):
+                self._abort_groups(group_ids)
             case Release():
                 self._store.release(message.group_ids)
             case AddEngine() | RemoveEngine() | SetVersion():
@@ -93,13 +106,41 @@ class Collector:
         await self._runner.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def _begin(self, request: GroupRequest) -> None:
+        self._runner.announce(request)
+        task = self._start(self._answer(request))
+        self._running[request.group_id] = _RunningGroup(request, task)
+
     def _withdraw(self, group_ids: Sequence[str]) -> None:
         for group_id in group_ids:
-            if group_id in self._requests:
-                request, task = self._requests.pop(group_id)
-                task.cancel()
-                self._runner.forget(request)
+            if group_id in self._running:
+                self._drop(self._running[group_id])
         self._store.release(group_ids)
+
+    def _drop(self, group: _RunningGroup) -> None:
+        """End a group without an answer."""
+        del self._running[group.request.group_id]
+        group.task.cancel()
+        self._runner.forget(group.request)
+
+    def _abort_groups(self, group_ids: Sequence[str]) -> None:
+        for group_id in group_ids:
+            group = self._running.get(group_id)
+            if group is not None and not group.is_complete:
+                self._start(self._abort(group))
+
+    async def _abort(self, group: _RunningGroup) -> None:
+        """Sample nothing more for a group, and report its tokens, unless it completes meanwhile."""
+        request = group.request
+        num_tokens = await self._runner.stop(request)
+        if self._running.get(request.group_id) is not group or group.is_complete:
+            return
+        self._drop(group)
+        await self._send(
+            GroupAborted(
+                group_id=request.group_id, generated_tokens=num_tokens, attempt=request.attempt
+            )
+        )
 
     def _start(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Run a coroutine until it ends or the collector closes."""
@@ -133,23 +174,33 @@ class Collector:
                 engines.set_version(version)
 
     async def _answer(self, request: GroupRequest) -> None:
-        """Run a group and send the result.
+        """Run a group and send the result. Begin with the rest of the group if its rule says so.
 
         An error ends the run: without a report rank 0 would wait for the group forever.
         """
         try:
-            await self._send(await self._run(request))
+            answer = await self._run(request)
+            if request.extension is not None and request.extension.applies_to(answer.group):
+                self._begin(request.rest())
+                answer = msgspec.structs.replace(answer, is_extended=True)
+            await self._send(answer)
         except Exception as error:
             await self._send(_failure_report(error))
         finally:
             self._runner.forget(request)
-            if self._requests.get(request.group_id, (None,))[0] is request:
-                del self._requests[request.group_id]
+            if self._is_running(request):
+                del self._running[request.group_id]
+
+    def _is_running(self, request: GroupRequest) -> bool:
+        group = self._running.get(request.group_id)
+        return group is not None and group.request is request
 
     async def _run(self, request: GroupRequest) -> GroupDone:
         start = time.monotonic()
         indices = range(request.first_sample, request.first_sample + request.num_samples)
         outcomes = await asyncio.gather(*(self._runner.run(request, index) for index in indices))
+        if self._is_running(request):
+            self._running[request.group_id].is_complete = True
         results = [outcome for outcome in outcomes if isinstance(outcome, ScoredRollout)]
         rejections = [outcome for outcome in outcomes if isinstance(outcome, RejectedRollout)]
         scored_at = time.monotonic()
@@ -206,6 +257,7 @@ class Collector:
                     verdict=result.verdict,
                     num_generated=result.num_generated,
                     repetition=share,
+                    is_repetitive=result.is_repetitive,
                     location=location,
                 )
             )

@@ -39,6 +39,7 @@ from megatron_rl.rollouts.messages import (
     VersionBudget,
 )
 from megatron_rl.rollouts.rejections import NO_VERDICT
+from megatron_rl.rollouts.repetition import RepetitionStop
 from megatron_rl.rollouts.user_process.attempts import EpisodeAttempt
 from megatron_rl.rollouts.user_process.remote_class import UserCodeError
 from megatron_rl.rollouts.user_process.user_classes import UserClasses
@@ -60,6 +61,7 @@ class ScoredRollout:
     rejected_tokens: tokens of its responses that could not be used and were sampled again, by the
     reason.
     generated_at: time of its last response, on the monotonic clock.
+    is_repetitive: its last response was cut off, because it repeated itself.
     """
 
     rollout: Rollout
@@ -67,6 +69,7 @@ class ScoredRollout:
     num_generated: int
     rejected_tokens: Mapping[str, int]
     generated_at: float
+    is_repetitive: bool = False
 
 
 @dataclass(frozen=True)
@@ -139,9 +142,17 @@ class EpisodeRunner:
         playing.discard(index)
         self._rest.set()
 
+    async def stop(self, request: GroupRequest) -> int:
+        """Sample nothing more for a request, and return the tokens that engines have sampled.
+
+        Its episodes wait until they are cancelled.
+        """
+        return await self.engines.stop(request.group_id)
+
     def forget(self, request: GroupRequest) -> None:
         """Count no episode of a request as playing."""
-        self._playing.pop((request.group_id, request.attempt), None)
+        if self._playing.pop((request.group_id, request.attempt), None) is not None:
+            self.engines.forget(request.group_id)
         self._budgets.pop((request.group_id, request.attempt), None)
         self._rest.set()
 
@@ -163,11 +174,13 @@ class EpisodeRunner:
         Raises `PluginError` if a user-defined class fails too often.
         """
         episodes: list[Episode] = []
+        stops: list[RepetitionStop | None] = []
 
         def open_attempt() -> EpisodeAttempt:
             # The limit covers the environment alone: responses have deadlines of their own.
             limit = TimeLimit(self._configuration.environment.timeout_s)
-            episodes.append(self._open_episode(request, index, limit))
+            stops.append(self._open_stop(request))
+            episodes.append(self._open_episode(request, index, limit, stops[-1]))
             return EpisodeAttempt(limit, episodes[-1])
 
         subject = f"group {request.group_id}, rollout {index}"
@@ -181,6 +194,13 @@ class EpisodeRunner:
         episode.rejected_tokens += _tokens_of(lost_episodes)
         if outcome.ending is not Ending.RETURNED:
             return self._reject(episode, *self._describe(outcome), outcome.error)
+        is_repetitive = stops[-1] is not None and stops[-1].has_stopped
+        return await self._score(request, episode, subject, is_repetitive=is_repetitive)
+
+    async def _score(
+        self, request: GroupRequest, episode: Episode, subject: str, *, is_repetitive: bool
+    ) -> ScoredRollout | RejectedRollout:
+        """Return the rollout of an episode that has ended, with a verdict."""
         try:
             rollout = episode.rollout()
         except RolloutRejected as error:
@@ -192,7 +212,12 @@ class EpisodeRunner:
         if verdict.reward is None:
             self._log_first(NO_VERDICT, f"{rollout.rollout_id} has no verdict: {verdict.reason}")
         return ScoredRollout(
-            rollout, verdict, episode.sampled_tokens, episode.rejected_tokens, generated_at
+            rollout,
+            verdict,
+            episode.sampled_tokens,
+            episode.rejected_tokens,
+            generated_at,
+            is_repetitive=is_repetitive,
         )
 
     async def close(self) -> None:
@@ -200,10 +225,19 @@ class EpisodeRunner:
         await self._user_classes.close()
         await self.engines.close()
 
-    def _open_episode(self, request: GroupRequest, index: int, limit: TimeLimit) -> Episode:
+    def _open_stop(self, request: GroupRequest) -> RepetitionStop | None:
+        """Return what ends responses that repeat themselves. Evaluations measure whole ones."""
+        if request.evaluation:
+            return None
+        return RepetitionStop.from_settings(self._configuration.rollout)
+
+    def _open_episode(
+        self, request: GroupRequest, index: int, limit: TimeLimit, stop: RepetitionStop | None
+    ) -> Episode:
         """Open an episode.
 
-        limit: that of the environment. It pauses while a response is sampled.
+        limit: that of the environment. It pauses while a response is sampled. stop: ends responses
+        that repeat themselves.
         """
         routes = None if request.evaluation else self._configuration.routes
         rollout_id = f"{request.group_id}/{index}"
@@ -225,6 +259,7 @@ class EpisodeRunner:
                     rejected_tokens=rejected_tokens,
                     seed=_response_seed(self._configuration.seed, rollout_id, next(turns)),
                     budget=lambda: self._budgets.get((request.group_id, request.attempt)),
+                    stop=stop,
                 )
             finally:
                 limit.restart()

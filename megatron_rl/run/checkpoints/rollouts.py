@@ -51,6 +51,7 @@ class LocalBatch:
                 name: value if math.isfinite(value) else None
                 for name, value in batch.selection_metrics.items()
             },
+            unused_tokens=batch.unused_tokens,
             parts=tuple(names),
         )
         directory = self._directory(checkpoint)
