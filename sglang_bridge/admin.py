@@ -9,6 +9,7 @@ import contextlib
 import http.client
 import re
 import urllib.parse
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -22,6 +23,10 @@ from sglang_bridge.keys import RunKeys
 # "abort" would lose them. "in_place" would keep the cache that the old weights computed, and the
 # engine refuses to flush it while requests run.
 _PAUSE_MODE = "retract"
+# Parts of an engine's memory, by SGLang's names, in the order in which they wake. New weights
+# arrive between the two: the old ones are gone. Nothing may be cached or sampled before.
+WEIGHT_TAGS = ("weights",)
+CACHE_TAGS = ("kv_cache", "cuda_graph")
 # One line for each set of labels, in Prometheus' text format.
 _GENERATED_TOKENS = re.compile(rb"^sglang:generation_tokens_total(?:\{.*\})? (\S+)", re.MULTILINE)
 
@@ -107,6 +112,20 @@ class AdminClient:
     def resume(self) -> None:
         """Continue generating."""
         self._post("/continue_generation", {})
+
+    def sleep(self) -> None:
+        """Pause, and give the device's memory back. The weights are lost.
+
+        The requests that run are recomputed after the engine has woken up and resumed. A server on
+        a CPU does everything but giving memory back. A server that is asleep already may end.
+        """
+        # Without it, SGLang 0.5.23 ends the server if a request runs
+        self.pause()
+        self._post("/release_memory_occupation", {"tags": [*WEIGHT_TAGS, *CACHE_TAGS]})
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """Take memory for these parts again. Its contents are undefined."""
+        self._post("/resume_memory_occupation", {"tags": list(tags)})
 
     def flush_cache(self) -> None:
         """Drop every cached prefix. Fails while requests run."""

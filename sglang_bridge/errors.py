@@ -87,6 +87,19 @@ class WeightUpdateFailed(EngineError):
         self.updated_urls = tuple(updated_urls)
 
 
+class SleepFailed(EngineError):
+    """Some engines did not give their devices to the trainer. failures: the reason by URL."""
+
+    def __init__(self, failures: Mapping[str, str]) -> None:
+        reasons = "; ".join(f"{url}: {reason}" for url, reason in failures.items())
+        super().__init__(
+            f"engine.colocated=true: {len(failures)} engine(s) did not give their memory to the "
+            f"trainer: {reasons}. The run cannot go on beside them; resume it from its last "
+            "checkpoint"
+        )
+        self.failures = dict(failures)
+
+
 class WeightMismatch(EngineError):
     """An engine holds other values than were sent.
 

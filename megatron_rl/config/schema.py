@@ -213,6 +213,9 @@ class EngineSettings(Section, ServerSettings):
     key_file: str | None = None
     # managed only: engines per node.
     count: Annotated[int, Ge(1), Le(1024)] = 1
+    # managed only: engines and trainer share the GPUs, and take turns on them. See
+    # docs/colocated.md.
+    colocated: bool = False
     # Rounds the weights that engines get as an engine in this number format would hold them. The
     # engine's arithmetic stays that of engine.dtype.
     fake_quant: Annotated[Literal["off", "bf16", "fp8_blockwise"], Off] = "off"
@@ -505,7 +508,8 @@ class SyncSettings(Section):
     # step: before every step. evaluation: only before evaluations, for environments whose rollouts
     # no engine samples.
     when: Literal["step", "evaluation"] = "step"
-    transport: Literal["distributed", "disk"] = "distributed"
+    # ipc: engine.colocated=true on GPUs only. Every sync is audited.
+    transport: Literal["distributed", "disk", "ipc"] = "distributed"
     # For transport=distributed: engines that get each bucket in one broadcast. Above 1, a rank
     # serves many engines faster. If one of them fails, the others of its tree fail too.
     engines_per_tree: Positive = 1

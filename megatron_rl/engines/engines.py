@@ -368,7 +368,11 @@ def _open_processes(
     if job.local_rank:
         return None
     processes = NodeProcesses(
-        node=job.node, log_directory=directory.logs, recovery=configuration.recovery
+        node=job.node,
+        log_directory=directory.logs,
+        recovery=configuration.recovery,
+        # It would take memory while the trainer has the device
+        restarts_engines=not configuration.engine.colocated,
     )
     stack.callback(processes.stop)
     return processes

@@ -81,7 +81,8 @@ class WeightSync:
     make_expectation: makes an empty record of the weights that engines must hold, for one audit.
         Its argument is False if names alone are compared.
     open_admin: opens the control client of an engine. log: writes a line for people. measure:
-        returns the transport's metrics of the last sync.
+        returns the transport's metrics of the last sync. is_colocated: engines and trainer take
+        turns on their devices.
     audit_obstacle: the reason why an audit compared names only. The reason stays the same, so that
         all further audits compare names only.
     is_current: the engines hold the trainer's weights. `expire` ends that.
@@ -97,6 +98,7 @@ class WeightSync:
         open_admin: Callable[[Engine], AdminClient],
         log: Callable[[str], None] = print,
         measure: Callable[[], Mapping[str, float]] = dict,
+        is_colocated: bool = False,
     ) -> None:
         self._updater = updater
         self._settings = settings
@@ -105,6 +107,7 @@ class WeightSync:
         self._open_admin = open_admin
         self._log = log
         self._measure = measure
+        self._is_colocated = is_colocated
         # By name: the epoch and the client for it
         self._admins: dict[str, tuple[int, Engine, AdminClient]] = {}
         self._num_mismatches = collections.Counter[str]()  # in a row, by name
@@ -139,12 +142,22 @@ class WeightSync:
         is_first = self._is_first
         self._next_version += 1
         self._is_first = False
-        is_due = every > 0 and version % every == 0
+        # The engine swallows errors of its last step with weights of `ipc`
+        is_due = self._settings.transport == "ipc" or (every > 0 and version % every == 0)
         return Sync(version, audit=is_first or is_due or bool(self._members.waiting))
 
     def expire(self) -> None:
         """Note that the trainer's weights have changed since the last sync."""
         self.is_current = False
+
+    def sleep(self) -> None:
+        """Let all engines give their memory to the trainer until the next sync.
+
+        Engines that are out hold memory, too. Raises `SleepFailed`.
+        """
+        self.is_current = False
+        members = [member for member in self._members if member.state is not MemberState.GONE]
+        self._updater.sleep([self._admin(member) for member in members])
 
     def send(self, command: Sync, source: WeightSource) -> dict[str, float]:
         """Send the weights to engines, and audit them if the command says so.
@@ -152,21 +165,21 @@ class WeightSync:
         An audit streams the weights once more to this rank, in the order in which an engine's
         parameters are hashed.
 
-        Returns metrics. In the first sync, it raises `WeightUpdateFailed` and `WeightMismatch`.
-        Later it raises `WeightMismatch` for an engine that holds other weights twice in a row while
-        no other one serves.
+        Returns metrics. In the first sync, and with engine.colocated in each, it raises
+        `WeightUpdateFailed` and `WeightMismatch`. Otherwise it raises `WeightMismatch` for an
+        engine that holds other weights twice in a row while no other one serves.
         """
-        is_first = self._members.version is None
+        raises = self._raises_failures
         targets = self._targets(command)
         failures, error = self._push(targets, source, command.version)
         start = time.perf_counter()
         expectation = self._observe(targets, source) if command.audit else None
-        if error is not None and is_first:
+        if error is not None and raises:
             raise error
         num_compared = 0
         for member in targets:
             if member.url not in failures and expectation is not None:
-                num_compared += self._audit(member, expectation, command.version, is_first)
+                num_compared += self._audit(member, expectation, command.version, raises=raises)
         audit_seconds = time.perf_counter() - start
         for member in targets:
             if member.url in failures:
@@ -179,6 +192,11 @@ class WeightSync:
         if command.audit:
             values["time/sync/audit"] = audit_seconds
         return values
+
+    @property
+    def _raises_failures(self) -> bool:
+        """True in the first sync, and where a failed engine keeps memory of the trainer."""
+        return self._is_colocated or self._members.version is None
 
     def close(self) -> None:
         """Disconnect from every engine."""
@@ -240,9 +258,12 @@ class WeightSync:
         return not self.audit_obstacle and not any(map(value_obstacles, engines))
 
     def _audit(
-        self, member: Member, expectation: WeightExpectation, version: int, is_first: bool
+        self, member: Member, expectation: WeightExpectation, version: int, *, raises: bool
     ) -> int:
-        """Audit an engine; returns the number of parameters that were compared."""
+        """Audit an engine; returns the number of parameters that were compared.
+
+        raises: whether every failure raises.
+        """
         try:
             report = audit_engine(self._admin(member), expectation)
             report.raise_on_mismatch(version)
@@ -250,7 +271,7 @@ class WeightSync:
             self.audit_obstacle = str(obstacle)
             return 0
         except RequestFailed as error:
-            if is_first:
+            if raises:
                 raise
             self._exclude(member, str(error))
             return 0
@@ -259,7 +280,7 @@ class WeightSync:
             # In a sync of all, engines that are not audited yet wait
             others = self._members.serving + self._members.waiting
             is_alone = all(other is member for other in others)
-            if is_first or (is_alone and self._num_mismatches[member.name] > 1):
+            if raises or (is_alone and self._num_mismatches[member.name] > 1):
                 raise
             self._exclude(member, str(error))
             return 0
@@ -373,4 +394,5 @@ def open_weight_sync(
         open_admin=open_admin,
         log=log,
         measure=measure,
+        is_colocated=engine_settings.colocated,
     )

@@ -188,6 +188,7 @@ class Leader:
         watch = Stopwatch()
         with watch.section("rollout"), self._abortable():
             batch, trouble = self._sample(step)
+        self._take_devices(watch)
         batch, credit, plan, outcome = self._train_batch(step, batch, watch)
         self._expire_sync()
         with self._next_rollouts(watch):
@@ -294,7 +295,19 @@ class Leader:
             if isinstance(result, TrainOutcome):
                 return batch, credit, plan, result
             with watch.section("rollout"), self._abortable():
+                if self.engine.colocated:
+                    self.send_weights({})
                 batch = self.parts.rollouts.sample_again(batch, result.rollout_ids)
+            self._take_devices(watch)
+
+    def _take_devices(self, watch: Stopwatch) -> None:
+        """Let engines sleep, if they share their devices with the ranks."""
+        if not self.engine.colocated or self.weights is None:
+            return
+        task = self.records.progress.task("letting the engines sleep")
+        with watch.section("sleep"), task:
+            self.weights.sleep()
+        self._is_synced = False
 
     def _expire_sync(self) -> None:
         """Note that the engines do not hold the trainer's weights any more."""

@@ -45,15 +45,9 @@ def open_loop(
 
     engines: None when the run trains on recorded rollouts.
     """
-    c = setup.configuration
     job = setup.job
     mode = open_mode(setup) if job.rank == 0 else None
-    worker = None
-    if not c.is_measurement:
-        worker = open_worker(setup, supervision.parts)
-    connections = None
-    if engines is not None:
-        connections = _connect(setup, engines, supervision)
+    worker, connections = _open_worker_and_connections(setup, engines, supervision)
     activity = Activity()
     if job.world_size > 1:
         log = setup.progress.log
@@ -109,6 +103,34 @@ def _connect(
         connections = engines.connect(setup.progress.log, sends_weights=sends_weights)
     supervision.watchdog.add_check(engines.check)
     return connections
+
+
+def _open_worker_and_connections(
+    setup: RunSetup, engines: Engines | None, supervision: Supervision
+) -> tuple[Worker | None, EngineConnections | None]:
+    """Open the model, and connect to the engines, which load meanwhile.
+
+    Colocated engines load and sleep first: they take memory for that which the model needs.
+    """
+    c = setup.configuration
+    worker = None
+    connections = None
+    if engines is not None and c.engine.colocated:
+        connections = _connect(setup, engines, supervision)
+        _let_sleep(connections, setup)
+    if not c.is_measurement:
+        worker = open_worker(setup, supervision.parts)
+    if engines is not None and not c.engine.colocated:
+        connections = _connect(setup, engines, supervision)
+    return worker, connections
+
+
+def _let_sleep(connections: EngineConnections | None, setup: RunSetup) -> None:
+    """Let the engines sleep until the first sync (a collective)."""
+    if connections is not None:
+        with setup.progress.task("letting the engines sleep"):
+            connections.weights.sleep()
+    dist.barrier(group=setup.job.control_group)
 
 
 def _engine_commands(

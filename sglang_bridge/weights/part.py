@@ -23,6 +23,7 @@ class RankPart:
 
     open_admin: opens the control client of an engine. dtype_of: of the engines' weights, by name;
     None lets every dtype pass. is_central: rank 0 sends all tensors, which are gathered on it.
+    free_memory: frees what the rank does not need of a device that an engine uses, too.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class RankPart:
         open_admin: Callable[[Engine], AdminClient],
         dtype_of: Callable[[str], torch.dtype] | None = None,
         is_central: bool = False,
+        free_memory: Callable[[], None] = lambda: None,
     ) -> None:
         if bucket_bytes < 1:
             raise ValueError(
@@ -45,6 +47,7 @@ class RankPart:
         self._open_admin = open_admin
         self._dtype_of = dtype_of
         self._is_central = is_central
+        self._free_memory = free_memory
         self._admins: dict[str, AdminClient] = {}  # by connection
 
     def follow(self, source: WeightSource) -> None:
@@ -61,8 +64,9 @@ class RankPart:
     def connect(self, order: Order, source: WeightSource) -> list[Readiness]:
         """Open the lanes of an update, if this rank owns tensors; returns what each rank says.
 
-        A collective.
+        A collective. Engines that share the ranks' devices may take memory afterwards.
         """
+        self._free_memory()
         for connection in order.old_connections:
             self._forget(connection)
         failures: Failures = {}
@@ -83,6 +87,7 @@ class RankPart:
         An engine that failed for one rank is forgotten by all.
         """
         report = self._send_owned(go, order, source)
+        self._free_memory()
         data = msgspec.msgpack.encode(report)
         reports = [msgspec.msgpack.decode(part, type=SendReport) for part in self.crew.gather(data)]
         failures = {url for other in reports for url in other.failures}

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from sglang_bridge.admin import AdminClient
-from sglang_bridge.errors import EngineError, RequestFailed, WeightUpdateFailed
+from sglang_bridge.admin import CACHE_TAGS, WEIGHT_TAGS, AdminClient
+from sglang_bridge.errors import EngineError, RequestFailed, SleepFailed, WeightUpdateFailed
 from sglang_bridge.weights.calls import Failures, call_each
 from sglang_bridge.weights.crew import Go, Order, Target
 from sglang_bridge.weights.part import RankPart, merge_seconds
@@ -36,6 +36,9 @@ class WeightUpdater:
     sent everything and its session has ended. Requests that run during an update are recomputed
     under the new weights.
 
+    An engine that sleeps wakes up in its next update: first its memory for weights, once all ranks
+    have freed what they can, and its caches only after the weights have arrived.
+
     part: rank 0's own part. Each further rank calls `RankPart.follow` at the same time.
     """
 
@@ -47,6 +50,7 @@ class WeightUpdater:
         # Engines whose last update is complete. Any other may have an open one, because of a
         # failure or of another run.
         self._clean_admins: set[AdminClient] = set()
+        self._sleeping_urls: set[str] = set()
         self.summary = UpdateSummary()
 
     def push(self, source: WeightSource, version: int, admins: Sequence[AdminClient]) -> None:
@@ -63,11 +67,12 @@ class WeightUpdater:
         self._connect(update, order, source)
         # Forming groups has a limit of its own
         update.restart_time()
+        sleepers = self._wake_weights(update)
         claim = f"updating-{uuid.uuid4().hex[:12]}"
         self._begin(update, version, claim)
         try:
             self._send(update, order, source)
-            self._complete(update, version, claim)
+            self._complete(update, version, claim, sleepers)
         except Exception:
             for admin in admins:
                 self.forget(admin)
@@ -79,6 +84,18 @@ class WeightUpdater:
             raise WeightUpdateFailed(
                 version, update.failures, [admin.url for admin in update.alive]
             )
+
+    def sleep(self, admins: Sequence[AdminClient]) -> None:
+        """Let engines give their memory back until their next update. Rank 0 only.
+
+        Raises `SleepFailed` once all of them have answered, or did not in time.
+        """
+        awake = [admin for admin in admins if admin.url not in self._sleeping_urls]
+        deadline = time.monotonic() + self._transport.timeout_seconds
+        failures = call_each(awake, lambda admin: admin.sleep(), deadline=deadline)
+        self._sleeping_urls |= {admin.url for admin in awake} - failures.keys()
+        if failures:
+            raise SleepFailed(failures)
 
     def forget(self, admin: AdminClient) -> None:
         """Drop the connections to an engine that gets no further update from this client.
@@ -118,6 +135,14 @@ class WeightUpdater:
             if readiness.is_owner:
                 update.owners.append(rank)
 
+    def _wake_weights(self, update: _Update) -> frozenset[str]:
+        """Wake the memory for weights of engines that sleep; returns their URLs."""
+        urls = frozenset(admin.url for admin in update.alive) & self._sleeping_urls
+        self._sleeping_urls -= urls
+        if urls:
+            update.call(lambda admin: _wake(admin, urls, WEIGHT_TAGS))
+        return urls
+
     def _begin(self, update: _Update, version: int, claim: str) -> None:
         """Open the sessions, and mark them as this run's."""
         update.record(self._transport.begin(update.alive, version, update.deadline))
@@ -142,7 +167,9 @@ class WeightUpdater:
             },
         )
 
-    def _complete(self, update: _Update, version: int, claim: str) -> None:
+    def _complete(
+        self, update: _Update, version: int, claim: str, sleepers: frozenset[str]
+    ) -> None:
         seconds = dict(self.summary.seconds)
         start = time.monotonic()
         update.record(self._transport.end(update.alive, version, update.deadline))
@@ -152,6 +179,8 @@ class WeightUpdater:
         start = time.monotonic()
         update.call(lambda admin: admin.flush_cache())
         seconds["flush"] = time.monotonic() - start
+        if sleepers:
+            update.call(lambda admin: _wake(admin, sleepers, CACHE_TAGS))
         update.call(lambda admin: admin.resume())
         self._clean_admins |= set(update.alive)
         self.summary = UpdateSummary(seconds, self.summary.bytes_sent)
@@ -192,6 +221,11 @@ class _Update:
     def call(self, function: Callable[[AdminClient], None]) -> None:
         """Call a function for every engine that still takes part."""
         self.record(call_each(self.alive, function, deadline=self.deadline))
+
+
+def _wake(admin: AdminClient, urls: frozenset[str], tags: Sequence[str]) -> None:
+    if admin.url in urls:
+        admin.wake(tags)
 
 
 def _of_rank(rank: int, failures: Failures) -> Failures:

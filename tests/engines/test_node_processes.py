@@ -35,13 +35,20 @@ HASTE = 5
 class Node:
     """The processes of a node with `count` engines, and the code that they run."""
 
-    def __init__(self, log_directory: Path, recovery: RecoverySettings | None = None) -> None:
+    def __init__(
+        self,
+        log_directory: Path,
+        recovery: RecoverySettings | None = None,
+        *,
+        restarts_engines: bool = True,
+    ) -> None:
         self.code = SERVER
         self.log_directory = log_directory
         self.processes = NodeProcesses(
             node=0,
             log_directory=log_directory,
             recovery=recovery,
+            restarts_engines=restarts_engines,
             clock=lambda: HASTE * time.monotonic(),
         )
 
@@ -228,6 +235,16 @@ def test_engines_are_given_up_without_restarts(node_without_restarts: Node) -> N
     report = node.maintain_until(lambda r: r.engines[0].state is ProcessState.GIVEN_UP)
     assert "recovery.restarts_per_hour=0 allows no further start" in report.engines[0].reason
     assert "it is given up" in node.processes.take_events()[0]
+
+
+def test_a_colocated_engine_that_ends_is_given_up(node: Node, tmp_path: Path) -> None:
+    """While it starts, it would take memory that the trainer uses."""
+    colocated = Node(tmp_path, restarts_engines=False)
+    colocated.open()
+    os.kill(server_pid(colocated.pids()[0]), signal.SIGKILL)
+    report = colocated.maintain_until(lambda r: r.engines[0].state is ProcessState.GIVEN_UP)
+    assert "engine.colocated=true allows no further start" in report.engines[0].reason
+    colocated.processes.stop(3.0)
 
 
 def test_an_engine_that_was_never_healthy_ends_the_run(node: Node) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatron_rl.config.schema import CreditSettings, EvalSettings
+from megatron_rl.config.schema import CreditSettings, EngineSettings, EvalSettings
 from megatron_rl.contracts.commands import Command, Train
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
 from megatron_rl.engines.token_counter import TokenComparison
@@ -483,6 +483,45 @@ def test_rollouts_that_are_gone_are_sampled_again_and_the_step_trains_once(tmp_p
     assert parts.metrics[1]["rollout/repeated"] == 3.0
     assert parts.metrics[2]["rollout/repeated"] == 0.0
     assert parts.released_groups == ["g", "g"]
+
+
+COLOCATED = EngineSettings(colocated=True)
+
+
+def test_colocated_engines_sleep_after_the_rollouts_of_a_step_and_wake_with_its_sync(
+    tmp_path: Path,
+) -> None:
+    """Evaluations come while they are awake."""
+    parts = ScriptedParts()
+    lead(parts, tmp_path, steps=2, evals={"every": 1}, engine=COLOCATED)
+    step_1 = [
+        "sample step-1",
+        "sleep",
+        "train 1",
+        "sync 1",
+        "evaluate 1 at version 1",
+    ]
+    start = parts.calls.index("sample step-1")
+    assert parts.calls[start : start + 6] == [*step_1, "sample step-2"]
+    assert parts.calls[:start].count("sleep") == 0
+
+
+def test_colocated_engines_get_the_weights_again_to_replace_rollouts_that_are_gone(
+    tmp_path: Path,
+) -> None:
+    parts = ScriptedParts(lost_rollouts=[("r1", "r2")])
+    lead(parts, tmp_path, steps=1, engine=COLOCATED)
+    start = parts.calls.index("sample step-1")
+    assert parts.calls[start : start + 8] == [
+        "sample step-1",
+        "sleep",
+        "train 1",
+        "sync 1",
+        "sample again r1,r2",
+        "sleep",
+        "train 1",
+        "sync 2",
+    ]
 
 
 def test_engines_do_not_hold_the_trainers_weights_between_an_update_and_its_sync(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from sglang_bridge.admin import AdminClient
+from sglang_bridge.admin import CACHE_TAGS, WEIGHT_TAGS, AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.keys import RunKeys
@@ -15,6 +15,8 @@ from sglang_bridge.keys import RunKeys
 ANSWERS: dict[str, tuple[int, bytes]] = {
     "/ready": (200, b""),
     "/pause_generation": (200, b'{"status": "ok", "message": "Generation paused successfully."}'),
+    "/release_memory_occupation": (200, b"null"),
+    "/resume_memory_occupation": (200, b"null"),
     "/flush_cache": (400, b"Flush cache failed.\n"),
     "/continue_generation": (200, b"Resumed.\n"),
     "/begin_weight_update": (400, b'{"success": false, "message": "a session is already open"}'),
@@ -86,6 +88,22 @@ def test_control_requests_use_the_admin_key(
         {"mode": "retract"},
     )
     assert second[:2] == ("/server_info", "Bearer user")
+
+
+def test_an_engine_is_paused_before_it_sleeps_and_wakes_by_tags(
+    admin: AdminClient, server: http.server.ThreadingHTTPServer
+) -> None:
+    """SGLang ends a server that shall give memory back while a request runs."""
+    admin.sleep()
+    admin.wake(WEIGHT_TAGS)
+    admin.wake(CACHE_TAGS)
+    requests = server.requests  # type: ignore[attr-defined]
+    assert [(path, json.loads(body)) for path, _, body in requests] == [
+        ("/pause_generation", {"mode": "retract"}),
+        ("/release_memory_occupation", {"tags": ["weights", "kv_cache", "cuda_graph"]}),
+        ("/resume_memory_occupation", {"tags": ["weights"]}),
+        ("/resume_memory_occupation", {"tags": ["kv_cache", "cuda_graph"]}),
+    ]
 
 
 def test_is_ready_is_false_without_a_server(admin: AdminClient) -> None:

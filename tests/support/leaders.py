@@ -175,6 +175,9 @@ class ScriptedParts:
     def expire(self) -> None:
         self.is_current = False
 
+    def sleep(self) -> None:
+        self.calls.append("sleep")
+
     def next_command(self) -> Sync:
         return Sync(version=self.version + 1)
 

@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import Any
 
 from megatron_rl.config.rules.broken_rule import BrokenRule
+from megatron_rl.config.rules.colocated import check_colocated
 from megatron_rl.config.rules.data import check_data, check_pass_rates
 from megatron_rl.config.rules.evaluation import check_evaluation
 from megatron_rl.config.rules.grid import check_grid, check_split
@@ -92,6 +93,7 @@ def _check_settings(
     yield from check_engine(c.engine, facts)
     yield from check_quantization(c, facts)
     yield from check_sync(c)
+    yield from check_colocated(c, facts)
     yield from check_grid(c.parallel, facts)
     yield from check_formats_and_timeouts(c)
     yield from check_run(c.run)

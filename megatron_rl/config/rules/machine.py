@@ -25,6 +25,7 @@ from sglang_bridge.settings import (
 # Settings for starting a server, which is not done with engine.mode=external.
 _START_SETTINGS = (
     "count",
+    "colocated",
     "device",
     "max_total_tokens",
     "threads",
@@ -208,6 +209,8 @@ def _no_gpu_reason(facts: LaunchFacts) -> str:
 
 def _check_gpus(engine: EngineSettings, facts: LaunchFacts) -> Iterator[BrokenRule]:
     """Yield a broken rule unless each rank and each process of a managed engine has its own GPU."""
+    if engine.colocated:
+        return  # see colocated.py
     ranks = facts.local_world_size
     engines = engine.count * engine.tp if engine.mode == "managed" else 0
     if not 0 < facts.num_gpus < ranks + engines or engine.device == "cpu":

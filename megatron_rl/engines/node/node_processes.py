@@ -38,6 +38,8 @@ class NodeProcesses:
 
     One thread starts them and stops them, and another one may `maintain` them meanwhile.
 
+    restarts_engines: False if an engine that ends is given up at once.
+
     Invariant: nothing is started once `stop` has begun
     (tests/engines/test_node_processes.py::test_a_stop_wins_over_a_restart).
     """
@@ -48,11 +50,13 @@ class NodeProcesses:
         node: int,
         log_directory: Path,
         recovery: RecoverySettings | None = None,
+        restarts_engines: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._node = node
         self._log_directory = log_directory
         self._recovery = recovery or RecoverySettings()
+        self._restarts_engines = restarts_engines
         self._clock = clock
         self._lifeline = Lifeline()
         self._start_timeout_s = 0.0
@@ -97,7 +101,9 @@ class NodeProcesses:
             if unhealthy:
                 time.sleep(_POLL_SECONDS)
         self._engine_upkeeps = tuple(
-            self._look_after(f"engine {index} of node {self._node}", engine, "answers")
+            self._look_after(
+                f"engine {index} of node {self._node}", engine, "answers", self._engine_budget()
+            )
             for index, engine in enumerate(self._engines)
         )
         return [engine.engine for engine in self._engines]
@@ -119,7 +125,7 @@ class NodeProcesses:
             )
             self._collector = collector
         self._collector_upkeep = self._look_after(
-            f"the collector of node {self._node}", collector, "runs"
+            f"the collector of node {self._node}", collector, "runs", self._budget()
         )
 
     def maintain(self, orders: NodeOrders) -> NodeReport:
@@ -163,11 +169,19 @@ class NodeProcesses:
                 pool.submit(_stop_engine, engine, timeout_seconds)
         self._lifeline.close()
 
-    def _look_after(self, name: str, helper: Helper, word: str) -> Upkeep:
+    def _budget(self) -> RestartBudget:
+        return RestartBudget(self._recovery.restarts_per_hour, clock=self._clock)
+
+    def _engine_budget(self) -> RestartBudget:
+        if self._restarts_engines:
+            return self._budget()
+        return RestartBudget(0, rule="engine.colocated=true", clock=self._clock)
+
+    def _look_after(self, name: str, helper: Helper, word: str, budget: RestartBudget) -> Upkeep:
         return Upkeep(
             name,
             helper,
-            RestartBudget(self._recovery.restarts_per_hour, clock=self._clock),
+            budget,
             word=word,
             start_timeout_s=self._start_timeout_s,
             log=lambda text: self._events.append(text),

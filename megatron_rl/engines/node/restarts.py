@@ -34,11 +34,14 @@ class RestartBudget:
     The delay before a start is 1, 2, 4, ... 60 seconds. Once the process has been healthy for ten
     minutes, it begins with one second again.
 
-    limit: of restarts in an hour.
+    limit: of restarts in an hour. rule: the setting that gives the limit, for people.
     """
 
-    def __init__(self, limit: int, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, limit: int, *, rule: str = "", clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._limit = limit
+        self.rule = rule or f"recovery.restarts_per_hour={limit}"
         self._clock = clock
         self._ends: deque[_End] = deque()
         self._delay_seconds = _FIRST_DELAY_SECONDS

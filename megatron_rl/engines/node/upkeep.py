@@ -123,7 +123,7 @@ class Upkeep:
         restart = self._budget.request(reason)
         if restart is None:
             self._state = ProcessState.GIVEN_UP
-            limit = f"recovery.restarts_per_hour={self._budget.limit} allows no further start"
+            limit = f"{self._budget.rule} allows no further start"
             self._reason = f"{reason}; {limit}"
             self._log(f"{text}; it is given up: {limit}")
             return

@@ -11,7 +11,7 @@ import torch
 
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import RequestFailed, WeightUpdateFailed
+from sglang_bridge.errors import RequestFailed, SleepFailed, WeightUpdateFailed
 from sglang_bridge.keys import create_keys
 from sglang_bridge.weights.buckets import NamedTensors
 from sglang_bridge.weights.calls import Failures
@@ -50,6 +50,12 @@ class RecordingAdmin(AdminClient):
 
     def resume(self) -> None:
         self._call("resume")
+
+    def sleep(self) -> None:
+        self._call("sleep")
+
+    def wake(self, tags: Sequence[str]) -> None:
+        self._call(f"wake {'+'.join(tags)}")
 
     def flush_cache(self) -> None:
         self._call("flush")
@@ -159,6 +165,66 @@ def test_order_of_calls_in_an_update() -> None:
     assert log[6:9] == ["send 0 12", "send 1 12", "end 12"]
     assert set(log[9:11]) == {"version 1 1", "version 1 2"}
     assert (set(log[11:13]), set(log[13:])) == ({"flush 1", "flush 2"}, {"resume 1", "resume 2"})
+
+
+def test_an_engine_that_sleeps_wakes_its_weights_before_a_sync_and_its_caches_after() -> None:
+    setup = Setup()
+    setup.push(weights(), 0)
+    setup.updater.sleep(setup.admins)
+    setup.updater.sleep(setup.admins)  # does not reach an engine that sleeps
+    setup.take_log()
+    setup.push(weights(), 1)
+    log = [entry.rpartition(" ")[0] for entry in setup.take_log() if entry.endswith("2")]
+    assert log == [
+        "pause",
+        "connect",
+        "wake weights",
+        "begin",
+        "claim",
+        "send 0",
+        "send 1",
+        "end",
+        "version 1",
+        "flush",
+        "wake kv_cache+cuda_graph",
+        "resume",
+    ]
+    setup.push(weights(), 2)
+    assert not any("wake" in entry for entry in setup.log)
+
+
+def test_all_engines_are_asked_to_sleep_before_a_refusal_is_raised() -> None:
+    setup = Setup(failing_calls={A: {"sleep"}})
+    with pytest.raises(SleepFailed, match=r"1 engine.*127\.0\.0\.1:1: sleep refused"):
+        setup.updater.sleep(setup.admins)
+    assert set(setup.take_log()) == {"sleep 1", "sleep 2"}
+
+
+def test_an_engine_that_does_not_wake_gets_no_weights() -> None:
+    setup = Setup(failing_calls={A: {"wake weights"}})
+    setup.updater.sleep(setup.admins)
+    with pytest.raises(WeightUpdateFailed, match="wake weights refused"):
+        setup.push(weights(), 1)
+    assert "send 0 2" in setup.log and "resume 1" not in setup.log
+
+
+def test_every_rank_frees_memory_before_engines_wake() -> None:
+    log: list[str] = []
+    transport = RecordingTransport(log, lambda _: {})
+    part = RankPart(
+        transport,
+        Alone(),
+        bucket_bytes=4,
+        open_admin=lambda engine: RecordingAdmin(engine.url, log, set()),
+        free_memory=lambda: log.append("free"),
+    )
+    updater = WeightUpdater(part)
+    admin = RecordingAdmin(A, log, set())
+    updater.sleep([admin])
+    updater.push(SoleSource(weights), 1, [admin])
+    places = [log.index("wake weights 1"), log.index("wake kv_cache+cuda_graph 1")]
+    frees = [index for index, entry in enumerate(log) if entry == "free"]
+    assert frees[0] < places[0] < log.index("send 1 1") < frees[1] < places[1]
 
 
 def test_failed_engine_stays_paused_and_others_are_updated() -> None:
