@@ -9,7 +9,7 @@ import contextlib
 import http.client
 import re
 import urllib.parse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -195,6 +195,15 @@ class AdminClient:
             "flush_cache": False,
         }
         self._post("/update_weights_from_distributed", body, timeout=timeout)
+
+    def update_weights_from_ipc(self, addresses: Mapping[str, str], *, timeout: float) -> None:
+        """Let each rank of the engine fetch weights at an address, and wait until it has them.
+
+        addresses: of ZeroMQ sockets, by the names of devices. The engine unpickles what it gets
+        there. It needs the package checkpoint-engine.
+        """
+        body = {"zmq_handles": dict(addresses), "flush_cache": False}
+        self._post("/update_weights_from_ipc", body, timeout=timeout)
 
     def set_weight_version(self, version: str) -> None:
         """Give the weights that the engine holds a version. Responses carry it from now on."""

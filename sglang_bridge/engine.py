@@ -9,7 +9,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """One SGLang server.
 
     node: the host whose collector sends requests to it. tp, ep: its tensor- and expert-parallel
-    sizes.
+    sizes. gpus: its devices among those of its node, where the run placed it.
 
     Raises `ValueError` for sizes that no server has.
     """
@@ -19,6 +19,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     tp: int = 1
     ep: int = 1
     quantization: str | None = None
+    gpus: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         if self.tp < 1 or self.ep < 1 or self.tp % self.ep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from pathlib import Path
 
@@ -18,6 +19,7 @@ from sglang_bridge.keys import RunKeys
 from sglang_bridge.weights.disk import DiskTransport
 from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.fused_layout import engine_dtype
+from sglang_bridge.weights.ipc.transport import IpcTransport
 from sglang_bridge.weights.part import RankPart
 from sglang_bridge.weights.transport import WeightTransport
 
@@ -55,12 +57,22 @@ def open_rank_part(
     line for people. transport: another one.
     """
     on_gpu = job.device.type == "cuda"
+    crew = GroupCrew(job.rank, job.control_group)
     if transport is None and settings.transport == "disk":
         transport = DiskTransport(
             directory=directory,
             config_from=model_path,
             timeout_seconds=settings.timeout_s,
             rank=job.rank,
+        )
+    elif transport is None and settings.transport == "ipc":
+        transport = IpcTransport(
+            crew=crew,
+            node=job.node,
+            gpu=job.local_rank,
+            device=job.device,
+            timeout_seconds=settings.timeout_s,
+            log=log,
         )
     elif transport is None:
         transport = DistributedTransport(
@@ -81,10 +93,24 @@ def open_rank_part(
 
     return RankPart(
         transport,
-        GroupCrew(job.rank, job.control_group),
+        crew,
         bucket_bytes=int(settings.bucket_mb * 2**20),
         open_admin=open_admin,
         # The stream of quantized weights checks its own
         dtype_of=dtype_of if engine_settings.quantization is None else None,
         is_central=settings.delta,
+        is_everywhere=settings.transport == "ipc",
+        free_memory=free_device_memory if engine_settings.colocated and on_gpu else _keep_memory,
     )
+
+
+def free_device_memory() -> None:
+    """Give memory that no tensor uses back to the device, for other processes on it."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.ipc_collect()
+    torch.cuda.empty_cache()
+
+
+def _keep_memory() -> None:
+    """Do nothing: no engine uses this rank's device."""

@@ -236,7 +236,12 @@ class ManagedEngine:
         shape = self.settings
         url = f"http://{self.place.host}:{port}"
         return Engine(
-            url=url, node=self.place.node, tp=shape.tp, ep=shape.ep, quantization=shape.quantization
+            url=url,
+            node=self.place.node,
+            tp=shape.tp,
+            ep=shape.ep,
+            quantization=shape.quantization,
+            gpus=self.place.gpus,
         )
 
     def _config_path(self) -> Path:

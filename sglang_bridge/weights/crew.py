@@ -29,22 +29,27 @@ class Order(msgspec.Struct, frozen=True):
 
 
 class Readiness(msgspec.Struct, frozen=True):
-    """A rank has its lanes. failures: reasons by URL. is_owner: it has tensors to send."""
+    """A rank has its lanes. failures: reasons by URL. is_owner: it has tensors to send.
+
+    unit_bytes: the largest tensors that this rank knows and that travel in one bucket.
+    """
 
     is_owner: bool
     failures: dict[str, str]
+    unit_bytes: int = 0
 
 
 class Go(msgspec.Struct, frozen=True):
     """The owners send now.
 
     connections: of the engines that take part. owners: ranks, ascending. seconds: until the end of
-    the update.
+    the update. unit_bytes: the largest of all ranks.
     """
 
     connections: tuple[str, ...]
     owners: tuple[int, ...]
     seconds: float
+    unit_bytes: int = 0
 
 
 class SendReport(msgspec.Struct, frozen=True):

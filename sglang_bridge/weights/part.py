@@ -23,6 +23,7 @@ class RankPart:
 
     open_admin: opens the control client of an engine. dtype_of: of the engines' weights, by name;
     None lets every dtype pass. is_central: rank 0 sends all tensors, which are gathered on it.
+    is_everywhere: every rank sends all tensors, to the engine beside it.
     free_memory: frees what the rank does not need of a device that an engine uses, too.
     """
 
@@ -35,6 +36,7 @@ class RankPart:
         open_admin: Callable[[Engine], AdminClient],
         dtype_of: Callable[[str], torch.dtype] | None = None,
         is_central: bool = False,
+        is_everywhere: bool = False,
         free_memory: Callable[[], None] = lambda: None,
     ) -> None:
         if bucket_bytes < 1:
@@ -47,6 +49,7 @@ class RankPart:
         self._open_admin = open_admin
         self._dtype_of = dtype_of
         self._is_central = is_central
+        self._is_everywhere = is_everywhere
         self._free_memory = free_memory
         self._admins: dict[str, AdminClient] = {}  # by connection
 
@@ -77,7 +80,7 @@ class RankPart:
                     self._admins[target.connection] = self._open_admin(target.engine)
             admins = [self._admins[target.connection] for target in order.targets]
             failures = self.transport.connect(admins)
-        data = msgspec.msgpack.encode(Readiness(is_owner, failures))
+        data = msgspec.msgpack.encode(Readiness(is_owner, failures, self._unit_bytes(source)))
         parts = self.crew.gather(data)
         return [msgspec.msgpack.decode(part, type=Readiness) for part in parts]
 
@@ -98,7 +101,7 @@ class RankPart:
 
     def _send_owned(self, go: Go, order: Order, source: WeightSource) -> SendReport:
         deadline = time.monotonic() + go.seconds
-        tensors = source.stream_all() if self._is_central else source.stream_owned()
+        tensors = self._stream(source)
         if not self._is_owner(source) or not go.connections:
             # The ranks that share tensors with this one still iterate
             collections.deque(tensors, maxlen=0)
@@ -110,7 +113,7 @@ class RankPart:
                 self._checked(tensors),
                 [self._admins[connection] for connection in connections],
                 order.version,
-                bucket_bytes=self._bucket_bytes,
+                bucket_bytes=max(self._bucket_bytes, go.unit_bytes),
                 deadline=deadline,
             )
         except Exception:
@@ -119,7 +122,18 @@ class RankPart:
         return msgspec.structs.replace(report, seconds=report.seconds | source.seconds)
 
     def _is_owner(self, source: WeightSource) -> bool:
+        if self._is_everywhere:
+            return True
         return not self.crew.rank if self._is_central else source.owns_any
+
+    def _stream(self, source: WeightSource) -> NamedTensors:
+        if self._is_everywhere:
+            return source.stream_everywhere()
+        return source.stream_all() if self._is_central else source.stream_owned()
+
+    def _unit_bytes(self, source: WeightSource) -> int:
+        """Buckets of other transports may have any size."""
+        return source.unit_bytes if self._is_everywhere else 0
 
     def _checked(self, tensors: NamedTensors) -> NamedTensors:
         """Raise `ValueError` for a tensor of another dtype: an engine would convert it silently."""

@@ -45,21 +45,38 @@ class WeightSource(Protocol):
         """Yield the tensors that this rank sends. A collective that all ranks must exhaust."""
         ...
 
+    @property
+    def unit_bytes(self) -> int:
+        """The largest tensors that this rank knows and that travel in one bucket."""
+        ...
+
     def stream_all(self) -> NamedTensors:
         """Yield all tensors on rank 0, and none elsewhere. A collective, as `stream_owned` is."""
+        ...
+
+    def stream_everywhere(self) -> NamedTensors:
+        """Yield all tensors on every rank, in the same order. A collective, in step."""
         ...
 
 
 class SoleSource:
     """Weights that one process has as a whole.
 
-    open_stream: begins to iterate over them. owns_any: False on ranks that have none.
+    open_stream: begins to iterate over them. owns_any: False on ranks that have none. unit_bytes:
+    see `WeightSource`.
     """
 
-    def __init__(self, open_stream: Callable[[], NamedTensors], *, owns_any: bool = True) -> None:
+    def __init__(
+        self,
+        open_stream: Callable[[], NamedTensors],
+        *,
+        owns_any: bool = True,
+        unit_bytes: int = 0,
+    ) -> None:
         self._open_stream = open_stream
         self._watch = StreamWatch()
         self.owns_any = owns_any
+        self.unit_bytes = unit_bytes
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -74,3 +91,7 @@ class SoleSource:
     def stream_all(self) -> NamedTensors:
         """See `WeightSource`."""
         return self._open_stream()
+
+    def stream_everywhere(self) -> NamedTensors:
+        """See `WeightSource`. There is no other rank."""
+        return self.stream_owned()

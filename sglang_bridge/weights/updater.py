@@ -132,6 +132,7 @@ class WeightUpdater:
     def _connect(self, update: _Update, order: Order, source: WeightSource) -> None:
         for rank, readiness in enumerate(self._part.connect(order, source)):
             update.record(_of_rank(rank, readiness.failures))
+            update.unit_bytes = max(update.unit_bytes, readiness.unit_bytes)
             if readiness.is_owner:
                 update.owners.append(rank)
 
@@ -151,7 +152,7 @@ class WeightUpdater:
     def _send(self, update: _Update, order: Order, source: WeightSource) -> None:
         connections = tuple(self._connections[admin] for admin in update.alive)
         seconds = max(update.deadline - time.monotonic(), 0.0)
-        go = Go(connections, tuple(update.owners), seconds)
+        go = Go(connections, tuple(update.owners), seconds, update.unit_bytes)
         self._part.crew.tell(msgspec.msgpack.encode(go))
         reports = self._part.send(go, order, source)
         for rank, report in enumerate(reports):
@@ -205,6 +206,7 @@ class _Update:
         self.restart_time()
         self.failures: Failures = {}
         self.owners: list[int] = []
+        self.unit_bytes = 0
 
     @property
     def alive(self) -> list[AdminClient]:

@@ -178,6 +178,9 @@ def main(
     whole = weights.transform(stage)
     report["of_stage"] = {name: checksum(tensor) for name, tensor in whole}
     report["on_rank_zero"] = dict(read_rank_zero(weights))
+    # Read before the next one: the bytes of a bucket change
+    everywhere = ((name, checksum(tensor)) for name, tensor in weights.stream_everywhere())
+    report["on_every_rank"] = list(everywhere)
     report["largest"] = max(
         parameter.num_whole_bytes(parameter.layout(0), weights.dtype)
         for parameters in weights._units.values()

@@ -119,6 +119,8 @@ def test_owners_share_the_bytes_and_engines_hold_the_same_bits(
     for report in reports:
         expected |= report["of_stage"]
     assert reports[0]["on_rank_zero"] == expected
+    for report in reports:
+        assert report["on_every_rank"] == list(map(list, reports[0]["on_rank_zero"].items()))
     for receiver, earlier in zip(receivers, states, strict=True):
         require_weights(receiver, expected)
         lanes = receiver.state()["bytes"].keys() - earlier["bytes"].keys()

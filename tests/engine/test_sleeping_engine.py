@@ -10,7 +10,9 @@ import torch
 from safetensors.torch import load_file
 
 from launch.testbed.jobs import start_job
+from sglang_bridge.admin import AdminClient
 from sglang_bridge.client import GenerateClient
+from sglang_bridge.engine import Engine
 from sglang_bridge.generation import Generation
 from sglang_bridge.server.managed_engine import ManagedEngine
 from sglang_bridge.weights.audit import audit_engine
@@ -58,10 +60,10 @@ def weights(
 def updater() -> Iterator[WeightUpdater]:
     transport = DistributedTransport(backend="gloo", timeout_seconds=60)
 
-    def open_admin(engine: object) -> None:
+    def open_admin(engine: Engine) -> AdminClient:
         raise AssertionError("the only rank has clients already")
 
-    part = RankPart(transport, Alone(), bucket_bytes=2**18, open_admin=open_admin)  # type: ignore[arg-type]
+    part = RankPart(transport, Alone(), bucket_bytes=2**18, open_admin=open_admin)
     updater = WeightUpdater(part)
     yield updater
     updater.close()
@@ -75,20 +77,20 @@ def test_a_request_outlives_the_sleep_of_its_engine_and_ends_with_other_weights(
 ) -> None:
     admin = engine.admin()
 
-    async def run() -> Generation:
+    async def run() -> list[Generation]:
         async with client_of(engine) as client:
-            request = asyncio.create_task(generate(client))
+            requests = asyncio.gather(*(generate(client, index) for index in range(4)))
             while not await asyncio.to_thread(is_running, engine):
                 await asyncio.sleep(0.05)
             await asyncio.to_thread(updater.sleep, [admin])
-            assert not request.done()
+            assert not requests.done()
             source = SoleSource(lambda: iter(weights.items()))
             await asyncio.to_thread(updater.push, source, 1, [admin])
-            return await request
+            return list(await requests)
 
-    generation = asyncio.run(run())
-    assert len(generation.output_ids) == TOKENS
-    assert generation.weight_versions[-1] == "1"
+    generations = asyncio.run(run())
+    assert ["0", "1"] in [list(g.weight_versions) for g in generations]
+    assert all(g.output_ids[-1] == 2 or len(g.output_ids) == TOKENS for g in generations)
     expectation = WeightExpectation(dtype=dtype, num_experts=EXPERTS)
     for name, tensor in weights.items():
         expectation.add(name, tensor)
@@ -97,14 +99,12 @@ def test_a_request_outlives_the_sleep_of_its_engine_and_ends_with_other_weights(
     assert report.num_compared > 0
 
 
-async def generate(client: GenerateClient) -> Generation:
-    settings = sampling(TOKENS)
-    settings.stop_token_ids = ()
-    return await client.generate([5, 6, 7], settings, rid="long")
+async def generate(client: GenerateClient, index: int) -> Generation:
+    return await client.generate([5, 6, 7 + index], sampling(TOKENS), rid=f"long-{index}")
 
 
 def is_running(engine: ManagedEngine) -> bool:
-    """Whether the engine has sampled a part of a response."""
+    """True once the engine has sampled a part of a response."""
     states = engine.admin().server_info()["internal_states"]
     return any(state.get("last_gen_throughput", 0) for state in states)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -20,7 +20,12 @@ from megatron_rl.mcore.weights.owners import (
     owners_of_stage,
 )
 from megatron_rl.mcore.weights.parameters import PlacedParameter, placed_parameters
-from megatron_rl.mcore.weights.rank_stream import receive_tensors, send_tensors
+from megatron_rl.mcore.weights.rank_stream import (
+    receive_tensors,
+    send_tensors,
+    share_number,
+    share_tensors,
+)
 from megatron_rl.models.names import Fusion
 from megatron_rl.models.shape import ModelShape
 from sglang_bridge.weights.buckets import NamedTensors
@@ -79,6 +84,51 @@ class OwnedWeights:
         tensors = self._stream_parts()
         return self.complete(tensors) if self.job.rank == 0 else tensors
 
+    @property
+    def unit_bytes(self) -> int:
+        """The largest unit of this rank's pipeline stage."""
+        return max(unit.num_bytes for unit in self._units)
+
+    def stream_everywhere(self) -> NamedTensors:
+        """Yield all tensors on every rank, in the order of `stream_all`.
+
+        A collective, in step: all ranks wait for each other before each bucket. A rank holds the
+        shards and the tensors of a bucket, and the bucket itself, twice where a tensor is shared.
+        """
+        self._watch.seconds.clear()
+        grid = _grid(self.job)
+        parts = (
+            self._share_part(grid, stage, ep_rank)
+            for stage in range(grid.pp)
+            for ep_rank in (None, *range(grid.ep))
+        )
+        tensors = (item for part in parts for item in part)
+        return self._watch.measure("gather", self.complete(tensors))
+
+    def _share_part(self, grid: Grid, stage: int, ep_rank: int | None) -> NamedTensors:
+        source = self._source(grid, stage, ep_rank)
+        part: dict[Unit, list[PlacedParameter]] = {}
+        if stage == _stage():
+            part = {
+                unit: members for unit, members in self._units.items() if unit.ep_rank == ep_rank
+            }
+        batches = list(_batches(part, self.bucket_bytes))
+        collectors = collectors_of_stage(part, grid, stage) if part else {}
+        # Ranks of other stages do not know how many
+        for index in range(share_number(len(batches), source, self.job)):
+            batch = batches[index] if batches else {}
+            # Whole before it travels: a rank that waits for a bucket cannot gather meanwhile
+            tensors = list(self.transform(self._tensors(batch, collectors)))
+            size = self.bucket_bytes
+            yield from share_tensors(tensors, source, self.job, bucket_bytes=size)
+
+    def _source(self, grid: Grid, stage: int, ep_rank: int | None) -> int:
+        """The rank that collects a part of a stage."""
+        holders = grid.dense_holders(stage)
+        if ep_rank is not None:
+            holders = grid.expert_holders(stage, ep_rank)
+        return holders[0][0]
+
     def _stream_parts(self) -> NamedTensors:
         grid = _grid(self.job)
         for stage in range(grid.pp):
@@ -86,10 +136,7 @@ class OwnedWeights:
                 yield from self._stream_part(grid, stage, ep_rank)
 
     def _stream_part(self, grid: Grid, stage: int, ep_rank: int | None) -> NamedTensors:
-        holders = grid.dense_holders(stage)
-        if ep_rank is not None:
-            holders = grid.expert_holders(stage, ep_rank)
-        source = holders[0][0]
+        source = self._source(grid, stage, ep_rank)
         tensors: NamedTensors = iter(())
         if stage == _stage():
             part = {
@@ -165,6 +212,26 @@ class OwnedWeights:
             if layout.fusion is Fusion.VOCABULARY:
                 tensor = tensor[: self.shape.vocab_size]
             yield name, tensor
+
+
+def _batches(
+    units: Mapping[Unit, list[PlacedParameter]], num_bytes: int
+) -> Iterator[dict[Unit, list[PlacedParameter]]]:
+    """Cut units into batches of at most `num_bytes`; a larger unit is a batch of its own.
+
+    All ranks of a pipeline stage cut in the same places.
+    """
+    batch: dict[Unit, list[PlacedParameter]] = {}
+    total = 0
+    for unit, members in units.items():
+        if batch and total + unit.num_bytes > num_bytes:
+            yield batch
+            batch = {}
+            total = 0
+        batch[unit] = members
+        total += unit.num_bytes
+    if batch:
+        yield batch
 
 
 def _gather(shard: torch.Tensor, axis: int, owner: Owner, unit: Unit) -> torch.Tensor | None:

@@ -1,0 +1,1 @@
+"""Hands weights to engines on the same devices, in memory that both processes map."""
