@@ -29,7 +29,7 @@ from pathlib import Path
 import psutil
 
 from megatron_rl.config.cli import main
-from megatron_rl.config.curriculum import sized_for_all_phases
+from megatron_rl.config.curriculum import sized_for_all_phases, sized_for_engines
 from megatron_rl.config.schema import Configuration, EngineSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.interrupts import exit_on_interrupt
@@ -37,6 +37,7 @@ from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.engines.quantization import engine_quantization
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.planning.colocated import colocated_memory
 from megatron_rl.planning.memory import engine_memory, rank_memory
 from megatron_rl.records.run_directory import PACKAGES
 from megatron_rl.run.data import RunData, read_data
@@ -183,6 +184,18 @@ def _check_engine_memory(c: Configuration, shape: ModelShape, device_bytes: int)
         finding = "requests will wait for one another"
         remedy = "Raise engine.tp, or lower engine.max_running_requests"
         yield Check("KV cache", False, finding, remedy, is_required=False)
+
+
+def check_colocated_memory(
+    c: Configuration, shape: ModelShape, facts: LaunchFacts, device_bytes: int
+) -> Iterator[Check]:
+    """Check the memory of a GPU that a rank and an engine use in turns."""
+    if not c.engine.colocated or not facts.num_gpus:
+        return
+    memory = colocated_memory(c, shape, world_size=facts.world_size, device_bytes=device_bytes)
+    problems = list(memory.problems())
+    finding = "; ".join(problems) or memory.describe()
+    yield Check("engine.colocated", not problems, finding, "")
 
 
 def check_save_memory(
@@ -354,6 +367,7 @@ def check_all(c: Configuration, facts: LaunchFacts) -> Iterator[Check]:
     yield from check_devices(facts)
     yield check_memory(c.engine, facts)
     yield from check_rank_memory(sized_for_all_phases(c), shape, facts, device_bytes(facts))
+    yield from check_colocated_memory(sized_for_engines(c), shape, facts, device_bytes(facts))
     yield from check_save_memory(c, shape, facts, psutil.virtual_memory().available)
     yield check_shared_memory()
     yield check_run_root(c.run.root)

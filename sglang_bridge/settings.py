@@ -160,6 +160,8 @@ class ServerPlace:
     see. load_format: "dummy" starts with random weights of the correct shapes, None reads the
     checkpoint in `model_path`. quantization: a `quantization_config` for the model; such a server
     starts with random weights. seed: the server's sampling seed; with None, SGLang chooses one.
+    memory_fraction: the share of its GPUs for weights and KV cache of an engine that can sleep;
+    None for one that cannot.
     """
 
     model_path: str
@@ -172,6 +174,7 @@ class ServerPlace:
     load_format: Literal["dummy"] | None = None
     quantization: Mapping[str, Any] | None = None
     seed: int | None = None
+    memory_fraction: float | None = None
 
 
 def server_device(settings: ServerSettings, num_gpus: int) -> Literal["cpu", "cuda"]:

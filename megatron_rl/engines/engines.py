@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 
 from megatron_rl.config.schema import (
     Configuration,
@@ -39,6 +40,7 @@ from megatron_rl.engines.weight_sync import (
 from megatron_rl.mcore.job import Job
 from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.planning.colocated import colocated_memory, require_memory
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.rollouts.hub import CollectorHub
 from megatron_rl.rollouts.messages import Configure
@@ -328,6 +330,7 @@ def open_engines(
                 seed=configuration.seed,
                 return_routes=template.routes is not None,
                 quantization=quantization,
+                memory_fraction=_memory_fraction(configuration, shape, job),
             )
             processes.start_engines(configuration.engine, places, keys)
             if configuration.sync.delta:
@@ -359,6 +362,19 @@ def open_engines(
             stack,
             quantization,
         )
+
+
+def _memory_fraction(c: Configuration, shape: ModelShape, job: Job) -> float | None:
+    """Return the share of its GPUs that an engine may use beside the trainer.
+
+    None where they share no GPU. Raises `MemoryExceeded`.
+    """
+    if not c.engine.colocated or job.device.type != "cuda":
+        return None
+    device_bytes = torch.cuda.get_device_properties(job.device).total_memory
+    return require_memory(
+        colocated_memory(c, shape, world_size=job.world_size, device_bytes=device_bytes)
+    )
 
 
 def _open_processes(

@@ -22,21 +22,23 @@ def server_places(
     seed: int,
     return_routes: bool,
     quantization: Mapping[str, Any] | None = None,
+    memory_fraction: float | None = None,
 ) -> list[ServerPlace]:
     """One place for each managed engine of this node.
 
-    With GPUs, each engine gets `engine.tp` devices, behind those of the node's ranks. Every engine
-    of the run samples with its own seed, derived from `seed`.
+    With GPUs, each engine gets `engine.tp` devices: those of the node's ranks in order if
+    `engine.colocated` is set, else those behind them. Every engine of the run samples with its own
+    seed, derived from `seed`.
 
     quantization: the `quantization_config` of every engine, None for unquantized ones. Raises
-    `UnsupportedGpu` if this node's GPUs cannot serve it.
+    `UnsupportedGpu` if this node's GPUs cannot serve it. memory_fraction: see `ServerPlace`.
     """
     device = server_device(engine, torch.cuda.device_count())
     if quantization is not None and device == "cuda":
         require_fp8_gpu(torch.cuda.get_device_capability(), torch.cuda.get_device_name())
     places = []
     for index in range(engine.count):
-        first_gpu = job.local_world_size + index * engine.tp
+        first_gpu = (0 if engine.colocated else job.local_world_size) + index * engine.tp
         gpus = tuple(range(first_gpu, first_gpu + engine.tp))
         place = ServerPlace(
             model_path=model.path,
@@ -48,6 +50,7 @@ def server_places(
             load_format="dummy" if model.init == "random" else None,
             quantization=quantization,
             seed=(seed + job.node * engine.count + index) % 2**32,
+            memory_fraction=memory_fraction,
         )
         places.append(place)
     return places

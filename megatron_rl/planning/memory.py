@@ -185,6 +185,29 @@ def rank_memory(c: Configuration, shape: ModelShape, *, world_size: int, stage: 
     )
 
 
+def resting_bytes(
+    c: Configuration, shape: ModelShape, *, world_size: int, stage: int, buckets: int
+) -> int:
+    """Count the bytes that a rank keeps between updates, while weights are sent or saved.
+
+    buckets: bytes of the buckets in which weights travel.
+    """
+    p = c.parallel
+    parameters = rank_parameters(shape, p, stage)
+    dense_copies = world_size // (p.tp * p.pp)
+    expert_copies = world_size // (_expert_ranks(p) * p.pp)
+    optimizer_share = _share(parameters, dense_copies, expert_copies)
+    return (
+        _weight_bytes(c, parameters)
+        + _GRADIENT_BYTES * parameters.total
+        + _optimizer_bytes(c.model.dtype) * optimizer_share
+        + max(
+            _gather_bytes(c, parameters, dense_copies, expert_copies),
+            _export_bytes(c, shape, stage) + buckets,
+        )
+    )
+
+
 def _weight_bytes(c: Configuration, parameters: RankParameters) -> int:
     return BYTES[c.model.dtype] * parameters.total
 

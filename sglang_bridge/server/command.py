@@ -26,6 +26,8 @@ ROUND_ACTIVATIONS = "SGLANG_BRIDGE_ROUND_ACTIVATIONS"
 """Environment variable of a CPU server: 0 leaves the inputs of FP8 products as they are."""
 # Without this variable SGLang starts no more ranks on CPUs than the machine has NUMA nodes.
 _THREAD_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
+# Without this variable, CUDA graphs keep their memory while an engine sleeps.
+_SLEEPING_GRAPHS = "SGLANG_MEMORY_SAVER_CUDA_GRAPH"
 _LOOPBACK = frozenset({"127.0.0.1", "localhost"})
 
 
@@ -69,6 +71,8 @@ def build_argv(
     else:
         # Version 0 is the start checkpoint. Its rollouts may be scored before any weight update.
         argv.append("--weight-version=0")
+    if place.memory_fraction is not None:
+        argv += ["--enable-memory-saver", f"--mem-fraction-static={place.memory_fraction:g}"]
     if place.device == "cpu":
         argv += _CPU_ARGS
     return [*argv, *settings.extra_args]
@@ -103,6 +107,8 @@ def build_environment(
         search.insert(0, str(cpu_shim_path()))
     else:
         environment |= nccl_environment(parent, settings)
+    if place.memory_fraction is not None:
+        environment[_SLEEPING_GRAPHS] = "1"
     if place.gpus:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(
             _devices(place.gpus, parent.get("CUDA_VISIBLE_DEVICES"))

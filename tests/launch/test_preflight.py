@@ -97,6 +97,23 @@ def test_rank_memory_is_reported_part_by_part(preflight: ModuleType) -> None:
     assert list(preflight.check_rank_memory(external, shape, facts, 79 * 2**30))[1].passes
 
 
+def test_memory_of_colocated_engines_is_checked_on_gpus(preflight: ModuleType) -> None:
+    shape = read_shape(PUBLISHED / "qwen3_30b_a3b")
+    c = compose(["experiment=smoke"])
+    c = replace(
+        c, parallel=ParallelSettings(ep=8), engine=replace(c.engine, colocated=True, count=8)
+    )
+    facts = LaunchFacts(world_size=8, local_world_size=8, num_gpus=8)
+    (check,) = preflight.check_colocated_memory(c, shape, facts, 80 * 2**30)
+    assert check.refuses and "of 80.0 GiB" in str(check) and "engine.tp" in str(check)
+    (check,) = preflight.check_colocated_memory(c, shape, facts, 1000 * 2**30)
+    assert check.passes and "--mem-fraction-static=" in str(check)
+    cpu = replace(facts, num_gpus=0)
+    assert list(preflight.check_colocated_memory(c, shape, cpu, 2**30)) == []
+    apart = replace(c, engine=replace(c.engine, colocated=False))
+    assert list(preflight.check_colocated_memory(apart, shape, facts, 2**30)) == []
+
+
 def test_a_node_without_the_memory_of_a_save_is_refused(preflight: ModuleType) -> None:
     shape = read_shape(PUBLISHED / "qwen3_30b_a3b")
     facts = LaunchFacts(world_size=8, local_world_size=8, num_gpus=8)

@@ -43,6 +43,16 @@ def test_extra_arguments_come_last_and_override() -> None:
     assert argv[-1] == "--random-seed=3"
 
 
+def test_an_engine_that_can_sleep_gets_its_share_and_gives_graphs_back() -> None:
+    place = replace(GPU, memory_fraction=0.5)
+    argv = argv_of(place)
+    assert {"--enable-memory-saver", "--mem-fraction-static=0.5"} <= set(argv)
+    assert environment_of({}, place)["SGLANG_MEMORY_SAVER_CUDA_GRAPH"] == "1"
+    other = argv_of(GPU)
+    assert not any("memory-saver" in word or "mem-fraction" in word for word in other)
+    assert "SGLANG_MEMORY_SAVER_CUDA_GRAPH" not in environment_of({}, GPU)
+
+
 def test_routes_can_be_disabled() -> None:
     argv = argv_of(replace(PLACE, return_routes=False))
     assert "--enable-return-routed-experts" not in argv
