@@ -63,7 +63,7 @@ KERNELS_MAY_IMPORT = {"espo_kernels", "torch", "triton", "numpy", "numba", "llvm
 # Imports and calls that unpickle data of a file or of another process
 UNPICKLING = re.compile(
     r"import (pickle|shelve|dill|cloudpickle|joblib|marshal)|_object(_list)?\(|torch\.load\(|"
-    r"allow_pickle=True"
+    r"allow_pickle=True|from pickle import (?!dumps\n)"
 )
 
 Graph = Mapping[str, set[str]]
@@ -232,6 +232,8 @@ def test_one_module_unpickles_and_it_looks_up_listed_classes() -> None:
     }
     unpickling = {name for name, source in modules.items() if UNPICKLING.search(source)}
     assert unpickling == {"megatron_rl.mcore.checkpoint.storage"}
+    pickling = {name for name, source in modules.items() if "from pickle import" in source}
+    assert pickling == {"sglang_bridge.weights.ipc.handover"}, "it sends what others unpickle"
 
 
 def test_late_and_type_only_imports_are_seen() -> None:

@@ -9,6 +9,7 @@ from launch.pretended_device.host_waits import HostWaits
 from launch.pretended_device.library import DeviceLibrary
 
 if TYPE_CHECKING:
+    from launch.pretended_device.ipc import SharedMemory
     from launch.pretended_device.torch_cuda import TorchCuda
 
 
@@ -16,12 +17,14 @@ if TYPE_CHECKING:
 class PretendedDevice:
     """The device of this process.
 
-    waits: how often the host waited for it. cuda: the calls of `torch.cuda`.
+    waits: how often the host waited for it. cuda: the calls of `torch.cuda`. shared: its memory
+    that was shared by handles.
     """
 
     library: DeviceLibrary
     waits: HostWaits
     cuda: TorchCuda
+    shared: SharedMemory
 
 
 _devices: list[PretendedDevice] = []
@@ -44,6 +47,7 @@ def pretend() -> PretendedDevice:
         install_dense_attention,
         install_varlen_attention,
     )
+    from launch.pretended_device.ipc import SharedMemory
     from launch.pretended_device.kernels import install_kernels
     from launch.pretended_device.nccl import install_nccl
     from launch.pretended_device.torch_cuda import TorchCuda
@@ -52,12 +56,14 @@ def pretend() -> PretendedDevice:
     library.on_wait(waits.record)
     cuda = TorchCuda(library)
     cuda.install()
+    shared = SharedMemory()
+    shared.install()
     install_nccl()
     install_kernels()
     install_dense_attention()
     install_varlen_attention(waits)
     _leave_functions_uncompiled()
-    device = PretendedDevice(library, waits, cuda)
+    device = PretendedDevice(library, waits, cuda, shared)
     _devices.append(device)
     return device
 

@@ -69,7 +69,7 @@ class TorchCuda:
             "mem_get_info": lambda *_: (gpu.memory - library.allocated_bytes, gpu.memory),
             "get_device_capability": lambda *_: gpu.capability,
             "get_device_name": lambda *_: f"pretended {gpu.name}",
-            "get_device_properties": lambda *_: _properties(gpu),
+            "get_device_properties": lambda device=None, *_: _properties(gpu, _index(device or 0)),
             "is_bf16_supported": lambda *_, **__: True,
         }
 
@@ -170,7 +170,7 @@ def _index(device: Any) -> int:
     return 0 if index is None else int(index)
 
 
-def _properties(gpu: Gpu) -> Any:
+def _properties(gpu: Gpu, index: int) -> Any:
     values = {
         "name": f"pretended {gpu.name}",
         "major": gpu.capability[0],
@@ -178,5 +178,6 @@ def _properties(gpu: Gpu) -> Any:
         "total_memory": gpu.memory,
         "multi_processor_count": gpu.processors,
         "warp_size": 32,
+        "uuid": f"00000000-0000-0000-0000-{index:012}",
     }
     return type("Properties", (), values)

@@ -6,6 +6,7 @@ Their memory is the trainer's, because both are threads of one process.
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import itertools
 import threading
 import types
@@ -49,10 +50,16 @@ class NoDevice:
         return lambda: self.calls.append(name)
 
 
-def checkpoint_engine(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Import checkpoint-engine's receiver, or skip the test. It gets a device that is none."""
-    pytest.importorskip("checkpoint_engine", reason="requirements/gpu.txt lists the package")
-    worker = importlib.import_module("checkpoint_engine.worker")
+def receiver() -> Any:
+    """Return checkpoint-engine's receiver, or a copy of its protocol without the package."""
+    if importlib.util.find_spec("checkpoint_engine") is None:
+        return importlib.import_module("tests.support.ipc_protocol")
+    return importlib.import_module("checkpoint_engine.worker")
+
+
+def receiver_without_device(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Return `receiver()` with a device that is none."""
+    worker = receiver()
     monkeypatch.setattr(worker, "DeviceManager", NoDevice)
     # It collects the garbage of the whole process, here the tests' own
     monkeypatch.setattr(worker, "gc", types.SimpleNamespace(collect=lambda: None))

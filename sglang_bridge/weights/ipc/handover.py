@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import pickle
 import time
 from collections.abc import Callable
+from pickle import dumps
 from typing import Any
 
 import torch
@@ -87,14 +87,14 @@ class Handover:
         """Let the engine end the update with an error, if it can still be told."""
         if self._may_send:
             self._may_send = False
-            self._socket.send(pickle.dumps(RuntimeError(reason)))
+            self._socket.send(dumps(RuntimeError(reason)))
 
     def _exchange(self, message: object, task: str) -> str:
         """Send a message, and return the words of the reply."""
         self._may_send = False
         # Without an engine that has connected, a send would wait without end
         self._wait(zmq.POLLOUT, task)
-        self._socket.send(pickle.dumps(message))
+        self._socket.send(dumps(message))
         self._wait(zmq.POLLIN, task)
         self._may_send = True
         return self._socket.recv()[-_MAX_WORDS:].decode(errors="replace")

@@ -54,6 +54,7 @@ from sglang_bridge.keys import create_keys
 from sglang_bridge.server.command import build_argv, build_environment
 from sglang_bridge.server.nccl import require_same_nccl
 from sglang_bridge.weights.audit import require_auditable
+from tests.launch.pretended_device.colocated_steps import run_colocated_steps
 
 PEER = "tests.launch.pretended_device.engine_peer"
 STEPS = 2
@@ -81,6 +82,7 @@ def main() -> None:
         **train(c, worker, out),
         **save_and_resume(c, worker, out),
         **send_weights(c, worker, out),
+        "colocated": colocate(c, worker, out),
         **choose_kernels(),
         **place_engines(c),
         **refuse_settings(),
@@ -184,6 +186,14 @@ def open_peer(out: Path) -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
+
+
+def colocate(c: Configuration, worker: Worker, out: Path) -> dict[str, Any]:
+    """Take turns on the device with an engine, and train a step between two syncs."""
+    store, plans = make_plans(c, worker)
+    result = run_colocated_steps(c, worker, plans[0], out)
+    store.release(["batch"])
+    return result
 
 
 def choose_kernels() -> dict[str, Any]:

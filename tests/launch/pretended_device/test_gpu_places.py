@@ -134,6 +134,30 @@ def test_weights_arrive_on_another_device_and_are_audited(outcome: dict[str, Any
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
+def test_a_rank_and_an_engine_take_turns_on_a_device(outcome: dict[str, Any]) -> None:
+    """A wrong order or tag ends the engine's side, too (`colocated_steps.py`)."""
+    result = outcome["colocated"]
+    sleep = ["pause", "sleep weights+kv_cache+cuda_graph"]
+    sync = [
+        "pause",
+        "free",
+        "wake weights",
+        "fetch on GPU-00000000-0000-0000-0000-000000000000",
+        "free",
+        "flush",
+        "wake kv_cache+cuda_graph",
+        "continue",
+        "audit",
+    ]
+    assert result["record"] == [*sleep, *sync, *sleep, "train", *sync]
+    assert result["equal"] == [True, True]
+    assert result["compared"] == [39, 39] and result["mismatches"] == [0, 0]
+    assert (result["handles"], result["opened"]) == (2, 2)
+    assert 0.8 < result["fraction"] < 0.88
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
 def test_engines_and_kernels_are_chosen_for_the_device(outcome: dict[str, Any]) -> None:
     assert outcome["engine_gpus"] == [[1, 2], [3, 4]]
     assert outcome["fp8_engines"] == [{"quant_method": "fp8"}] * 2
