@@ -42,6 +42,7 @@ Answer = TypeVar("Answer")
 _PORT = 30_000
 _SECONDS = 1800
 _BLOCK = 128
+_ANY_FRACTION = 0.5  # the run computes it from the trainer's memory
 
 
 class EngineRehearsalFailed(Failure):
@@ -87,6 +88,7 @@ def server_place(c: Configuration) -> ServerPlace:
         load_format="dummy" if c.model.init == "random" else None,
         quantization=engine_quantization(c.engine, read_shape(c.model.path)),
         seed=c.seed,
+        memory_fraction=_ANY_FRACTION if c.engine.colocated else None,
     )
 
 
