@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -75,6 +75,7 @@ class FakeUpdater:
     def __init__(self, engines: Mapping[str, FakeEngine]) -> None:
         self.pushes: list[tuple[int, list[str]]] = []
         self.targets: list[list[str]] = []
+        self.sleepers: list[list[str]] = []
         self.forgotten_admins: list[FakeAdmin] = []
         self.summary = UpdateSummary()
         self._engines = engines
@@ -93,6 +94,9 @@ class FakeUpdater:
                 failures[admin.url] = error
         if failures:
             raise WeightUpdateFailed(version, failures, [])
+
+    def sleep(self, admins: Sequence[FakeAdmin]) -> None:
+        self.sleepers.append([admin.url for admin in admins])
 
     def forget(self, admin: FakeAdmin) -> None:
         self.forgotten_admins.append(admin)
@@ -124,7 +128,13 @@ def with_extra_bias(checksums: Checksums) -> Checksums:
 class Run:
     """Engines "a", "b", ... of a run that wait for weights."""
 
-    def __init__(self, *engines: FakeEngine, audit_every: int = 3) -> None:
+    def __init__(
+        self,
+        *engines: FakeEngine,
+        audit_every: int = 3,
+        transport: Literal["distributed", "ipc"] = "distributed",
+        is_colocated: bool = False,
+    ) -> None:
         self.engines = {engine.name: engine for engine in engines}
         self.updater = FakeUpdater(self.engines)
         self.members = Members()
@@ -138,11 +148,12 @@ class Run:
         open_admin: Any = self._open_admin
         self.sync = WeightSync(
             fake_updater,
-            SyncSettings(audit_every=audit_every),
+            SyncSettings(audit_every=audit_every, transport=transport),
             self.members,
             make_expectation=self._make_expectation,
             open_admin=open_admin,
             log=self.lines.append,
+            is_colocated=is_colocated,
         )
 
     def states(self) -> dict[str, str]:
@@ -326,6 +337,40 @@ def test_an_engine_that_fails_in_a_later_sync_is_out_and_the_others_serve(error:
     assert line.startswith("engine b is out: ")
     assert ("it died" if error != "other weights" else NORM) in line
     assert run.sync.is_current
+
+
+def test_every_sync_by_ipc_is_audited() -> None:
+    run = Run(FakeEngine("a", no_change), audit_every=3, transport="ipc")
+    assert ["sync/audit_compared" in send(run.sync) for _ in range(4)] == [True] * 4
+
+
+def test_engines_that_are_out_sleep_too_and_those_that_are_gone_cannot() -> None:
+    run = Run(*(FakeEngine(name, no_change) for name in "abc"), is_colocated=True)
+    send(run.sync)
+    assert run.sync.is_current
+    run.members.fail("b", 0, "no answer")
+    run.members.leave("c", "given up")
+    run.sync.sleep()
+    assert run.updater.sleepers == [["http://a:1", "http://b:1"]]
+    assert not run.sync.is_current, "no engine may join meanwhile"
+
+
+def test_a_colocated_engine_that_takes_no_weights_ends_the_run() -> None:
+    """It keeps memory that the trainer needs."""
+    run = Run(FakeEngine("a", no_change), FakeEngine("b", no_change), is_colocated=True)
+    send(run.sync)
+    run.engines["b"].push_error = "no room"
+    with pytest.raises(WeightUpdateFailed, match="no room"):
+        send(run.sync)
+
+
+def test_a_colocated_engine_with_other_weights_ends_the_run() -> None:
+    run = Run(FakeEngine("a", no_change), FakeEngine("b", no_change), is_colocated=True)
+    send(run.sync)
+    run.engines["b"].change = with_other_norm
+    with pytest.raises(WeightMismatch):
+        for _ in range(3):
+            send(run.sync)
 
 
 def test_an_engine_that_joins_gets_the_current_version_alone() -> None:
