@@ -58,30 +58,8 @@ def open_rank_part(
     """
     on_gpu = job.device.type == "cuda"
     crew = GroupCrew(job.rank, job.control_group)
-    if transport is None and settings.transport == "disk":
-        transport = DiskTransport(
-            directory=directory,
-            config_from=model_path,
-            timeout_seconds=settings.timeout_s,
-            rank=job.rank,
-        )
-    elif transport is None and settings.transport == "ipc":
-        transport = IpcTransport(
-            crew=crew,
-            node=job.node,
-            gpu=job.local_rank,
-            device=job.device,
-            timeout_seconds=settings.timeout_s,
-            log=log,
-        )
-    elif transport is None:
-        transport = DistributedTransport(
-            backend="nccl" if on_gpu else "gloo",
-            timeout_seconds=settings.timeout_s,
-            device=job.device if on_gpu else None,
-            log=log,
-            engines_per_tree=settings.engines_per_tree,
-        )
+    if transport is None:
+        transport = _open_transport(job, crew, settings, directory, model_path, log)
 
     def open_admin(engine: Engine) -> AdminClient:
         return AdminClient(engine, keys, timeout=settings.timeout_s)
@@ -101,6 +79,40 @@ def open_rank_part(
         is_central=settings.delta,
         is_everywhere=settings.transport == "ipc",
         free_memory=free_device_memory if engine_settings.colocated and on_gpu else _keep_memory,
+    )
+
+
+def _open_transport(
+    job: Job,
+    crew: GroupCrew,
+    settings: SyncSettings,
+    directory: Path,
+    model_path: Path,
+    log: Callable[[str], None],
+) -> WeightTransport:
+    on_gpu = job.device.type == "cuda"
+    if settings.transport == "disk":
+        return DiskTransport(
+            directory=directory,
+            config_from=model_path,
+            timeout_seconds=settings.timeout_s,
+            rank=job.rank,
+        )
+    if settings.transport == "ipc":
+        return IpcTransport(
+            crew=crew,
+            node=job.node,
+            gpu=job.local_rank,
+            device=job.device,
+            timeout_seconds=settings.timeout_s,
+            log=log,
+        )
+    return DistributedTransport(
+        backend="nccl" if on_gpu else "gloo",
+        timeout_seconds=settings.timeout_s,
+        device=job.device if on_gpu else None,
+        log=log,
+        engines_per_tree=settings.engines_per_tree,
     )
 
 

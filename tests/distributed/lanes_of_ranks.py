@@ -110,6 +110,12 @@ def make_engine_settings(dtype: str) -> EngineSettings:
     return EngineSettings(**options)
 
 
+def read_here(weights: OwnedWeights) -> Iterator[tuple[str, str]]:
+    """Yield all tensors, which every rank receives. A tensor is valid until the next one."""
+    for name, tensor in weights.stream_everywhere():
+        yield name, checksum(tensor)
+
+
 def open_weights(
     model: Path, grid: str, dtype: str, bucket_bytes: int
 ) -> tuple[parallel.RankLayout, OwnedWeights]:
@@ -178,9 +184,7 @@ def main(
     whole = weights.transform(stage)
     report["of_stage"] = {name: checksum(tensor) for name, tensor in whole}
     report["on_rank_zero"] = dict(read_rank_zero(weights))
-    # Read before the next one: the bytes of a bucket change
-    everywhere = ((name, checksum(tensor)) for name, tensor in weights.stream_everywhere())
-    report["on_every_rank"] = list(everywhere)
+    report["on_every_rank"] = list(read_here(weights))
     report["largest"] = max(
         parameter.num_whole_bytes(parameter.layout(0), weights.dtype)
         for parameters in weights._units.values()

@@ -356,7 +356,7 @@ def test_engines_that_are_out_sleep_too_and_those_that_are_gone_cannot() -> None
 
 
 def test_a_colocated_engine_that_takes_no_weights_ends_the_run() -> None:
-    """It keeps memory that the trainer needs."""
+    """The engine keeps memory that the trainer needs."""
     run = Run(FakeEngine("a", no_change), FakeEngine("b", no_change), is_colocated=True)
     send(run.sync)
     run.engines["b"].push_error = "no room"

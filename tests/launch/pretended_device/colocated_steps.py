@@ -43,6 +43,7 @@ class SleepingPeer(Peer):
         self.record = record
         self.weights: dict[str, torch.Tensor] | None = {}
         self.awake_tags = {"weights", "kv_cache", "cuda_graph"}
+        self._worker = receiver()  # its import takes seconds
 
     def answer(self, path: str, request: dict[str, Any]) -> dict[str, Any]:
         if path == "/release_memory_occupation":
@@ -75,7 +76,7 @@ class SleepingPeer(Peer):
                 self.last_update.add(name, tensor)
 
         context = zmq.Context()
-        receiver().update_weights_from_ipc(context, address, 0, run=load)
+        self._worker.update_weights_from_ipc(context, address, 0, run=load)
         context.destroy(linger=0)
 
 
@@ -84,7 +85,9 @@ def run_colocated_steps(
 ) -> dict[str, Any]:
     """Let the engine sleep, send, and train a step between two syncs."""
     colocated = replace(
-        c, engine=replace(c.engine, colocated=True), sync=replace(c.sync, transport="ipc")
+        c,
+        engine=replace(c.engine, colocated=True),
+        sync=replace(c.sync, transport="ipc", timeout_s=60.0),
     )
     record: list[str] = []
     peer = SleepingPeer(record)
