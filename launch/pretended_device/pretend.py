@@ -17,14 +17,14 @@ if TYPE_CHECKING:
 class PretendedDevice:
     """The device of this process.
 
-    waits: how often the host waited for it. cuda: the calls of `torch.cuda`. shared: its memory
-    that was shared by handles.
+    waits: how often the host waited for it. cuda: the calls of `torch.cuda`. handles: its memory
+    that other threads map.
     """
 
     library: DeviceLibrary
     waits: HostWaits
     cuda: TorchCuda
-    shared: SharedMemory
+    handles: SharedMemory
 
 
 _devices: list[PretendedDevice] = []
@@ -56,14 +56,14 @@ def pretend() -> PretendedDevice:
     library.on_wait(waits.record)
     cuda = TorchCuda(library)
     cuda.install()
-    shared = SharedMemory()
-    shared.install()
+    handles = SharedMemory()
+    handles.install()
     install_nccl()
     install_kernels()
     install_dense_attention()
     install_varlen_attention(waits)
     _leave_functions_uncompiled()
-    device = PretendedDevice(library, waits, cuda, shared)
+    device = PretendedDevice(library, waits, cuda, handles)
     _devices.append(device)
     return device
 

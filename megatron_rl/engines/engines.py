@@ -369,12 +369,19 @@ def _memory_fraction(c: Configuration, shape: ModelShape, job: Job) -> float | N
 
     None where they share no GPU. Raises `MemoryExceeded`.
     """
-    if not c.engine.colocated or job.device.type != "cuda":
+    device_bytes = _gpu_bytes(job)
+    if not c.engine.colocated or device_bytes is None:
         return None
-    device_bytes = torch.cuda.get_device_properties(job.device).total_memory
     return require_memory(
         colocated_memory(c, shape, world_size=job.world_size, device_bytes=device_bytes)
     )
+
+
+def _gpu_bytes(job: Job) -> int | None:
+    """The memory of this rank's GPU, None without one."""
+    if job.device.type != "cuda":
+        return None
+    return int(torch.cuda.get_device_properties(job.device).total_memory)
 
 
 def _open_processes(

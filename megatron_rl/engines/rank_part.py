@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -56,7 +57,6 @@ def open_rank_part(
     directory: for the disk transport, on a file system that ranks and engines share. log: writes a
     line for people. transport: another one.
     """
-    on_gpu = job.device.type == "cuda"
     crew = GroupCrew(job.rank, job.control_group)
     if transport is None:
         transport = _open_transport(job, crew, settings, directory, model_path, log)
@@ -78,7 +78,9 @@ def open_rank_part(
         dtype_of=dtype_of if engine_settings.quantization is None else None,
         is_central=settings.delta,
         is_everywhere=settings.transport == "ipc",
-        free_memory=free_device_memory if engine_settings.colocated and on_gpu else _keep_memory,
+        free_memory=partial(_free_memory, job.device)
+        if engine_settings.colocated
+        else _keep_memory,
     )
 
 
@@ -116,12 +118,13 @@ def _open_transport(
     )
 
 
-def free_device_memory() -> None:
+def _free_memory(device: torch.device) -> None:
     """Give memory that no tensor uses back to the device, for other processes on it."""
     gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.ipc_collect()
-    torch.cuda.empty_cache()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+        torch.cuda.ipc_collect()
+        torch.cuda.empty_cache()
 
 
 def _keep_memory() -> None:

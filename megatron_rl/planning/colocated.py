@@ -54,8 +54,8 @@ class ColocatedMemory:
     @property
     def engine_share(self) -> int:
         """Bytes for the engine's weights and KV cache while the rank rests; may be negative."""
-        used = self.resting + _TRAINER_PROCESS_BYTES + _WORKING_BYTES
-        return math.floor(min(self.device - used, _MAX_FRACTION * self.device))
+        other_bytes = self.resting + _TRAINER_PROCESS_BYTES + _WORKING_BYTES
+        return math.floor(min(self.device - other_bytes, _MAX_FRACTION * self.device))
 
     @property
     def fraction(self) -> float:
@@ -75,8 +75,8 @@ class ColocatedMemory:
                 "parallel.ep, .pp, .tp, model.recompute=full or a smaller "
                 "train.tokens_per_micro_batch"
             )
-        needed = self.engine_weights + self.engine_sequence
-        if self.engine_share < needed:
+        minimum = self.engine_weights + self.engine_sequence
+        if self.engine_share < minimum:
             yield (
                 f"while the engine works, the rank keeps {_gib(self.resting)} GiB of weights, "
                 f"gradients, optimizer state and buffers, which leaves "

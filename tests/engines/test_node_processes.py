@@ -239,12 +239,12 @@ def test_engines_are_given_up_without_restarts(node_without_restarts: Node) -> N
 
 def test_a_colocated_engine_that_ends_is_given_up(node: Node, tmp_path: Path) -> None:
     """While it starts, it would take memory that the trainer uses."""
-    colocated = Node(tmp_path, restarts_engines=False)
-    colocated.open()
-    os.kill(server_pid(colocated.pids()[0]), signal.SIGKILL)
-    report = colocated.maintain_until(lambda r: r.engines[0].state is ProcessState.GIVEN_UP)
+    other_node = Node(tmp_path, restarts_engines=False)
+    other_node.open()
+    os.kill(server_pid(other_node.pids()[0]), signal.SIGKILL)
+    report = other_node.maintain_until(lambda r: r.engines[0].state is ProcessState.GIVEN_UP)
     assert "engine.colocated=true allows no further start" in report.engines[0].reason
-    colocated.processes.stop(3.0)
+    other_node.processes.stop(3.0)
 
 
 def test_an_engine_that_was_never_healthy_ends_the_run(node: Node) -> None:

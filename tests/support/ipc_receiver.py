@@ -23,20 +23,20 @@ from sglang_bridge.keys import create_keys
 
 Load = Callable[[list[tuple[str, torch.Tensor]]], None]
 
-_shared: dict[int, torch.Tensor] = {}
+_tensors: dict[int, torch.Tensor] = {}
 _numbers = itertools.count()
 
 
 def share(tensor: torch.Tensor) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
     """Make a handle of a tensor with as many values as one of CUDA, the seventh its device."""
     number = next(_numbers)
-    _shared[number] = tensor
+    _tensors[number] = tensor
     return open_shared, (number, *[None] * 5, 0)
 
 
 def open_shared(number: int, *_: object) -> torch.Tensor:
     """Return the tensor of a handle."""
-    return _shared[number]
+    return _tensors[number]
 
 
 class NoDevice:

@@ -84,7 +84,7 @@ def run_colocated_steps(
     c: Configuration, worker: Worker, plan: StepPlan, out: Path
 ) -> dict[str, Any]:
     """Let the engine sleep, send, and train a step between two syncs."""
-    colocated = replace(
+    settings = replace(
         c,
         engine=replace(c.engine, colocated=True),
         sync=replace(c.sync, transport="ipc", timeout_s=60.0),
@@ -92,7 +92,7 @@ def run_colocated_steps(
     record: list[str] = []
     peer = SleepingPeer(record)
     members = _serve(peer)
-    sync = _open_sync(colocated, worker, members, out, record)
+    sync = _open_sync(settings, worker, members, out, record)
     sync.sleep()  # before the model takes the device
     metrics = [sync.send(sync.next_command(), worker.export())]
     equal = [_are_equal(worker, peer)]
@@ -107,9 +107,9 @@ def run_colocated_steps(
         "equal": equal,
         "compared": [values["sync/audit_compared"] for values in metrics],
         "mismatches": [values["sync/audit_mismatches"] for values in metrics],
-        "handles": current().shared.num_handles,
-        "opened": current().shared.num_opened,
-        "fraction": _memory_fraction(colocated, worker.shape, worker.layout),
+        "handles": current().handles.num_handles,
+        "opened": current().handles.num_opened,
+        "fraction": _memory_fraction(settings, worker.shape, worker.layout),
     }
 
 

@@ -265,6 +265,15 @@ def refuse_settings() -> dict[str, Any]:
                 "engine.round_activations=false",
             ],
         ),
+        "engines beside one rank": (
+            node,
+            [
+                "model.dtype=bfloat16",
+                "engine.colocated=true",
+                "sync.transport=ipc",
+                "engine.count=2",
+            ],
+        ),
         "one GPU for two": (few, ["model.dtype=bfloat16", "parallel=ep2"]),
     }
     return {

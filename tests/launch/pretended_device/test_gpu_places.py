@@ -180,6 +180,7 @@ def test_engines_and_kernels_are_chosen_for_the_device(outcome: dict[str, Any]) 
         ("engine on the CPU", "engine.device=cpu"),
         ("no GPU", "engine.device=cuda"),
         ("one GPU for two", "engine.count=1"),
+        ("engines beside one rank", "engine.count=2"),
         ("unrounded FP8 products", "engine.round_activations=false"),
     ],
 )

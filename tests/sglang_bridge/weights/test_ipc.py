@@ -147,24 +147,24 @@ def test_every_rank_of_every_engine_gets_all_tensors(
     num_ranks = sum(map(len, sizes))
     summary, *others = run_update(admins, num_ranks, lambda: weights_of(9, dtype), times=2)
     assert others == [None] * (num_ranks - 1)
-    expected = dict(weights_of(9, dtype))
+    originals = dict(weights_of(9, dtype))
     for admin, gpus in zip(admins, sizes, strict=True):
         assert admin.weights.keys() == {f"GPU-{gpu}" for gpu in gpus}
         for weights in admin.weights.values():
-            require_equal(weights, expected)
+            require_equal(weights, originals)
         assert admin.calls == ["pause", "flush", "resume"] * 2
         assert admin.weight_version() == "1"
         assert admin.requests[0] != admin.requests[1], "a socket serves one update"
-    assert set(summary.bytes_sent.values()) == {num_bytes_of(expected)}
+    assert set(summary.bytes_sent.values()) == {num_bytes_of(originals)}
 
 
 def num_bytes_of(weights: dict[str, torch.Tensor]) -> int:
     return sum(tensor.nbytes for tensor in weights.values())
 
 
-def require_equal(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert weights.keys() == expected.keys()
-    for name, tensor in expected.items():
+def require_equal(weights: dict[str, torch.Tensor], originals: dict[str, torch.Tensor]) -> None:
+    assert weights.keys() == originals.keys()
+    for name, tensor in originals.items():
         assert weights[name].dtype == tensor.dtype and torch.equal(weights[name], tensor)
 
 
