@@ -110,10 +110,11 @@ def make_engine_settings(dtype: str) -> EngineSettings:
     return EngineSettings(**options)
 
 
-def read_here(weights: OwnedWeights) -> Iterator[tuple[str, str]]:
-    """Yield all tensors, which every rank receives. A tensor is valid until the next one."""
-    for name, tensor in weights.stream_everywhere():
-        yield name, checksum(tensor)
+def read_streams(weights: OwnedWeights) -> dict[str, Any]:
+    """Read the streams to rank 0 and to every rank. A tensor is valid until the next one."""
+    on_rank_zero = dict(read_rank_zero(weights))
+    everywhere = ((name, checksum(tensor)) for name, tensor in weights.stream_everywhere())
+    return {"on_rank_zero": on_rank_zero, "on_every_rank": list(everywhere)}
 
 
 def open_weights(
@@ -183,8 +184,7 @@ def main(
     stage = iterate_hf_weights(weights.models, weights.shape, weights.dtype)
     whole = weights.transform(stage)
     report["of_stage"] = {name: checksum(tensor) for name, tensor in whole}
-    report["on_rank_zero"] = dict(read_rank_zero(weights))
-    report["on_every_rank"] = list(read_here(weights))
+    report |= read_streams(weights)
     report["largest"] = max(
         parameter.num_whole_bytes(parameter.layout(0), weights.dtype)
         for parameters in weights._units.values()
