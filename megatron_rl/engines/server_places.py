@@ -25,8 +25,9 @@ def server_places(
 ) -> list[ServerPlace]:
     """One place for each managed engine of this node.
 
-    With GPUs, each engine gets `engine.tp` devices, behind those of the node's ranks. Every engine
-    of the run samples with its own seed, derived from `seed`.
+    With GPUs, each engine gets `engine.tp` devices, behind those of the node's ranks. Nodes that
+    share engines have equal parts of these devices. Every engine of the run samples with its own
+    seed, derived from `seed`.
 
     quantization: the `quantization_config` of every engine, None for unquantized ones. Raises
     `UnsupportedGpu` if this node's GPUs cannot serve it.
@@ -34,10 +35,12 @@ def server_places(
     device = server_device(engine, torch.cuda.device_count())
     if quantization is not None and device == "cuda":
         require_fp8_gpu(torch.cuda.get_device_capability(), torch.cuda.get_device_name())
+    group, server_rank = divmod(job.node, engine.nodes_per_engine)
+    num_gpus = engine.tp // engine.nodes_per_engine
     places = []
     for index in range(engine.count):
-        first_gpu = job.local_world_size + index * engine.tp
-        gpus = tuple(range(first_gpu, first_gpu + engine.tp))
+        first_gpu = job.local_world_size + index * num_gpus
+        gpus = tuple(range(first_gpu, first_gpu + num_gpus))
         place = ServerPlace(
             model_path=model.path,
             device=device,
@@ -47,7 +50,9 @@ def server_places(
             return_routes=return_routes,
             load_format="dummy" if model.init == "random" else None,
             quantization=quantization,
-            seed=(seed + job.node * engine.count + index) % 2**32,
+            seed=(seed + group * engine.count + index) % 2**32,
+            num_servers=engine.nodes_per_engine,
+            server_rank=server_rank,
         )
         places.append(place)
     return places
