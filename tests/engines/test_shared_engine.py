@@ -186,13 +186,15 @@ def test_a_server_that_ends_takes_the_whole_engine_to_its_next_start(
     assert start.startswith("engine 0 of node 2 answers again after ")
 
 
-def test_servers_end_together_before_they_start_again(two_nodes: TwoNodes) -> None:
+@pytest.mark.parametrize("rank", [0, 1])
+def test_servers_end_together_before_they_start_again(two_nodes: TwoNodes, rank: int) -> None:
     two_nodes.open()
-    pids = two_nodes.pids(0)
-    two_nodes.kill(1)
+    pids = two_nodes.pids(0) + two_nodes.pids(1)
+    two_nodes.kill(rank)
     two_nodes.maintain_until(lambda r: r.state is ProcessState.STARTING)
+    two_nodes.further.follow()
     wait_until_dead(pids)
-    assert len(two_nodes.meetings(0)) == 1
+    assert len(two_nodes.meetings(0)) == len(two_nodes.meetings(1)) == 1
 
 
 def test_an_order_ends_the_servers_of_both_nodes(two_nodes: TwoNodes) -> None:
@@ -211,14 +213,15 @@ def test_a_further_server_that_is_stopped_ends_the_engine(two_nodes: TwoNodes) -
     assert "SIGSTOP" in report.reason and "its server on node 3" in report.reason
 
 
+@pytest.mark.parametrize("rank", [0, 1])
 def test_nothing_of_an_engine_is_left_once_it_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:
     two_nodes = TwoNodes(tmp_path, RecoverySettings(restarts_per_hour=0))
     run_instead_of_sglang(monkeypatch, lambda: two_nodes.code)
     two_nodes.open()
     pids = two_nodes.pids(0) + two_nodes.pids(1)
-    two_nodes.kill(1)
+    two_nodes.kill(rank)
     report = two_nodes.maintain_until(lambda r: r.state is ProcessState.GIVEN_UP)
     assert "recovery.restarts_per_hour=0 allows no further start" in report.reason
     two_nodes.maintain()

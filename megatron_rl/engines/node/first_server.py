@@ -51,8 +51,9 @@ class FirstServer:
 
         Raises `EngineDied` and `EngineUnhealthy`.
         """
-        self._check_others()
+        # A start that has lost its port is followed by another one, whatever the others say
         is_healthy = self._server.poll_healthy()
+        self._check_others()
         if is_healthy and self._state is StartState.STARTING:
             self._announce(StartState.RUNNING)
         return is_healthy
