@@ -49,6 +49,7 @@ PHASES = (
 # Rank 0 alone goes through the others
 PHASES_OF_ALL = ("forming", "formed", *BUCKETS, "broadcast")
 _GAP_SECONDS = 0.3
+TIMEOUT_SECONDS = 20
 NAMES = [f"w{index}" for index in range(8)]
 
 
@@ -207,13 +208,13 @@ def main(job: Job, rank: int) -> None:
 
 def open_part(job: Job, rank: int, fate: Fate) -> RankPart:
     """Open this rank's part, over a transport that meets its fate."""
-    transport = MortalTransport(backend="gloo", timeout_seconds=20)
+    transport = MortalTransport(backend="gloo", timeout_seconds=TIMEOUT_SECONDS)
     transport.fate = fate
     return RankPart(
         transport,
         GroupCrew(rank, dist.new_group(backend="gloo")),
         bucket_bytes=1024 if job.weights is None else 256 * 1024,
-        open_admin=lambda engine: AdminClient(engine, job.keys, timeout=20),
+        open_admin=lambda engine: AdminClient(engine, job.keys, timeout=TIMEOUT_SECONDS),
     )
 
 
@@ -224,7 +225,7 @@ def source_of(job: Job, version: int, rank: int, fate: Fate) -> SoleSource:
 
 def lead(job: Job, part: RankPart, fate: Fate) -> None:
     """Send every version from rank 0, without engines that failed."""
-    admins = [AdminClient(Engine(url=url), job.keys, timeout=20) for url in job.urls]
+    admins = [AdminClient(Engine(url=url), job.keys, timeout=TIMEOUT_SECONDS) for url in job.urls]
     for admin in admins:
         admin.pause = fate.after("pause", admin.pause)  # type: ignore[method-assign]
         admin.flush_cache = fate.after("flush", admin.flush_cache)  # type: ignore[method-assign]

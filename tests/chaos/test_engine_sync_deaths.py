@@ -31,7 +31,13 @@ from sglang_bridge.keys import create_keys
 from sglang_bridge.server.managed_engine import ManagedEngine
 from sglang_bridge.weights.audit import audit_engine
 from sglang_bridge.weights.expectation import WeightExpectation
-from tests.chaos.sync_rank import PHASES, PHASES_OF_ALL, version_of_death, weights_of
+from tests.chaos.sync_rank import (
+    PHASES,
+    PHASES_OF_ALL,
+    TIMEOUT_SECONDS,
+    version_of_death,
+    weights_of,
+)
 from tests.sglang_bridge.tiny_model import EXPERTS, write_tiny_model
 from tests.support.engines import running_engine
 from tests.support.sync_ranks import Ranks
@@ -39,6 +45,8 @@ from tests.support.sync_ranks import Ranks
 pytestmark = [pytest.mark.chaos, pytest.mark.engine, pytest.mark.timeout(900)]
 
 SERVES_WITHIN_SECONDS = 20.0
+# Gloo may try several times to reach a peer that has ended, each time for the timeout of the group
+FORMS_WITHIN_SECONDS = SERVES_WITHIN_SECONDS + 5 * TIMEOUT_SECONDS
 START_SECONDS = 240.0
 # One token, so that no answer has tokens of two versions
 SAMPLING = SimpleNamespace(max_new_tokens=1, temperature=1.0, stop_token_ids=(), top_p=1.0)
@@ -248,9 +256,11 @@ def test_the_other_engine_serves_when_one_has_died(
 ) -> None:
     """SGLang gives its groups no timeout. It notices that a connection is closed."""
     pair = pair_of(dtype)
-    answers = kill_engine(pair, tmp_path, phase)
     victim, survivor = pair.engines
-    pair.start_again(victim)
+    try:
+        answers = kill_engine(pair, tmp_path, phase)
+    finally:
+        pair.start_again(victim)
     with Asker(survivor) as asker:
         next_run = pair.start_ranks(tmp_path, versions=[3])
         next_run.wait()
@@ -270,11 +280,13 @@ def kill_engine(pair: Pair, folder: Path, phase: str) -> list[Answer]:
         ranks = pair.start_ranks(folder, versions=[1, 2], **death)
         ranks.wait()
         assert "DONE" in ranks.lines
-        assert len(ranks.failures) == (0 if phase == "audit" else 1)
+        # From the flush on, the update of the engine is complete
+        assert len(ranks.failures) == 1 or phase in ("flush", "audit")
         assert all(victim.url in line and survivor.url not in line for line in ranks.failures)
         seconds = asker.first_time_of(version) - ranks.time_of("DEATH")
+        limit = FORMS_WITHIN_SECONDS if phase == "forming" else SERVES_WITHIN_SECONDS
         asker.first_time_of(2)
     # In the last phase, it serves before the other one dies
     print(f"| {pair.dtype} | engine | {phase} | {max(seconds, 0.0):.1f} s |")
-    assert seconds < SERVES_WITHIN_SECONDS
+    assert seconds < limit
     return asker.answers + other.answers
