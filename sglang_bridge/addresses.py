@@ -9,6 +9,8 @@ import socket
 from collections.abc import Iterator, Sequence
 from urllib.parse import SplitResult, urlsplit
 
+import psutil
+
 from sglang_bridge.refusal import Refusal
 
 LOOPBACK = "127.0.0.1"
@@ -38,6 +40,14 @@ def node_address(num_nodes: int) -> str:
         with contextlib.suppress(OSError):  # a machine without a route
             return address_towards(*_PUBLIC_ADDRESS)
     return address
+
+
+def interface_of(host: str) -> str | None:
+    """The network interface of this machine that has the address `host`, None without one."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == host for address in addresses):
+            return name
+    return None
 
 
 def require_private_address(host: str) -> None:

@@ -6,7 +6,7 @@ import msgspec
 
 
 class Engine(msgspec.Struct, frozen=True, kw_only=True):
-    """One SGLang server.
+    """One SGLang server, or several that serve one model from as many nodes.
 
     node: the host whose collector sends requests to it. tp, ep: its tensor- and expert-parallel
     sizes. gpus: its devices among those of its node, where the run placed it.

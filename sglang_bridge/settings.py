@@ -35,8 +35,8 @@ _RESERVED = (
 _OTHER_LAYOUT = (
     "its kernel may hold FP8 weights in a layout of its own, which later weights do not follow"
 )
-_ONE_NODE = (
-    "a managed engine is on one node; start one over several nodes yourself and use engine=external"
+_SEVERAL_NODES = (
+    "the run gives it to the servers of an engine over several nodes (engine.nodes_per_engine)"
 )
 _OTHER_NCCL = "it changes NCCL's settings on the engine's side only"
 # Routes keep the checkpoint's expert ids, but weights and their audit follow the physical places.
@@ -47,7 +47,7 @@ _OTHER_PLACES = (
 # replica, private keys. The reasons hold for SGLang 0.5.23, which records routes before it maps
 # experts to physical places.
 _UNSUPPORTED = {
-    _ONE_NODE: ("--nnodes", "--node-rank", "--dist-init-addr"),
+    _SEVERAL_NODES: ("--nnodes", "--node-rank", "--dist-init-addr"),
     "": (
         "--pp-size",
         "--pipeline-parallel-size",
@@ -162,6 +162,8 @@ class ServerPlace:
     starts with random weights. seed: the server's sampling seed; with None, SGLang chooses one.
     memory_fraction: the share of its GPUs for weights and KV cache of an engine that can sleep;
     None for one that cannot.
+    num_servers: the servers of its engine, one on each node. server_rank: this one's number among
+    them. The first one answers requests.
     """
 
     model_path: str
@@ -175,6 +177,8 @@ class ServerPlace:
     quantization: Mapping[str, Any] | None = None
     seed: int | None = None
     memory_fraction: float | None = None
+    num_servers: int = 1
+    server_rank: int = 0
 
 
 def server_device(settings: ServerSettings, num_gpus: int) -> Literal["cpu", "cuda"]:
@@ -235,7 +239,7 @@ def unsupported_options(info: Mapping[str, Any]) -> Iterator[RunningOption]:
     info: the server's `/server_info`, which holds the value of every option.
     """
     for reason, names in _UNSUPPORTED.items():
-        if reason in ("", _ONE_NODE, _OTHER_NCCL, _OTHER_LAYOUT):
+        if reason in ("", _SEVERAL_NODES, _OTHER_NCCL, _OTHER_LAYOUT):
             continue
         for name in names:
             value = info.get(name.removeprefix("--").replace("-", "_"))

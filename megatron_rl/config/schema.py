@@ -211,11 +211,13 @@ class EngineSettings(Section, ServerSettings):
     urls_file: str | None = None
     # external only: a file with {"api_key": ..., "admin_api_key": ...} and permissions 0600.
     key_file: str | None = None
-    # managed only: engines per node.
+    # managed only: engines per node, or per group of nodes that share engines.
     count: Annotated[int, Ge(1), Le(1024)] = 1
     # managed only: engines and trainer share the GPUs, and take turns on them. See
     # docs/colocated.md.
     colocated: bool = False
+    # managed only: nodes that share an engine. Each holds an equal part of its tp ranks.
+    nodes_per_engine: Annotated[int, Ge(1), Le(1024)] = 1
     # Rounds the weights that engines get as an engine in this number format would hold them. The
     # engine's arithmetic stays that of engine.dtype.
     fake_quant: Annotated[Literal["off", "bf16", "fp8_blockwise"], Off] = "off"

@@ -156,7 +156,9 @@ class Engines:
         """Describes how this node gets its engines, for progress lines."""
         if self._settings.mode == "external":
             return f"connecting to {name_external_engines(self._settings)}"
-        return f"starting {self._settings.count} engine(s) a node"
+        nodes = self._settings.nodes_per_engine
+        place = "a node" if nodes == 1 else f"on every {nodes} nodes together"
+        return f"starting {self._settings.count} engine(s) {place}"
 
     def check(self) -> None:
         """Raise an error if nobody looks after the processes of this node any more."""
@@ -390,12 +392,14 @@ def _open_processes(
     """Open the processes of this node on its first rank."""
     if job.local_rank:
         return None
+    shares_engines = configuration.engine.nodes_per_engine > 1
     processes = NodeProcesses(
         node=job.node,
         log_directory=directory.logs,
         recovery=configuration.recovery,
         # It would take memory while the trainer has the device
         restarts_engines=not configuration.engine.colocated,
+        board=NodeBoard(job.store()) if shares_engines else None,
     )
     stack.callback(processes.stop)
     return processes

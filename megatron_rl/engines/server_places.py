@@ -27,7 +27,8 @@ def server_places(
     """One place for each managed engine of this node.
 
     With GPUs, each engine gets `engine.tp` devices: those of the node's ranks in order if
-    `engine.colocated` is set, else those behind them. Every engine of the run samples with its own
+    `engine.colocated` is set, else those behind them. Nodes that share engines have equal parts of
+    these devices. Every engine of the run samples with its own
     seed, derived from `seed`.
 
     quantization: the `quantization_config` of every engine, None for unquantized ones. Raises
@@ -36,10 +37,12 @@ def server_places(
     device = server_device(engine, torch.cuda.device_count())
     if quantization is not None and device == "cuda":
         require_fp8_gpu(torch.cuda.get_device_capability(), torch.cuda.get_device_name())
+    group, server_rank = divmod(job.node, engine.nodes_per_engine)
+    num_gpus = engine.tp // engine.nodes_per_engine
     places = []
     for index in range(engine.count):
-        first_gpu = (0 if engine.colocated else job.local_world_size) + index * engine.tp
-        gpus = tuple(range(first_gpu, first_gpu + engine.tp))
+        first_gpu = (0 if engine.colocated else job.local_world_size) + index * num_gpus
+        gpus = tuple(range(first_gpu, first_gpu + num_gpus))
         place = ServerPlace(
             model_path=model.path,
             device=device,
@@ -49,8 +52,10 @@ def server_places(
             return_routes=return_routes,
             load_format="dummy" if model.init == "random" else None,
             quantization=quantization,
-            seed=(seed + job.node * engine.count + index) % 2**32,
+            seed=(seed + group * engine.count + index) % 2**32,
             memory_fraction=memory_fraction,
+            num_servers=engine.nodes_per_engine,
+            server_rank=server_rank,
         )
         places.append(place)
     return places

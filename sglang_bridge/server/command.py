@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
+from sglang_bridge.addresses import interface_of
 from sglang_bridge.server.nccl import nccl_environment
 from sglang_bridge.server.quantization import format_override
 from sglang_bridge.settings import ServerPlace, ServerSettings, kv_cache_slots
@@ -32,9 +33,17 @@ _LOOPBACK = frozenset({"127.0.0.1", "localhost"})
 
 
 def build_argv(
-    settings: ServerSettings, place: ServerPlace, *, port: int, key_config: Path
+    settings: ServerSettings,
+    place: ServerPlace,
+    *,
+    port: int,
+    key_config: Path,
+    meeting: str | None = None,
 ) -> list[str]:
-    """Build the server's argument list. key_config: see `keys.write_server_config`."""
+    """Build the server's argument list. key_config: see `keys.write_server_config`.
+
+    meeting: the host and port where the servers of an engine over several nodes meet.
+    """
     argv = [
         sys.executable,
         "-m",
@@ -73,9 +82,20 @@ def build_argv(
         argv.append("--weight-version=0")
     if place.memory_fraction is not None:
         argv += ["--enable-memory-saver", f"--mem-fraction-static={place.memory_fraction:g}"]
+    if place.num_servers > 1:
+        argv += _node_arguments(place, meeting)
     if place.device == "cpu":
         argv += _CPU_ARGS
     return [*argv, *settings.extra_args]
+
+
+def _node_arguments(place: ServerPlace, meeting: str | None) -> tuple[str, ...]:
+    """The arguments of one of the servers of an engine over several nodes."""
+    return (
+        f"--nnodes={place.num_servers}",
+        f"--node-rank={place.server_rank}",
+        f"--dist-init-addr={meeting}",
+    )
 
 
 def cpu_shim_path() -> Path:
@@ -118,6 +138,9 @@ def build_environment(
     environment["PYTHONPATH"] = os.pathsep.join(search)
     if place.host in _LOOPBACK:
         environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    elif place.num_servers > 1 and (interface := interface_of(place.host)) is not None:
+        # By itself, gloo would use the address of the node's name, which may be a loopback one
+        environment.setdefault("GLOO_SOCKET_IFNAME", interface)
     return environment
 
 

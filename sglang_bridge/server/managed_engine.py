@@ -8,6 +8,7 @@ import subprocess
 import tempfile
 import time
 import urllib.parse
+from collections.abc import Callable
 from pathlib import Path
 
 from sglang_bridge.addresses import require_private_address
@@ -33,7 +34,10 @@ _COUNTERS_VARIABLE = "PROMETHEUS_MULTIPROC_DIR"
 
 
 class ManagedEngine:
-    """One running server. Create it with `ManagedEngine.start`."""
+    """One running server. Create it with `ManagedEngine.start`.
+
+    Of an engine over several nodes it is the server of this node.
+    """
 
     def __init__(
         self,
@@ -43,12 +47,14 @@ class ManagedEngine:
         keys: RunKeys,
         log_path: Path,
         lifeline: Lifeline,
+        meet: Callable[[], str] | None = None,
     ) -> None:
         self.settings = settings
         self.place = place
         self.keys = keys
         self.log_path = log_path
         self._lifeline = lifeline
+        self._meet = meet
         self._tree = SupervisedTree()
         self._epoch = 0
         self._healthy = False
@@ -63,10 +69,13 @@ class ManagedEngine:
         keys: RunKeys,
         log_path: Path,
         lifeline: Lifeline,
+        meet: Callable[[], str] | None = None,
     ) -> ManagedEngine:
         """Start a server and return at once.
 
         log_path: a file of mode 0600, because SGLang logs its arguments and thereby the keys.
+        meet: returns, for each start, the host and port where the servers of an engine over several
+        nodes meet.
 
         Raises `ValueError` for settings that `server_refusals` refuses, for parallel sizes that no
         engine has and for an address that is not private.
@@ -80,7 +89,7 @@ class ManagedEngine:
                 f"quantization={place.quantization}; give both or neither"
             )
         require_private_address(place.host)
-        return cls(settings, place, keys=keys, log_path=log_path, lifeline=lifeline)
+        return cls(settings, place, keys=keys, log_path=log_path, lifeline=lifeline, meet=meet)
 
     @property
     def engine(self) -> Engine:
@@ -130,8 +139,12 @@ class ManagedEngine:
         # The server reports ready only after SGLang's own warm-up has generated tokens.
         self._healthy = self.admin().is_ready()
         if self._healthy:
-            self._tree.note_members()
+            self.note_processes()
         return self._healthy
+
+    def note_processes(self) -> None:
+        """Remember the server's processes, so that all are ended even without a supervisor."""
+        self._tree.note_members()
 
     def wait_healthy(self, deadline_seconds: float) -> None:
         """Wait until the server is healthy, at most `deadline_seconds` since its start.
@@ -209,6 +222,7 @@ class ManagedEngine:
     def _launch(self, preferred_port: int | None) -> bool:
         self._attempts += 1
         port = choose_port(self.place.host, preferred_port)
+        meeting = None if self._meet is None else self._meet()
         self._engine = self._describe(port)
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
@@ -218,7 +232,13 @@ class ManagedEngine:
         def start_supervisor() -> subprocess.Popen[bytes]:
             write_server_config(self.keys, self._config_path())
             return start_supervised(
-                build_argv(self.settings, self.place, port=port, key_config=self._config_path()),
+                build_argv(
+                    self.settings,
+                    self.place,
+                    port=port,
+                    key_config=self._config_path(),
+                    meeting=meeting,
+                ),
                 lifeline=self._lifeline,
                 environment=build_environment(self.settings, self.place, os.environ),
                 log=descriptor,

@@ -12,8 +12,7 @@ import torch
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.weights.buckets import NamedTensors
-from sglang_bridge.weights.calls import Failures
-from sglang_bridge.weights.crew import Crew, Go, Order, Readiness, SendReport
+from sglang_bridge.weights.crew import Crew, Go, Order, Readiness, SendReport, Target
 from sglang_bridge.weights.source import WeightSource
 from sglang_bridge.weights.transport import WeightTransport
 
@@ -52,6 +51,7 @@ class RankPart:
         self._is_everywhere = is_everywhere
         self._free_memory = free_memory
         self._admins: dict[str, AdminClient] = {}  # by connection
+        self._connections: tuple[str, ...] = ()  # those of the last update
 
     def follow(self, source: WeightSource) -> None:
         """Take part in one update that rank 0 leads (a collective)."""
@@ -67,21 +67,44 @@ class RankPart:
     def connect(self, order: Order, source: WeightSource) -> list[Readiness]:
         """Open the lanes of an update, if this rank owns tensors; returns what each rank says.
 
-        A collective. Engines that share the ranks' devices may take memory afterwards.
+        Owners open new lanes one after another. If an engine had several requests to join and the
+        trainer died, it would look for the later owners for half an hour. Engines that share the
+        ranks' devices may take memory afterwards. A collective.
         """
         self._free_memory()
         for connection in order.old_connections:
             self._forget(connection)
-        failures: Failures = {}
         is_owner = self._is_owner(source)
-        if is_owner:
-            for target in order.targets:
-                if target.connection not in self._admins:
-                    self._admins[target.connection] = self._open_admin(target.engine)
-            admins = [self._admins[target.connection] for target in order.targets]
-            failures = self.transport.connect(admins)
-        data = msgspec.msgpack.encode(Readiness(is_owner, failures, self._unit_bytes(source)))
-        parts = self.crew.gather(data)
+        results = self._share(Readiness(is_owner, {}, self._unit_bytes(source)))
+        owners = [rank for rank, result in enumerate(results) if result.is_owner]
+        connections = tuple(target.connection for target in order.targets)
+        is_new = connections != self._connections and not self._is_everywhere
+        turns = [{owner} for owner in owners] if is_new else [{*owners}]
+        for ranks in turns:
+            failures: dict[str, str] = {}
+            if self.crew.rank in ranks:
+                failures = self._connect_to(order.targets, results)
+            reports = self._share(Readiness(is_owner, failures))
+            results = [_add(*pair) for pair in zip(results, reports, strict=True)]
+        self._connections = connections
+        return results
+
+    def _connect_to(
+        self, targets: Sequence[Target], results: Sequence[Readiness]
+    ) -> dict[str, str]:
+        """Open lanes to engines that have not failed for another rank; returns failures."""
+        admins = []
+        for target in targets:
+            if any(target.engine.url in result.failures for result in results):
+                continue
+            if target.connection not in self._admins:
+                self._admins[target.connection] = self._open_admin(target.engine)
+            admins.append(self._admins[target.connection])
+        return dict(self.transport.connect(admins)) if admins else {}
+
+    def _share(self, readiness: Readiness) -> list[Readiness]:
+        """Return what each rank says. A collective."""
+        parts = self.crew.gather(msgspec.msgpack.encode(readiness))
         return [msgspec.msgpack.decode(part, type=Readiness) for part in parts]
 
     def send(self, go: Go, order: Order, source: WeightSource) -> list[SendReport]:
@@ -154,6 +177,11 @@ class RankPart:
     def close(self) -> None:
         """Leave every engine."""
         self.transport.close()
+
+
+def _add(earlier: Readiness, later: Readiness) -> Readiness:
+    """Add the failures of a rank's later turn to those of earlier ones."""
+    return msgspec.structs.replace(earlier, failures=later.failures | earlier.failures)
 
 
 def rotate(items: Sequence[str], turn: int) -> list[str]:

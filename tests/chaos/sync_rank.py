@@ -1,15 +1,15 @@
-"""Script: one of two ranks that send weights to engines, and may die at a phase of an update.
+"""One of two ranks that send weights to engines, and may die at a phase of an update.
 
-Usage: sync_rank.py JOB.json RANK. Weights of a version are filled with numbers that depend on it.
-Rank 0 prints `DONE` once all versions were sent. A rank that is told to die kills itself.
+`tests/support/sync_ranks.py` starts it. Weights of a version are filled with numbers that depend on
+it. Rank 0 prints `DONE` once all versions were sent. A rank that is told to die kills itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -25,13 +25,37 @@ from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import WeightUpdateFailed
 from sglang_bridge.keys import RunKeys
+from sglang_bridge.weights import weight_group
 from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.part import RankPart
 from sglang_bridge.weights.source import SoleSource
 from sglang_bridge.weights.updater import WeightUpdater
 
-PHASES = ("formed", "begin", "bucket", "end", "flush", "audit")
+# After so many parts of a rank's tensors, of which each fills buckets of its own
+_PARTS = 3
+BUCKETS = tuple(f"bucket {part}" for part in range(1, _PARTS + 1))
+# forming: an engine waits for its group. broadcast: it waits for a bucket.
+PHASES = (
+    "pause",
+    "forming",
+    "formed",
+    "begin",
+    *BUCKETS,
+    "broadcast",
+    "end",
+    "flush",
+    "audit",
+)
+# Rank 0 alone goes through the others
+PHASES_OF_ALL = ("forming", "formed", *BUCKETS, "broadcast")
+_GAP_SECONDS = 0.3
+TIMEOUT_SECONDS = 20
 NAMES = [f"w{index}" for index in range(8)]
+
+
+def version_of_death(phase: str) -> int:
+    """The update in which somebody dies: groups are formed in the first one."""
+    return 1 if phase == "forming" else 2
 
 
 class Job(msgspec.Struct):
@@ -39,7 +63,7 @@ class Job(msgspec.Struct):
 
     urls: of the engines. versions: that are sent. rank, version, phase: who dies when, if anybody.
     pid: the process that dies instead of the rank. weights: a file with the tensors; None for small
-    ones.
+    ones. dtype: of those in the file.
     """
 
     port: int
@@ -51,6 +75,7 @@ class Job(msgspec.Struct):
     phase: str = ""
     pid: int = 0
     weights: str | None = None
+    dtype: str = "float32"
 
 
 def tensors_of(job: Job, version: int, rank: int) -> dict[str, torch.Tensor]:
@@ -60,18 +85,24 @@ def tensors_of(job: Job, version: int, rank: int) -> dict[str, torch.Tensor]:
             name: torch.full((256,), 100.0 * version + index) for index, name in enumerate(NAMES)
         }
     else:
-        from safetensors.torch import load_file
-
-        from tests.support.updaters import in_units
-
-        whole = in_units(load_file(job.weights))
-        whole = {name: tensor + version for name, tensor in whole.items()}
+        whole = weights_of(Path(job.weights), version, job.dtype)
     layers = sorted({name.split(".layers.")[-1].split(".")[0] for name in whole})
     return {
         name: tensor
         for name, tensor in whole.items()
         if layers.index(name.split(".layers.")[-1].split(".")[0]) % 2 == rank
     }
+
+
+def weights_of(file: Path, version: int, dtype: str) -> dict[str, torch.Tensor]:
+    """The weights of a version: those of a file, at another scale."""
+    from safetensors.torch import load_file
+
+    from tests.support.updaters import in_units
+
+    weights = in_units(load_file(file))
+    scale = 1 + version / 16
+    return {name: (scale * tensor).to(getattr(torch, dtype)) for name, tensor in weights.items()}
 
 
 class Fate:
@@ -92,6 +123,24 @@ class Fate:
         print(f"DEATH {time.time()}", flush=True)
         os.kill(job.pid or os.getpid(), signal.SIGKILL)
         time.sleep(0.2)  # of a process that is not this one
+
+    def is_near(self, phase: str) -> bool:
+        """True if it comes at this phase of the present update."""
+        job = self._job
+        return (self._rank, self.version, phase) == (job.rank, job.version, job.phase)
+
+    def come(self, phase: str) -> None:
+        """Come to a phase once earlier buckets and requests are with the engines."""
+        if self.is_near(phase):
+            time.sleep(_GAP_SECONDS)
+            self.at(phase)
+
+    def before(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.come(phase)
+            return function(*args, **kwargs)
+
+        return call
 
     def after(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -117,13 +166,23 @@ class MortalTransport(DistributedTransport):
         return dict(self.fate.after("end", super().end)(admins, version, deadline))
 
 
+class MortalBroadcasts:
+    """torch.distributed for groups with engines. It meets its fate before a broadcast."""
+
+    def __init__(self, fate: Fate) -> None:
+        self.broadcast = fate.before("broadcast", dist.broadcast)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(dist, name)
+
+
 def stream(job: Job, version: int, rank: int, fate: Fate) -> Iterator[tuple[str, torch.Tensor]]:
     tensors = list(tensors_of(job, version, rank).items())
-    for index, item in enumerate(tensors):
-        if index == len(tensors) // 2:
-            time.sleep(0.3)  # the first buckets are with the engines
-            fate.at("bucket")
+    ends = {len(tensors) * part // _PARTS: part for part in range(1, _PARTS + 1)}
+    for count, item in enumerate(tensors, start=1):
         yield item
+        if count in ends:
+            fate.come(f"bucket {ends[count]}")
 
 
 def main(job: Job, rank: int) -> None:
@@ -134,6 +193,8 @@ def main(job: Job, rank: int) -> None:
     if rank == 0:
         print(f"READY {time.time()}", flush=True)
     fate = Fate(job, rank)
+    weight_group.join_as_source = fate.before("forming", weight_group.join_as_source)
+    weight_group.dist = MortalBroadcasts(fate)  # type: ignore[assignment]
     part = open_part(job, rank, fate)
     if rank == 0:
         lead(job, part, fate)
@@ -147,13 +208,13 @@ def main(job: Job, rank: int) -> None:
 
 def open_part(job: Job, rank: int, fate: Fate) -> RankPart:
     """Open this rank's part, over a transport that meets its fate."""
-    transport = MortalTransport(backend="gloo", timeout_seconds=20)
+    transport = MortalTransport(backend="gloo", timeout_seconds=TIMEOUT_SECONDS)
     transport.fate = fate
     return RankPart(
         transport,
         GroupCrew(rank, dist.new_group(backend="gloo")),
         bucket_bytes=1024 if job.weights is None else 256 * 1024,
-        open_admin=lambda engine: AdminClient(engine, job.keys, timeout=20),
+        open_admin=lambda engine: AdminClient(engine, job.keys, timeout=TIMEOUT_SECONDS),
     )
 
 
@@ -164,8 +225,9 @@ def source_of(job: Job, version: int, rank: int, fate: Fate) -> SoleSource:
 
 def lead(job: Job, part: RankPart, fate: Fate) -> None:
     """Send every version from rank 0, without engines that failed."""
-    admins = [AdminClient(Engine(url=url), job.keys, timeout=20) for url in job.urls]
+    admins = [AdminClient(Engine(url=url), job.keys, timeout=TIMEOUT_SECONDS) for url in job.urls]
     for admin in admins:
+        admin.pause = fate.after("pause", admin.pause)  # type: ignore[method-assign]
         admin.flush_cache = fate.after("flush", admin.flush_cache)  # type: ignore[method-assign]
     updater = WeightUpdater(part)
     for version in job.versions:
@@ -179,6 +241,7 @@ def lead(job: Job, part: RankPart, fate: Fate) -> None:
         print(f"SENT {version} {time.time()}", flush=True)
 
 
-if __name__ == "__main__":
-    content = Path(sys.argv[1]).read_bytes()
-    main(msgspec.json.decode(content, type=Job), int(sys.argv[2]))
+def run(data: bytes, rank: int, output: Path) -> None:
+    """Be a rank of a job, whose lines go to a file. data: the job as JSON."""
+    with output.open("w") as file, contextlib.redirect_stdout(file):
+        main(msgspec.json.decode(data, type=Job), rank)

@@ -143,15 +143,17 @@ def engine_of_two_nodes(model: Path, directory: Path, keys: RunKeys) -> Iterator
     """Yield the URL of two servers of one engine, as users start them on two nodes."""
     config = directory / "keys.yaml"
     write_server_config(keys, config)
-    place = ServerPlace(model_path=str(model), device="cpu")
-    meeting_port = choose_port("127.0.0.1")
+    settings = ServerSettings(tp=2, max_running_requests=8)
+    meeting = f"127.0.0.1:{choose_port('127.0.0.1')}"
     port = choose_port("127.0.0.1")
     with contextlib.ExitStack() as stack:
         for node in range(2):
-            nodes = ["--nnodes=2", f"--node-rank={node}"]
-            nodes.append(f"--dist-init-addr=127.0.0.1:{meeting_port}")
-            settings = ServerSettings(tp=2, max_running_requests=8, extra_args=nodes)
-            argv = build_argv(settings, place, port=port + 100 * node, key_config=config)
+            place = ServerPlace(
+                model_path=str(model), device="cpu", num_servers=2, server_rank=node
+            )
+            argv = build_argv(
+                settings, place, port=port + 100 * node, key_config=config, meeting=meeting
+            )
             log = stack.enter_context((directory / f"node{node}.log").open("wb"))
             server = subprocess.Popen(
                 argv,

@@ -37,3 +37,16 @@ def test_a_wait_names_the_engines_or_the_file_that_lists_them() -> None:
     assert name_external_engines(EngineSettings(mode="external", urls=urls)) == ", ".join(urls)
     settings = EngineSettings(mode="external", urls_file="engines.txt")
     assert name_external_engines(settings) == "the engines in engines.txt"
+
+
+def test_nodes_that_share_engines_hold_equal_parts_of_each() -> None:
+    c = compose(["experiment=smoke"])
+    engine = dataclasses.replace(c.engine, count=2, tp=4, nodes_per_engine=2, device="cuda")
+    seeds = []
+    for node in range(4):
+        job = dataclasses.replace(ONLY_RANK, local_world_size=3, node=node, num_nodes=1)
+        places = server_places(engine, c.model, job, seed=7, return_routes=True)
+        assert [place.gpus for place in places] == [(3, 4), (5, 6)]
+        assert [(place.num_servers, place.server_rank) for place in places] == [(2, node % 2)] * 2
+        seeds.append([place.seed for place in places])
+    assert seeds == [[7, 8], [7, 8], [9, 10], [9, 10]]

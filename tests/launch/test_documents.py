@@ -116,8 +116,9 @@ def test_every_training_command_composes(
         ranks = 8 if "sbatch" in prefix else 1
         if "--nproc-per-node" in prefix:
             ranks = int(prefix[prefix.index("--nproc-per-node") + 1])
+        nodes = int(prefix[prefix.index("--nnodes") + 1]) if "--nnodes" in prefix else 1
         make_directories(workspace, overrides)
-        compose(overrides, facts=LaunchFacts(ranks, ranks))
+        compose(overrides, facts=LaunchFacts(nodes * ranks, ranks))
 
 
 def test_every_profile_command_composes(workspace: Path) -> None:

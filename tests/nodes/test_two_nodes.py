@@ -14,14 +14,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.studies.faults.evidence import digest_weights
 from launch.testbed.jobs import last_step, start_job, survivors
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.records.exit_record import read_exit_record
 from megatron_rl.records.past_run import read_metrics
 from megatron_rl.records.starts import read_starts
 from tests.support.exactness import EXACT
-from tests.support.node_jobs import NodeJob, metrics_without_places
+from tests.support.node_jobs import FAULT_METRICS, NodeJob, assert_equal
 from tests.support.nodes import Node, Nodes
 
 pytestmark = [
@@ -51,16 +50,6 @@ TIMEOUTS = (
 
 SHORT_CUT = 5.0
 COLLECTOR = "megatron_rl.rollouts"
-# They tell of faults that a run outlives
-FAULT_METRICS = (
-    "sync/engines",
-    "sync/bytes",
-    "sync/audit_compared",
-    "rollout/engines_left_out",
-    "rollout/repeated",
-    "account/engine_tokens",
-    "account/unaccounted",
-)
 
 ReferenceOf = Callable[[str, int], Path]
 
@@ -100,22 +89,6 @@ def root(tmp_path: Path) -> Path:
     path = tmp_path / "shared"
     path.mkdir()
     return path
-
-
-def assert_equal(
-    run: Path, reference: Path, steps: int, *, except_for: tuple[str, ...] = ()
-) -> None:
-    """Compare the weights and metrics of a run with those of an undisturbed one.
-
-    except_for: the metrics that tell of faults.
-    """
-    assert [record["step"] for record in read_metrics(run)] == list(range(steps + 1))
-    assert digest_weights(run) == digest_weights(reference) != ""
-    for record, other in zip(
-        metrics_without_places(run), metrics_without_places(reference), strict=True
-    ):
-        names = [n for n in record.keys() | other.keys() if n not in except_for]
-        assert {n: record.get(n) for n in names} == {n: other.get(n) for n in names}
 
 
 @pytest.mark.parametrize("dtype", DAILY_DTYPES)

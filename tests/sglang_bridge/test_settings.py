@@ -35,7 +35,7 @@ def test_float32_is_refused_on_gpus() -> None:
         (["--json-model-over={}"], "--json-model-over"),
         (["--fp8-gemm-backend=deep_gemm"], "in a layout of its own"),
         (["--dp-size=2"], "--dp-size, which is not supported"),
-        (["--nnodes=2"], "start one over several nodes yourself"),
+        (["--nnodes=2"], "engine.nodes_per_engine"),
         (["--tokenizer-worker-num=2"], "--tokenizer-worker-num"),
         (["--enable-hierarchical-cache"], "--enable-hierarchical-cache"),
         (["--load-format=dummy"], "--load-format"),

@@ -13,7 +13,9 @@ from typing import Any
 
 import psutil
 
+from launch.studies.faults.evidence import digest_weights
 from launch.testbed.jobs import ROOT, SHORT_RUN, command_line, last_step
+from megatron_rl.records.past_run import read_metrics
 from tests.support.comparable import metrics_of
 from tests.support.nodes import Node
 
@@ -29,6 +31,34 @@ _ENVIRONMENT = {
     # Ranks that torchrun starts again on several nodes need a new store
     "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
 }
+
+
+# They tell of faults that a run outlives
+FAULT_METRICS = (
+    "sync/engines",
+    "sync/bytes",
+    "sync/audit_compared",
+    "rollout/engines_left_out",
+    "rollout/repeated",
+    "account/engine_tokens",
+    "account/unaccounted",
+)
+
+
+def assert_equal(
+    run: Path, reference: Path, steps: int, *, except_for: tuple[str, ...] = ()
+) -> None:
+    """Compare the weights and metrics of a run with those of an undisturbed one.
+
+    except_for: the metrics that tell of faults.
+    """
+    assert [record["step"] for record in read_metrics(run)] == list(range(steps + 1))
+    assert digest_weights(run) == digest_weights(reference) != ""
+    for record, other in zip(
+        metrics_without_places(run), metrics_without_places(reference), strict=True
+    ):
+        names = [n for n in record.keys() | other.keys() if n not in except_for]
+        assert {n: record.get(n) for n in names} == {n: other.get(n) for n in names}
 
 
 def metrics_without_places(run: Path) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import pytest
 
 from sglang_bridge.server import managed_engine
 from sglang_bridge.server.process_table import descendants
+from sglang_bridge.settings import ServerPlace, ServerSettings
 
 # Answers /ready, holds shared memory and has a child, as SGLang does. Nobody needs it to end
 # in an orderly way.
@@ -36,10 +37,22 @@ FAILING = "raise OSError('no model there')"
 
 
 def run_instead_of_sglang(monkeypatch: pytest.MonkeyPatch, code: Callable[[], str]) -> None:
-    """Start managed engines with this code, whose argument is the port."""
+    """Start managed engines with this code.
 
-    def build_argv(*arguments: Any, port: int, **options: Any) -> list[str]:
-        return [sys.executable, "-c", code(), str(port)]
+    Its arguments are the port, the place where the servers of an engine meet, and its number
+    among them.
+    """
+
+    def build_argv(
+        settings: ServerSettings,
+        place: ServerPlace,
+        *,
+        port: int,
+        meeting: str | None = None,
+        **options: Any,
+    ) -> list[str]:
+        words = map(str, (port, meeting, place.server_rank))
+        return [sys.executable, "-c", code(), *words]
 
     monkeypatch.setattr(managed_engine, "build_argv", build_argv)
 

@@ -54,6 +54,10 @@ def _check_turns(c: Configuration) -> Iterator[BrokenRule]:
         rule = f"No engine samples while the trainer has the devices, and {_KEY} is true"
         remedy = f"Use rollout.max_staleness=0, or {_KEY}=false"
         yield BrokenRule("rollout.max_staleness", rule, remedy)
+    if c.engine.nodes_per_engine > 1:
+        rule = f"An engine shares the devices of the ranks of one node, and {_KEY} is true"
+        remedy = f"Use engine.nodes_per_engine=1, or {_KEY}=false"
+        yield BrokenRule("engine.nodes_per_engine", rule, remedy)
     if c.sync.when != "step":
         rule = f"An engine that slept has lost its weights: {_KEY}=true needs a sync in each step"
         yield BrokenRule("sync.when", rule, f"Use sync.when=step, or {_KEY}=false")

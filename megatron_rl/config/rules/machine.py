@@ -26,6 +26,7 @@ from sglang_bridge.settings import (
 _START_SETTINGS = (
     "count",
     "colocated",
+    "nodes_per_engine",
     "device",
     "max_total_tokens",
     "threads",
@@ -175,6 +176,7 @@ def _check_managed(engine: EngineSettings, facts: LaunchFacts) -> Iterator[Broke
         if getattr(engine, name):
             rule = "engine.mode=managed starts its own servers on free ports with random keys"
             yield BrokenRule(f"engine.{name}", rule, "Remove it, or use engine=external")
+    yield from _check_nodes(engine, facts)
     for refusal in server_refusals(engine, server_device(engine, facts.num_gpus)):
         yield _from_refusal(refusal)
     if engine.ep > 1 and server_device(engine, facts.num_gpus) == "cpu":
@@ -192,6 +194,21 @@ def _check_managed(engine: EngineSettings, facts: LaunchFacts) -> Iterator[Broke
         )
         remedy = 'Use auto, or hide the GPUs from the whole job: CUDA_VISIBLE_DEVICES=""'
         yield BrokenRule("engine.device", rule, remedy)
+
+
+def _check_nodes(engine: EngineSettings, facts: LaunchFacts) -> Iterator[BrokenRule]:
+    """Yield broken rules about engines over several nodes."""
+    num_nodes = facts.world_size // facts.local_world_size
+    if num_nodes % engine.nodes_per_engine:
+        rule = (
+            f"The {num_nodes} node(s) of this run form groups of so many nodes, and each group "
+            "shares its engines"
+        )
+        remedy = "Use a divisor of the number of nodes, or start torchrun on more nodes (--nnodes)"
+        yield BrokenRule("engine.nodes_per_engine", rule, remedy)
+    if engine.tp % engine.nodes_per_engine:
+        rule = f"Each node holds an equal part of the engine.tp={engine.tp} ranks of an engine"
+        yield BrokenRule("engine.nodes_per_engine", rule, "Use a divisor of engine.tp")
 
 
 def _from_refusal(refusal: Refusal) -> BrokenRule:
@@ -212,18 +229,19 @@ def _check_gpus(engine: EngineSettings, facts: LaunchFacts) -> Iterator[BrokenRu
     if engine.colocated:
         return  # see colocated.py
     ranks = facts.local_world_size
-    engines = engine.count * engine.tp if engine.mode == "managed" else 0
+    ranks_of_engine = engine.tp // engine.nodes_per_engine
+    engines = engine.count * ranks_of_engine if engine.mode == "managed" else 0
     if not 0 < facts.num_gpus < ranks + engines or engine.device == "cpu":
         return
-    if engine.mode == "managed" and engine.tp > facts.num_gpus:
+    if engine.mode == "managed" and ranks_of_engine > facts.num_gpus:
         rule = (
-            f"An engine that the run starts is on one node, and {facts.num_gpus} GPU(s) are "
-            "visible here"
+            f"An engine has {ranks_of_engine} of its ranks on each node "
+            f"(engine.nodes_per_engine={engine.nodes_per_engine}), and {facts.num_gpus} GPU(s) "
+            "are visible here"
         )
         remedy = (
-            f"Lower it, or start an engine over several nodes yourself (sglang --tp-size "
-            f"{engine.tp} --nnodes N --node-rank R --dist-init-addr HOST:PORT on each) and use "
-            "engine=external"
+            "Lower it, or raise engine.nodes_per_engine, which lets several nodes of the run share "
+            "an engine"
         )
         yield BrokenRule("engine.tp", rule, remedy)
         return
@@ -231,7 +249,7 @@ def _check_gpus(engine: EngineSettings, facts: LaunchFacts) -> Iterator[BrokenRu
     if free_gpus > 0:
         way = f"Start at most {free_gpus} rank(s) (torchrun --nproc-per-node {free_gpus})"
     elif engines > 1:
-        way = "Lower engine.count or engine.tp"
+        way = "Lower engine.count or engine.tp, or raise engine.nodes_per_engine"
     else:
         way = "Use engine=external, with engines elsewhere"
     rule = (

@@ -23,6 +23,12 @@ def check_sync(c: Configuration) -> Iterator[BrokenRule]:
             "rebuild the weights"
         )
         yield BrokenRule("sync.delta", rule, "Use sync.delta=false, or engine=managed")
+    elif c.sync.delta and c.engine.nodes_per_engine > 1:
+        rule = (
+            "Weights are rebuilt on the node that leads an engine, and with "
+            f"engine.nodes_per_engine={c.engine.nodes_per_engine} the others would not find them"
+        )
+        yield BrokenRule("sync.delta", rule, "Use sync.delta=false")
     if c.sync.local_directory is not None and not c.sync.delta:
         rule = "This has no effect: only sync.delta=true keeps copies of the weights on nodes"
         yield BrokenRule("sync.local_directory", rule, "Remove it, or use sync.delta=true")

@@ -10,10 +10,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 from megatron_rl.config.schema import EngineSettings, RecoverySettings
 from megatron_rl.engines.node.collector_process import CollectorProcess
+from megatron_rl.engines.node.first_server import FirstServer, StartServer
+from megatron_rl.engines.node.further_server import FurtherServer
+from megatron_rl.engines.node.meeting import Meeting
+from megatron_rl.engines.node.node_board import NodeBoard
 from megatron_rl.engines.node.node_reports import (
     CollectorReport,
     EngineReport,
@@ -30,13 +35,18 @@ from sglang_bridge.server.managed_engine import ManagedEngine
 from sglang_bridge.settings import ServerPlace
 
 _POLL_SECONDS = 0.2
+# In which the nodes of an engine begin its first start together. Later, `wait_healthy` lets them.
+_MEET_SECONDS = 5.0
 _STOP_SECONDS = 15.0
 
 
 class NodeProcesses:
     """The managed engines and the collector of one node. They end when this process ends.
 
-    One thread starts them and stops them, and another one may `maintain` them meanwhile.
+    One thread starts them and stops them, and another one may `maintain` them meanwhile. Of an
+    engine over several nodes, each node has a server. The first one looks after the engine.
+
+    board: where nodes that share engines tell one another about them, if there are any.
 
     restarts_engines: False if an engine that ends is given up at once.
 
@@ -51,16 +61,19 @@ class NodeProcesses:
         log_directory: Path,
         recovery: RecoverySettings | None = None,
         restarts_engines: bool = True,
+        board: NodeBoard | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._node = node
+        self._board = board
         self._log_directory = log_directory
         self._recovery = recovery or RecoverySettings()
         self._restarts_engines = restarts_engines
         self._clock = clock
         self._lifeline = Lifeline()
         self._start_timeout_s = 0.0
-        self._engines: list[ManagedEngine] = []
+        self._engines: list[ManagedEngine | FirstServer] = []
+        self._further_servers: list[FurtherServer] = []
         # One for each engine, once all of them were healthy
         self._engine_upkeeps: tuple[Upkeep, ...] = ()
         self._collector: CollectorProcess | None = None
@@ -80,25 +93,34 @@ class NodeProcesses:
         """Start servers without waiting for them: they load while the trainer builds its model."""
         self._start_timeout_s = settings.start_timeout_s
         for index, place in enumerate(places):
-            log_path = self._log_directory / f"engine-{self._node}-{index}.log"
-            engine = ManagedEngine.start(
-                settings, place, keys=keys, log_path=log_path, lifeline=self._lifeline
-            )
-            self._engines.append(engine)
+            start_server = partial(self._start_server, settings, place, keys, index)
+            if place.num_servers == 1:
+                self._engines.append(start_server())
+            else:
+                self._start_part(index, place, start_server)
+        deadline = time.monotonic() + _MEET_SECONDS
+        while time.monotonic() < deadline and not self._have_met():
+            time.sleep(_POLL_SECONDS)
 
     def wait_healthy(self, timeout_seconds: float) -> list[Engine]:
-        """Wait until every engine answers. From then on, `maintain` looks after them.
+        """Wait until every engine with a server here answers, and return those this node leads.
 
-        Raises `EngineUnhealthy` or `EngineDied` with the last lines of the log.
+        From then on, `maintain` looks after them. Raises `EngineUnhealthy` or `EngineDied` with the
+        last lines of the log.
         """
         unhealthy = list(self._engines)
+        silent = list(self._further_servers)
         start = time.monotonic()
-        while unhealthy:
-            if time.monotonic() - start > timeout_seconds:
+        while unhealthy or silent:
+            seconds = time.monotonic() - start
+            if seconds > timeout_seconds and unhealthy:
                 # Raises, with the log of this engine
-                unhealthy[0].wait_healthy(0.0)
+                unhealthy[0].check_age(0.0)
+            elif seconds > timeout_seconds:
+                silent[0].check_first_start(seconds)
             unhealthy = [engine for engine in unhealthy if not engine.poll_healthy()]
-            if unhealthy:
+            silent = [server for server in silent if not server.follow()]
+            if unhealthy or silent:
                 time.sleep(_POLL_SECONDS)
         self._engine_upkeeps = tuple(
             self._look_after(
@@ -136,6 +158,8 @@ class NodeProcesses:
         `stop` began.
         """
         if not self._is_stopping:
+            for server in self._further_servers:
+                server.follow()
             for index, upkeep in enumerate(self._engine_upkeeps):
                 upkeep.maintain(
                     ordered_epoch=orders.restart_engines.get(index),
@@ -162,12 +186,56 @@ class NodeProcesses:
         """
         with self._start_lock:
             self._is_stopping = True
-        with ThreadPoolExecutor(max_workers=len(self._engines) + 1) as pool:
+        servers = [*self._engines, *self._further_servers]
+        with ThreadPoolExecutor(max_workers=len(servers) + 1) as pool:
             if self._collector is not None:
                 pool.submit(self._collector.stop, timeout=timeout_seconds)
-            for engine in self._engines:
-                pool.submit(_stop_engine, engine, timeout_seconds)
+            for server in servers:
+                pool.submit(_stop_server, server, timeout_seconds)
         self._lifeline.close()
+
+    def _start_server(
+        self,
+        settings: EngineSettings,
+        place: ServerPlace,
+        keys: RunKeys,
+        index: int,
+        meet: Callable[[], str] | None = None,
+    ) -> ManagedEngine:
+        return ManagedEngine.start(
+            settings,
+            place,
+            keys=keys,
+            log_path=self._log_directory / f"engine-{self._node}-{index}.log",
+            lifeline=self._lifeline,
+            meet=meet,
+        )
+
+    def _start_part(self, index: int, place: ServerPlace, start_server: StartServer) -> None:
+        """Start this node's server of an engine over several nodes.
+
+        A further one starts once the first one is announced.
+        """
+        if self._board is None:
+            raise RuntimeError("nodes that share engines need a board")
+        meeting = Meeting(
+            self._board,
+            first_node=self._node - place.server_rank,
+            index=index,
+            num_servers=place.num_servers,
+        )
+        if place.server_rank:
+            server = FurtherServer(meeting, place.server_rank, start_server, clock=self._clock)
+            self._further_servers.append(server)
+        else:
+            self._engines.append(FirstServer(meeting, start_server, host=place.host))
+
+    def _have_met(self) -> bool:
+        """Start the further servers of this node that are announced. True once all have started."""
+        for server in self._further_servers:
+            if not server.is_started:
+                server.follow()
+        return all(server.is_started for server in self._further_servers)
 
     def _budget(self) -> RestartBudget:
         return RestartBudget(self._recovery.restarts_per_hour, clock=self._clock)
@@ -211,7 +279,9 @@ class NodeProcesses:
         return NodeReport(node=self._node, engines=tuple(engines), collector=collector)
 
 
-def _stop_engine(engine: ManagedEngine, timeout_seconds: float) -> None:
+def _stop_server(
+    server: ManagedEngine | FirstServer | FurtherServer, timeout_seconds: float
+) -> None:
     # It may have ended already, or the disk has no space to record a removal
     with contextlib.suppress(EngineError, OSError):
-        engine.stop(timeout=timeout_seconds)
+        server.stop(timeout=timeout_seconds)

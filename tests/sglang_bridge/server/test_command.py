@@ -4,10 +4,12 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sglang_bridge import addresses
 from sglang_bridge.server.command import (
     ROUND_ACTIVATIONS,
     build_argv,
@@ -147,3 +149,25 @@ def test_replay_on_gpus_selects_kernels_that_record_routes() -> None:
 def test_seed_reaches_the_engine() -> None:
     assert "--random-seed=7" in argv_of(replace(PLACE, seed=7))
     assert not any("--random-seed" in argument for argument in argv_of())
+
+
+def test_servers_of_several_nodes_know_their_number_and_where_they_meet() -> None:
+    place = replace(PLACE, num_servers=3, server_rank=1)
+    settings = ServerSettings(tp=6)
+    argv = build_argv(settings, place, port=1, key_config=KEYS, meeting="10.0.0.1:2")
+    assert {"--nnodes=3", "--node-rank=1", "--dist-init-addr=10.0.0.1:2"} <= set(argv)
+    assert not any(word.startswith("--nnodes") for word in argv_of())
+
+
+def test_gloo_uses_the_interface_over_which_the_servers_of_an_engine_meet(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The name of a machine may have a loopback address, as Debian's installer gives it."""
+    interface = [SimpleNamespace(address="10.0.0.5")]
+    monkeypatch.setattr(addresses.psutil, "net_if_addrs", lambda: {"lo": [], "ib0": interface})
+    place = replace(PLACE, host="10.0.0.5", num_servers=2)
+    assert environment_of({}, place)["GLOO_SOCKET_IFNAME"] == "ib0"
+    chosen = {"GLOO_SOCKET_IFNAME": "eth7"}
+    assert environment_of(chosen, place)["GLOO_SOCKET_IFNAME"] == "eth7"
+    for other in (replace(place, num_servers=1), replace(place, host="10.0.0.6")):
+        assert "GLOO_SOCKET_IFNAME" not in environment_of({}, other)

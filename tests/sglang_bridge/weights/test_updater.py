@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -460,15 +462,23 @@ class Gathering:
 
 
 class TwoRanks:
-    """An updater on rank 0, and a rank that follows. script: failures of rank 1's transport."""
+    """An updater on rank 0, and a rank that follows.
 
-    def __init__(self, script: Callable[[str], Failures] = lambda _: {}) -> None:
+    script, first_script: failures of the transports of rank 1 and of rank 0.
+    """
+
+    def __init__(
+        self,
+        script: Callable[[str], Failures] = lambda _: {},
+        *,
+        first_script: Callable[[str], Failures] = lambda _: {},
+    ) -> None:
         inbox = queue.Queue[bytes]()
         gathering = Gathering()
         self.logs: list[list[str]] = [[], []]
         self.admins = [RecordingAdmin(url, self.logs[0], set()) for url in (A, B)]
         crews = [ThreadCrew(rank, inbox, gathering) for rank in (0, 1)]
-        scripts = [lambda _: {}, script]
+        scripts = [first_script, script]
         self.opened: list[str] = []
         self.parts = [
             RankPart(
@@ -533,3 +543,37 @@ def test_a_rank_keeps_its_client_until_rank_0_forgets_the_engine() -> None:
     ranks.push(3)
     assert "forget 2" in ranks.logs[1]
     assert ranks.opened == [A, B, B]
+
+
+def test_owners_connect_to_new_engines_one_after_another() -> None:
+    """A trainer that dies meanwhile leaves no engine with a request that nobody will answer."""
+    events: list[str] = []
+
+    def note(rank: int, what: str) -> Failures:
+        if what == "connect":
+            events.append(f"{rank} begins")
+            time.sleep(0.2)
+            events.append(f"{rank} ends")
+        return {}
+
+    ranks = TwoRanks(partial(note, 1), first_script=partial(note, 0))
+    in_turns = ["0 begins", "0 ends", "1 begins", "1 ends"]
+    ranks.push(1)
+    assert events == in_turns
+    events.clear()
+    ranks.push(2)
+    assert {event.split()[1] for event in events[:2]} == {"begins"}
+    events.clear()
+    ranks.updater.forget(ranks.admins[1])
+    ranks.push(3)
+    assert events == in_turns
+
+
+def test_an_engine_that_one_owner_does_not_reach_is_no_wait_for_the_next() -> None:
+    """Each owner would wait for it as long as a group may take to form."""
+    ranks = TwoRanks(
+        first_script=lambda what: {B: "it does not answer"} if what == "connect" else {}
+    )
+    with pytest.raises(WeightUpdateFailed):
+        ranks.push()
+    assert "connect 12" in ranks.logs[0] and "connect 1" in ranks.logs[1]
