@@ -60,14 +60,30 @@ async def ignore(message: FromCollector) -> None:
     """Drop a report."""
 
 
+class AbortedEngine(VersionedEngine):
+    """Somebody aborts its first request after one token."""
+
+    def __call__(self, n: int, body: Reply) -> Reply:
+        if n:
+            return super().__call__(n, body)
+        cut_body = {**body, "sampling_params": {**body["sampling_params"], "max_new_tokens": 1}}
+        reply = super().__call__(n, cut_body)
+        reply["meta_info"]["finish_reason"] = {"type": "abort"}
+        return reply
+
+
 async def sample(
-    budget: VersionBudget | None, versions: list[int], *, max_new_tokens: int = 16
+    budget: VersionBudget | None,
+    versions: list[int],
+    *,
+    max_new_tokens: int = 16,
+    engine: VersionedEngine | None = None,
 ) -> tuple[Generation, VersionedEngine, list[int]]:
     """Sample a response while the engine gets these versions, each once the response is parked.
 
     Returns it, the engine, and the number of parked responses before each new version.
     """
-    engine = VersionedEngine()
+    engine = engine or VersionedEngine()
     parked: list[int] = []
     async with fake_engine(engine) as url:
         pool = EnginePool([Engine(url=url)], EngineSettings(), FORM, ignore)
@@ -135,6 +151,12 @@ def test_the_limit_of_the_response_ends_it_whatever_its_budget_is(max_new_tokens
 def test_a_budget_of_no_tokens_waits_at_once() -> None:
     generation, engine, parked = asyncio.run(sample(VersionBudget(0, 1), [1]))
     assert spans(generation) == [("1", 0, 6)] and engine.limits == [16] and parked == [1]
+
+
+def test_a_response_that_is_aborted_gets_the_rest_of_its_budget_alone() -> None:
+    generation, engine, _ = asyncio.run(sample(VersionBudget(2, 2), [1, 2], engine=AbortedEngine()))
+    assert spans(generation) == [("0", 0, 2), ("1", 2, 4), ("2", 4, 6)]
+    assert engine.limits == [1, 1, 2, 12]
 
 
 def test_a_collector_settles_once_every_response_has_ended_or_waits() -> None:

@@ -266,6 +266,8 @@ class EnginePool:
             if not self._is_interrupted(piece, attempts):
                 return _joined(response, piece)
             response.add(piece)
+            if limit is not None and not response.is_complete:
+                return None  # less is left of its budget
         return response.generation()
 
     def _limit(self, response: PartialResponse, budget: VersionBudget | None) -> int | None:
