@@ -84,6 +84,8 @@ class BatchAhead(msgspec.Struct, frozen=True, kw_only=True):
 
     groups: credited ones first, then `num_stopped` stopped and `num_surplus` surplus ones.
     generated_tokens, engines_left_out, num_repeated, selection_metrics: as in `RolloutBatch`.
+    is_open: the rollouts are still being sampled. The groups are parts as they were requested, in
+    any order, and may have `open_samples`.
     """
 
     step: Count
@@ -94,6 +96,7 @@ class BatchAhead(msgspec.Struct, frozen=True, kw_only=True):
     engines_left_out: Count
     num_repeated: Count
     selection_metrics: dict[str, float]
+    is_open: bool = False
 
 
 class Checkpoint(msgspec.Struct, frozen=True, tag="checkpoint"):

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
+
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.plugins import PluginError
-from megatron_rl.rollouts.episode_runner import EpisodeRunner, RejectedRollout, ScoredRollout
+from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.rollouts import codec
+from megatron_rl.rollouts.episode_runner import EpisodeRunner
 from megatron_rl.rollouts.link import CollectorLink
 from megatron_rl.rollouts.messages import (
     AddEngine,
@@ -23,21 +26,27 @@ from megatron_rl.rollouts.messages import (
     Held,
     Hold,
     LiftBudgets,
+    Partials,
     Proceed,
     Release,
     RemoveEngine,
+    SavedRollout,
     Settle,
     SetVersion,
     Stop,
+    StorePartials,
     ToCollector,
     Withdraw,
+    partial_name,
 )
+from megatron_rl.rollouts.partials.progress import NO_VERDICT_YET, GroupProgress, ScoredRollout
 from megatron_rl.rollouts.repetition import repetition, sampled_token_ids
 from megatron_rl.rollouts.store import RolloutStore, make_rollout_ref
 
 _ALIVE_INTERVAL_SECONDS = 1.0
 # The event loop's own pool may be full of a scorer's blocking calls, so this process has another.
 _THREADS = 4
+_CHANGE_SECONDS = 0.01  # about the time in which a thread adds a response
 
 
 class Collector:
@@ -55,16 +64,20 @@ class Collector:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="replies")
         self._runner = EpisodeRunner(configuration, send, self._threads)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._shape = configuration.routes
         # By group id: those that run, and their tasks
         self._requests: dict[str, tuple[GroupRequest, asyncio.Task[None]]] = {}
+        self._progress: dict[str, GroupProgress] = {}  # by group id, of those that run
+        # By group id and sample index: rollouts of a checkpoint whose request has not come yet
+        self._saved_rollouts: dict[str, dict[int, Rollout]] = {}
 
     async def handle(self, message: ToCollector) -> bool:
         """Process one message and return False if the collector has to end."""
         match message:
             case GroupRequest():
-                self._runner.announce(message)
-                task = self._start(self._answer(message))
-                self._requests[message.group_id] = (message, task)
+                self._begin(message)
+            case SavedRollout(group_id, index, data):
+                self._saved_rollouts.setdefault(group_id, {})[index] = codec.decode(data)
             case Withdraw():
                 self._withdraw(message.group_ids)
             case Release():
@@ -77,6 +90,8 @@ class Collector:
                 self._start(self._settle(number))
             case LiftBudgets():
                 self._runner.lift_budgets()
+            case StorePartials(number):
+                self._start(self._store_partials(number))
             case Proceed():
                 self._runner.engines.proceed()
             case Stop():
@@ -93,11 +108,26 @@ class Collector:
         await self._runner.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
+    def _begin(self, request: GroupRequest) -> None:
+        group_id = request.group_id
+        progress = GroupProgress(
+            request.prompt,
+            request.sampling,
+            range(request.first_sample, request.first_sample + request.num_samples),
+            saved=request.saved,
+            rollouts=self._saved_rollouts.pop(group_id, None),
+            shape=self._shape,
+        )
+        self._runner.announce(request, progress.episodes)
+        self._progress[group_id] = progress
+        self._requests[group_id] = (request, self._start(self._answer(request, progress)))
+
     def _withdraw(self, group_ids: Sequence[str]) -> None:
         for group_id in group_ids:
             if group_id in self._requests:
                 request, task = self._requests.pop(group_id)
                 task.cancel()
+                del self._progress[group_id]
                 self._runner.forget(request)
         self._store.release(group_ids)
 
@@ -132,42 +162,84 @@ class Collector:
             case SetVersion(version):
                 engines.set_version(version)
 
-    async def _answer(self, request: GroupRequest) -> None:
+    async def _store_partials(self, number: int) -> None:
+        groups = []
+        for group_id in list(self._requests):
+            group = await self._store_partial(number, group_id)
+            if group is not None:
+                groups.append(group)
+        await self._send(Partials(number, tuple(groups)))
+
+    async def _store_partial(self, number: int, group_id: str) -> Group | None:
+        """Store what there is of a group. Returns None for one that has ended or is evaluated."""
+        while group_id in self._requests:
+            request, _ = self._requests[group_id]
+            progress = self._progress[group_id]
+            if request.evaluation:
+                return None
+            if progress.is_changing:
+                await asyncio.sleep(_CHANGE_SECONDS)
+                continue
+            # At once: everything may change while a thread stores the rollouts
+            results = progress.results()
+            open_rollouts = progress.open_rollouts()
+            rejected_tokens = progress.count_rejected_tokens()
+            rejected_tokens.update(progress.tokens_rejected_in_open_episodes())
+            group = Group(
+                group_id=group_id,
+                prompt=request.prompt,
+                rollouts=(),
+                rejections=progress.count_rejections(),
+                rejected_tokens=dict(rejected_tokens),
+                environment_error=progress.first_environment_error(),
+                open_samples=progress.open_samples(),
+            )
+            results += [_open_result(rollout) for rollout in open_rollouts]
+            refs = await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._store_results, partial_name(number, group_id), results
+            )
+            return msgspec.structs.replace(group, rollouts=tuple(refs))
+        return None
+
+    async def _answer(self, request: GroupRequest, progress: GroupProgress) -> None:
         """Run a group and send the result.
 
         An error ends the run: without a report rank 0 would wait for the group forever.
         """
         try:
-            await self._send(await self._run(request))
+            await self._send(await self._run(request, progress))
         except Exception as error:
             await self._send(_failure_report(error))
         finally:
             self._runner.forget(request)
             if self._requests.get(request.group_id, (None,))[0] is request:
                 del self._requests[request.group_id]
+                del self._progress[request.group_id]
 
-    async def _run(self, request: GroupRequest) -> GroupDone:
+    async def _run(self, request: GroupRequest, progress: GroupProgress) -> GroupDone:
         start = time.monotonic()
-        indices = range(request.first_sample, request.first_sample + request.num_samples)
-        outcomes = await asyncio.gather(*(self._runner.run(request, index) for index in indices))
-        results = [outcome for outcome in outcomes if isinstance(outcome, ScoredRollout)]
-        rejections = [outcome for outcome in outcomes if isinstance(outcome, RejectedRollout)]
+        runs = (
+            self._runner.run(request, index, episode)
+            for index, episode in progress.episodes.items()
+        )
+        await asyncio.gather(*runs)
+        results = progress.results()
+        rejected_tokens = progress.count_rejected_tokens()
         scored_at = time.monotonic()
         group = Group(
             group_id=request.group_id,
             prompt=request.prompt,
             rollouts=tuple(await self._refs(request, results)),
-            rejections=dict(Counter(rejection.reason for rejection in rejections)),
-            rejected_tokens=_rejected_tokens(outcomes),
-            environment_error=_first_environment_error(rejections),
+            rejections=progress.count_rejections(),
+            rejected_tokens=dict(rejected_tokens),
+            environment_error=progress.first_environment_error(),
             generated_at=max((result.generated_at for result in results), default=0.0),
             scored_at=scored_at if results else 0.0,
         )
-        num_rejected = sum(sum(outcome.rejected_tokens.values()) for outcome in outcomes)
         num_used = sum(result.num_generated for result in results)
         return GroupDone(
             group=group,
-            generated_tokens=num_used + num_rejected,
+            generated_tokens=num_used + rejected_tokens.total(),
             attempt=request.attempt,
             seconds=time.monotonic() - start,
         )
@@ -188,12 +260,13 @@ class Collector:
             ]
         # In a thread, because it may copy hundreds of megabytes.
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._store_group, request, results)
+        return await loop.run_in_executor(
+            self._threads, self._store_results, request.group_id, results
+        )
 
-    def _store_group(
-        self, request: GroupRequest, results: Sequence[ScoredRollout]
-    ) -> list[RolloutRef]:
-        locations = self._store.put(request.group_id, [result.rollout for result in results])
+    def _store_results(self, name: str, results: Sequence[ScoredRollout]) -> list[RolloutRef]:
+        """Store rollouts under a name, and return their references."""
+        locations = self._store.put(name, [result.rollout for result in results])
         ngram = self._credit.repetition_ngram
         refs = []
         for result, location in zip(results, locations, strict=True):
@@ -212,16 +285,10 @@ class Collector:
         return refs
 
 
-def _first_environment_error(rejections: Sequence[RejectedRollout]) -> str:
-    errors = (rejection.environment_error for rejection in rejections)
-    return next((error for error in errors if error), "")
-
-
-def _rejected_tokens(outcomes: Sequence[ScoredRollout | RejectedRollout]) -> dict[str, int]:
-    tokens = Counter[str]()
-    for outcome in outcomes:
-        tokens.update(outcome.rejected_tokens)
-    return dict(tokens)
+def _open_result(rollout: Rollout) -> ScoredRollout:
+    """Return what there is of a rollout as if it had a verdict."""
+    num_sampled = sum(len(s.tokens) for s in rollout.segments if s.logprobs is not None)
+    return ScoredRollout(rollout, NO_VERDICT_YET, num_sampled, {}, 0.0)
 
 
 async def serve(link: CollectorLink, node: int) -> None:

@@ -69,6 +69,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     budget: of each response. None: no limit.
     evaluation: return verdicts only. No rollout is kept and no routes are requested.
     attempt: how often the request was sent before. The answer repeats it.
+    saved: what a checkpoint has of the group. Its rollouts have come before, as `SavedRollout`.
     """
 
     group_id: str
@@ -79,6 +80,15 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     evaluation: bool = False
     attempt: Count = 0
     budget: VersionBudget | None = None
+    saved: Group | None = None
+
+
+class SavedRollout(msgspec.Struct, frozen=True, tag="saved_rollout"):
+    """A rollout of a checkpoint, for the next request of its group. data: encoded (`codec`)."""
+
+    group_id: str
+    sample_index: Count
+    data: bytes
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
@@ -134,6 +144,15 @@ class LiftBudgets(msgspec.Struct, frozen=True, tag="lift_budgets"):
     """Sample the responses of all requests so far to their end, whatever their budget is."""
 
 
+class StorePartials(msgspec.Struct, frozen=True, tag="store_partials"):
+    """Store what there is of all requests. The answer is `Partials`.
+
+    number: the answer repeats it. `Release` frees each group by its `partial_name`.
+    """
+
+    number: Count
+
+
 class Proceed(msgspec.Struct, frozen=True, tag="proceed"):
     """Send requests again, and continue those that were interrupted."""
 
@@ -187,6 +206,16 @@ class Held(msgspec.Struct, frozen=True, tag="held"):
     number: Count = 0
 
 
+class Partials(msgspec.Struct, frozen=True, tag="partials"):
+    """What there is of all requests for rollouts to train on.
+
+    groups: some may be finished, and their `GroupDone` on its way. number: that of `StorePartials`.
+    """
+
+    number: Count
+    groups: tuple[Group, ...]
+
+
 class CallAbandoned(msgspec.Struct, frozen=True, tag="call_abandoned"):
     """Warning about a call of a user-defined class, such as one that was killed."""
 
@@ -214,10 +243,19 @@ ToCollector = (
     | Hold
     | Settle
     | LiftBudgets
+    | SavedRollout
+    | StorePartials
     | Proceed
     | Stop
 )
-FromCollector = Alive | GroupDone | AbortRequest | EngineLeftOut | Held | CallAbandoned | Failed
+FromCollector = (
+    Alive | GroupDone | AbortRequest | EngineLeftOut | Held | Partials | CallAbandoned | Failed
+)
+
+
+def partial_name(number: int, group_id: str) -> str:
+    """Return the name under which a collector stores what there is of a group."""
+    return f"partials-{number}/{group_id}"
 
 
 def collector_name(node: int, epoch: int) -> str:

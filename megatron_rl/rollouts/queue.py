@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -33,19 +33,24 @@ from megatron_rl.rollouts.messages import (
     Held,
     Hold,
     LiftBudgets,
+    Partials,
     Proceed,
     Release,
     RemoveEngine,
     Settle,
     SetVersion,
     Stop,
+    StorePartials,
     ToCollector,
     Withdraw,
+    partial_name,
 )
+from megatron_rl.rollouts.partials.saved_groups import NOTHING_SAVED, SavedGroup, SavedGroups
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineError
 
 _HOLD_POLL_SECONDS = 0.5
+_SAVED_NODE = -1  # the "node" of rollouts that rank 0 holds itself
 
 
 class CollectorFailed(Failure):
@@ -95,26 +100,28 @@ class _Outstanding:
     """A request that was not answered yet. since: on the monotonic clock.
 
     node: of the collector that has it, None while no collector is connected. attempt: how often it
-    was sent before.
+    was sent before. saved: what a checkpoint has of the group.
     """
 
     request: GroupRequest
     since: float
     node: int | None = None
     attempt: int = 0
+    saved: SavedGroup | None = None
 
 
 @dataclass(frozen=True)
 class _Holder:
     """The collector that holds the rollouts of a delivered group, and the request for them.
 
-    generated_tokens: tokens that engines sampled for it.
+    generated_tokens: tokens that engines sampled for it. saved_tokens: those of a checkpoint.
     """
 
     node: int
     epoch: int
     request: GroupRequest
     generated_tokens: int
+    saved_tokens: int = 0
 
 
 @dataclass
@@ -139,7 +146,8 @@ class RolloutQueue:
     Each request goes to the node with the fewest outstanding rollouts. It waits while no collector
     is connected. If the last engine of a node leaves, its requests go to nodes that have one.
 
-    num_repeated: requests that were sent again, because their collector was gone.
+    num_repeated: requests that were sent again, because their collector was gone, or because what a
+    checkpoint had of them did not fit.
     engines_left_out: URLs of engines that collectors do not use, because they failed.
     observer: learns of engines and collectors that failed, if set.
     on_arrival: gets the answer to each request, and the seconds since it was submitted, if set.
@@ -173,6 +181,9 @@ class RolloutQueue:
         self._loads = Counter[int]()  # outstanding rollouts by node
         self._holders: dict[str, _Holder] = {}  # by id of a group that is not released yet
         self._holding = _Holding()
+        self._saved = NOTHING_SAVED
+        self._num_stores = 0
+        self._partials: dict[int, Partials] = {}  # by node, the answers to the last `StorePartials`
         self._next_attempts = Counter[str]()  # by id of a group that was withdrawn for good
         # By node, the ids of groups that were withdrawn. Their answer may be on its way.
         self._withdrawn_ids: dict[int, set[str]] = {}
@@ -217,10 +228,25 @@ class RolloutQueue:
                 raise ValueError(
                     f"group {request.group_id} was submitted already: a group is delivered once"
                 )
+            saved = self._saved.take(request)
+            if saved is not None and saved.is_finished:
+                self._deliver_saved(request, saved)
+                continue
             attempt = self._next_attempts.pop(request.group_id, 0)
-            outstanding = _Outstanding(request, time.monotonic(), attempt=attempt)
+            outstanding = _Outstanding(request, time.monotonic(), attempt=attempt, saved=saved)
             self._outstanding[request.group_id] = outstanding
             self._assign(outstanding)
+        self.num_repeated += self._saved.count_misfits()
+
+    def restore(self, saved: SavedGroups) -> None:
+        """Continue the groups of a checkpoint once they are submitted, instead of new ones."""
+        self._saved = saved
+
+    def _deliver_saved(self, request: GroupRequest, saved: SavedGroup) -> None:
+        group_id = request.group_id
+        tokens = saved.num_tokens
+        self._holders[group_id] = _Holder(_SAVED_NODE, 0, request, tokens, tokens)
+        self._ready.append(self._saved.store(saved))
 
     def as_completed(
         self,
@@ -300,6 +326,10 @@ class RolloutQueue:
     def tokens_of(self, group_id: str) -> int:
         """Return the tokens that engines sampled for a delivered group that is not released."""
         return self._holders[group_id].generated_tokens
+
+    def saved_tokens_of(self, group_id: str) -> int:
+        """Return those of `tokens_of` that a checkpoint had."""
+        return self._holders[group_id].saved_tokens
 
     def request_again(self, group_ids: Sequence[str]) -> None:
         """Request delivered groups again, under the same ids. Their rollouts are released."""
@@ -414,8 +444,57 @@ class RolloutQueue:
         for node in self.connected_nodes:
             self._send(node, Proceed())
 
+    def arrived(self, group_ids: Collection[str]) -> list[Group]:
+        """Return those of these groups that nobody has taken yet and that are not lost."""
+        self._handle_events()
+        return [g for g in self._ready if g.group_id in group_ids and not self._is_lost(g.group_id)]
+
+    def store_partials(
+        self, *, timeout_seconds: float, idle: Callable[[], None] | None = None
+    ) -> list[Group]:
+        """Let collectors store what there is of all requests, until `release_partials`.
+
+        What a collector does not store in time is left out. idle: called about every half second.
+
+        Raises `CollectorFailed`.
+        """
+        self._handle_events()
+        self._num_stores += 1
+        self._partials = {}
+        for node in self.connected_nodes:
+            self._send(node, StorePartials(self._num_stores))
+        deadline = time.monotonic() + timeout_seconds
+        while waiting_nodes := set(self.connected_nodes) - self._partials.keys():
+            if time.monotonic() > deadline:
+                self._write_log(
+                    f"warning: node(s) {sorted(waiting_nodes)} did not store their open rollouts "
+                    f"within {timeout_seconds:g} s: a resumed run samples them anew"
+                )
+                break
+            if idle is not None:
+                idle()
+            self._wait_for_events(_HOLD_POLL_SECONDS)
+        return [
+            group
+            for node, partials in self._partials.items()
+            for group in partials.groups
+            if self._is_outstanding(node, group.group_id)
+        ]
+
+    def release_partials(self) -> None:
+        """Free what `store_partials` has stored."""
+        for node, partials in self._partials.items():
+            names = [partial_name(partials.number, group.group_id) for group in partials.groups]
+            self._send(node, Release(tuple(names)))
+        self._partials = {}
+
+    def _is_outstanding(self, node: int, group_id: str) -> bool:
+        outstanding = self._outstanding.get(group_id)
+        return outstanding is not None and outstanding.node == node
+
     def release(self, group_ids: Sequence[str]) -> None:
         """Free the rollouts of delivered groups."""
+        self._saved.release(group_ids)
         ids_by_node: dict[int, list[str]] = {}
         for group_id in group_ids:
             is_lost = self._is_lost(group_id)
@@ -461,7 +540,14 @@ class RolloutQueue:
         node = min(nodes, key=lambda n: (self._loads[n], n))
         outstanding.node = node
         self._loads[node] += outstanding.request.num_samples
-        request = msgspec.structs.replace(outstanding.request, attempt=outstanding.attempt)
+        saved = outstanding.saved
+        for rollout in () if saved is None else saved.messages():
+            self._send(node, rollout)
+        request = msgspec.structs.replace(
+            outstanding.request,
+            attempt=outstanding.attempt,
+            saved=None if saved is None else saved.group,
+        )
         self._send(node, request)
         self._send_settle(node)
 
@@ -495,7 +581,9 @@ class RolloutQueue:
 
     def _is_lost(self, group_id: str) -> bool:
         holder = self._holders.get(group_id)
-        return holder is not None and self._epochs.get(holder.node) != holder.epoch
+        if holder is None or holder.node == _SAVED_NODE:
+            return False
+        return self._epochs.get(holder.node) != holder.epoch
 
     def _wait_for_events(self, seconds: float) -> None:
         """Wait for an event, and handle all that have arrived."""
@@ -525,6 +613,9 @@ class RolloutQueue:
                 self._handle_news(message)
             case Held():
                 self._take_held(node, message)
+            case Partials(number):
+                if number == self._num_stores:  # an earlier one may come late
+                    self._partials[node] = message
             case GroupDone() if self._is_expected(node, message):
                 return self._take(node, message)
             case GroupDone() if message.group.group_id in self._withdrawn_ids.get(node, ()):
@@ -568,6 +659,7 @@ class RolloutQueue:
         if self._epochs.get(node) == epoch:
             del self._epochs[node]
         self._holding.answers.pop(node, None)
+        self._partials.pop(node, None)
         self._withdrawn_ids.pop(node, None)
         self._detach(node)
         self._assign_waiting()
@@ -589,7 +681,8 @@ class RolloutQueue:
             self.on_arrival(message, time.monotonic() - outstanding.since)
         if not request.evaluation:
             tokens = message.generated_tokens
-            holder = _Holder(node, self._epochs[node], request, tokens)
+            saved_tokens = 0 if outstanding.saved is None else outstanding.saved.num_tokens
+            holder = _Holder(node, self._epochs[node], request, tokens, saved_tokens)
             self._holders[message.group.group_id] = holder
         # An evaluation measures the current weights, so its rollouts may not be older.
         staleness = 0 if request.evaluation else self._max_staleness

@@ -208,6 +208,7 @@ class EnginePool:
         rejected_tokens: Counter[str],
         seed: int | None = None,
         budget: Callable[[], VersionBudget | None] = lambda: None,
+        pieces: list[Generation] | None = None,
     ) -> Generation:
         """Sample one response. Raises `EngineError` and `GenerationRejected`.
 
@@ -219,9 +220,9 @@ class EnginePool:
         tokens of a request without a reply are unknown.
         budget: returns the present one. A response that has used it up waits for other weights, or
         for another budget.
+        pieces: what there is of the response already. It receives further pieces as they arrive.
         """
-
-        response = PartialResponse(token_ids, sampling)
+        response = PartialResponse(token_ids, sampling, [] if pieces is None else pieces)
         attempts = _Attempts(self._settings.retries, rejected_tokens)
         self._responses.add(response)
         try:

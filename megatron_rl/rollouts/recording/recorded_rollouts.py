@@ -16,6 +16,7 @@ from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.routes import RouteError, RouteShape, validate_stored_routes
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
 from megatron_rl.rollouts.messages import VersionBudget
+from megatron_rl.rollouts.partials.saved_groups import SavedGroup
 from megatron_rl.rollouts.recording.format import BATCH_FILE
 from megatron_rl.rollouts.recording.reader import (
     RecordingUnreadable,
@@ -72,6 +73,10 @@ def load_batch(
     routes, vocab_size: as in `fit_rollout`. Raises `RecordingUnreadable` and `UnfitRollout`.
     """
     record = read_batch_record(directory)
+    if record.is_open:
+        raise RecordingUnreadable(
+            f"{directory} holds rollouts of a step that was not sampled whole"
+        )
     recorded_groups = read_groups(directory)
     rollouts_by_group = [
         [_fit(rollout, directory, routes, vocab_size) for rollout in rollouts]
@@ -96,6 +101,23 @@ def load_batch(
             for name, value in record.selection_metrics.items()
         },
     )
+
+
+def load_open_groups(
+    directory: Path, routes: RouteShape | None, vocab_size: int
+) -> list[SavedGroup]:
+    """Read what a checkpoint has of the groups of an open step.
+
+    routes, vocab_size: as in `fit_rollout`. Raises `RecordingUnreadable` and `UnfitRollout`.
+    """
+    return [
+        SavedGroup(
+            # The clock of the collector that measured these has ended
+            msgspec.structs.replace(group, generated_at=0.0, scored_at=0.0),
+            [_fit(rollout, directory, routes, vocab_size) for rollout in rollouts],
+        )
+        for group, rollouts in read_groups(directory)
+    ]
 
 
 def _fit(rollout: Rollout, directory: Path, routes: RouteShape | None, vocab_size: int) -> Rollout:
@@ -206,6 +228,10 @@ class RecordedRollouts:
         num_tokens = self._num_tokens
         self._num_tokens = 0
         return num_tokens
+
+    def open_groups(self, partials: Sequence[Group]) -> dict[int, tuple[Group, ...]]:
+        """Return nothing: no step is open."""
+        return {}
 
     def lift_budgets(self) -> None:
         """Do nothing: no response is open."""

@@ -69,6 +69,9 @@ class SimulatedQueue:
     def tokens_of(self, group_id: str) -> int:
         return 3 * self._delivered[group_id].num_samples
 
+    def saved_tokens_of(self, group_id: str) -> int:
+        return 0
+
     def lost_groups(self, group_ids: Sequence[str]) -> list[str]:
         return [group_id for group_id in group_ids if group_id in self.lost_ids]
 
