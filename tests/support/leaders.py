@@ -34,6 +34,7 @@ from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.records.run_records import RunRecords
 from megatron_rl.rollouts.evaluation import Accuracy
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.steps.on_update import OnUpdate
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 from megatron_rl.run.checkpoints.manager import CheckpointManager
 from megatron_rl.run.curriculum import Curriculum
@@ -124,6 +125,9 @@ class ScriptedParts:
     def drop_open(self) -> int:
         return 0
 
+    def open_groups(self, partials: Sequence[Group]) -> dict[int, tuple[Group, ...]]:
+        return {step: tuple(partials) for step in self.open_steps}
+
     def lift_budgets(self) -> None:
         pass
 
@@ -142,11 +146,11 @@ class ScriptedParts:
         return True
 
     def sample(self, step: int) -> RolloutBatch:
+        self.calls.append(f"sample step-{step}")
+        self.on_sample(step)
         position = self.cursor.position + 1
         self.cursor = msgspec.structs.replace(self.cursor, position=position)
-        self.calls.append(f"sample step-{step}")
         self._num_tokens += 8
-        self.on_sample(step)
         parts = {group.group_id: group for group in self._groups}
         return RolloutBatch(self._groups, 8, delivered_ids=tuple(parts), parts=parts)
 
@@ -262,11 +266,13 @@ def lead(
     guard: GuardSettings = _NO_GUARD,
     engine: EngineSettings = _ENGINE,
     max_staleness: int = 0,
+    on_update: OnUpdate | None = None,
     **train: Any,
 ) -> ScriptedParts:
     """Run a leader over `parts` to its end.
 
     sets: evaluations of sets by name. stream: takes the progress lines. samples: a keeper.
+    on_update: None waits for responses.
     """
     stand_in: Any = parts
     settings = TrainSettings(total_steps=steps, optimizer_steps_per_batch=1, **train)
@@ -294,6 +300,7 @@ def lead(
         guard=guard,
         engine=engine,
         steps_ahead=StepsAhead(max_staleness),
+        on_update=on_update,
         resume_state=resume_state,
     )
     leader.lead()
