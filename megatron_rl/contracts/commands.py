@@ -37,12 +37,14 @@ class Train(msgspec.Struct, frozen=True, tag="train"):
     keep_values: hold the values of every trained token until `GatherSamples`.
     max_norm: no rank applies an optimizer step whose gradients have a larger norm. None: no limit.
     check_weights: look for NaN and Inf in the weights afterwards.
+    version: of the weights at the start, to tell the ages of tokens. None: ages are not measured.
     """
 
     plan: StepPlan
     keep_values: bool = False
     max_norm: float | None = None
     check_weights: bool = False
+    version: Count | None = None
 
 
 class SampleSource(msgspec.Struct, frozen=True):

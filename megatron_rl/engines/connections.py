@@ -55,6 +55,14 @@ class EngineConnections:
         self.queue.release(group_ids)
         self.store.release(group_ids)
 
+    def count_in_flight(self) -> int:
+        """Return the number of rollouts to train on whose group has not arrived."""
+        return self.queue.count_in_flight()
+
+    def engines_idle_seconds(self) -> float:
+        """Return the seconds in which engines were idle since the last call."""
+        return self.queue.engines_idle_seconds()
+
     def can_sample(self) -> bool:
         """Return False while no engine serves. A collector that is gone comes back."""
         return bool(self.fleet.members.serving)

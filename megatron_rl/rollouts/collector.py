@@ -149,7 +149,9 @@ class Collector:
     async def _report_held(self, number: int) -> None:
         engines = self._runner.engines
         num_partials, num_tokens = engines.partials
-        await self._send(Held(num_partials, num_tokens, engines.num_sampled, number))
+        await self._send(
+            Held(num_partials, num_tokens, engines.num_sampled, number, engines.idle_seconds)
+        )
 
     async def _change_engines(self, message: AddEngine | RemoveEngine | SetVersion) -> None:
         engines = self._runner.engines
@@ -242,6 +244,7 @@ class Collector:
             generated_tokens=num_used + rejected_tokens.total(),
             attempt=request.attempt,
             seconds=time.monotonic() - start,
+            engines_idle=self._runner.engines.idle_seconds,
         )
 
     async def _refs(

@@ -169,13 +169,15 @@ class GroupDone(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
     """A group is complete: every rollout has a verdict or was rejected.
 
     generated_tokens: tokens that engines sampled for it. attempt: that of the request.
-    seconds: since the collector received the request.
+    seconds: since the collector received the request. engines_idle: seconds in which its engines
+    worked on no request since its start, as a mean over them.
     """
 
     group: Group
     generated_tokens: Count
     attempt: Count = 0
     seconds: float = 0.0
+    engines_idle: float = 0.0
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
@@ -197,13 +199,14 @@ class Held(msgspec.Struct, frozen=True, tag="held"):
 
     num_partials, num_tokens: the responses that were interrupted, and their tokens.
     num_sampled: all tokens that this collector has received from engines. number: that of the
-    `Settle` which it answers, 0 for a `Hold`.
+    `Settle` which it answers, 0 for a `Hold`. engines_idle: as in `GroupDone`.
     """
 
     num_partials: Count
     num_tokens: Count
     num_sampled: Count = 0
     number: Count = 0
+    engines_idle: float = 0.0
 
 
 class Partials(msgspec.Struct, frozen=True, tag="partials"):

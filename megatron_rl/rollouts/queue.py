@@ -184,6 +184,9 @@ class RolloutQueue:
         self._saved = NOTHING_SAVED
         self._num_stores = 0
         self._partials: dict[int, Partials] = {}  # by node, the answers to the last `StorePartials`
+        # By node and epoch: the seconds in which its engines were idle, now and at the last call
+        self._idle_seconds: dict[tuple[int, int], float] = {}
+        self._last_idle_seconds: dict[tuple[int, int], float] = {}
         self._next_attempts = Counter[str]()  # by id of a group that was withdrawn for good
         # By node, the ids of groups that were withdrawn. Their answer may be on its way.
         self._withdrawn_ids: dict[int, set[str]] = {}
@@ -322,6 +325,30 @@ class RolloutQueue:
         """Return those delivered groups whose rollouts are lost with their collector."""
         self._handle_events()
         return [group_id for group_id in group_ids if self._is_lost(group_id)]
+
+    def count_in_flight(self) -> int:
+        """Return the number of rollouts to train on whose group has not arrived."""
+        self._handle_events()
+        requests = [outstanding.request for outstanding in self._outstanding.values()]
+        return sum(request.num_samples for request in requests if not request.evaluation)
+
+    def engines_idle_seconds(self) -> float:
+        """Return the seconds in which engines were idle since the last call, as a mean over nodes.
+
+        As far as collectors have reported it: with each group, and when they hold requests.
+        """
+        self._handle_events()
+        seconds = [
+            s - self._last_idle_seconds.get(key, 0.0) for key, s in self._idle_seconds.items()
+        ]
+        self._last_idle_seconds = self._idle_seconds
+        current = set(self._epochs.items())
+        self._idle_seconds = {k: s for k, s in self._idle_seconds.items() if k in current}
+        return sum(seconds) / max(1, len(current))
+
+    def _note_idle_engines(self, node: int, message: Event) -> None:
+        if isinstance(message, GroupDone | Held) and node in self._epochs:
+            self._idle_seconds[node, self._epochs[node]] = message.engines_idle
 
     def tokens_of(self, group_id: str) -> int:
         """Return the tokens that engines sampled for a delivered group that is not released."""
@@ -602,6 +629,7 @@ class RolloutQueue:
 
     def _handle(self, node: int, message: Event) -> Group | None:
         """Process a message and return the group that it delivers, if any."""
+        self._note_idle_engines(node, message)
         match message:
             case CollectorConnected(epoch):
                 self._welcome(node, epoch)

@@ -194,10 +194,14 @@ class Leader:
         Raises `CheckpointNotSaved`, `CollectorFailed`.
         """
         assert self.checkpoints is not None
-        open_groups = self._open_groups(step)
+        watch = Stopwatch()
+        with watch.section("checkpoint"):
+            open_groups = self._open_groups(step)
         try:
             point = self._with_open_groups(point or self.save_point(step), open_groups)
-            return self.checkpoints.save(point, last=last)
+            values = self.checkpoints.save(point, last=last)
+            seconds = watch.seconds["time/checkpoint"]
+            return values | {"time/checkpoint": values["time/checkpoint"] + seconds}
         finally:
             self._on_update.after_save()
 
@@ -235,6 +239,7 @@ class Leader:
         watch = Stopwatch()
         with watch.section("rollout"), self._abortable():
             batch, trouble = self._sample(step)
+        values |= self._in_flight_metrics()
         batch, credit, plan, outcome = self._train_batch(step, batch, watch)
         self._expire_sync()
         with self._next_rollouts(watch):
@@ -250,7 +255,7 @@ class Leader:
             with watch.section("rollback"):
                 self._roll_back(step, trouble, values)
         self._sync_after_step(values, watch)
-        values |= watch.values()
+        values |= watch.values() | self._idle_metrics()
         self.records.progress.log_step(step, values, is_sampled=self.weights is not None)
         self._report_alarms(values)
 
@@ -273,6 +278,18 @@ class Leader:
                 f"rollout.max_staleness={self.steps_ahead.max_staleness}: please report it"
             )
         return metrics
+
+    def _in_flight_metrics(self) -> dict[str, float]:
+        """Return how many rollouts of later steps are sampled while the step trains."""
+        if not self.steps_ahead.is_used:
+            return {}
+        return {"rollout/in_flight": float(self.holder.count_in_flight())}
+
+    def _idle_metrics(self) -> dict[str, float]:
+        """Return for how long engines waited for requests."""
+        if not self.steps_ahead.is_used:
+            return {}
+        return {"time/engines_idle": self.holder.engines_idle_seconds()}
 
     @property
     def _version(self) -> int:
@@ -358,6 +375,7 @@ class Leader:
                     keep_values=keep_values,
                     max_norm=self._guards.max_norm,
                     check_weights=self._guards.nonfinite.checks_weights,
+                    version=self._version if self.steps_ahead.is_used else None,
                 )
             )
         if isinstance(result, TrainOutcome):

@@ -120,11 +120,12 @@ class Worker:
         keep_values: bool = False,
         max_norm: float | None = None,
         check_weights: bool = False,
+        version: int | None = None,
     ) -> TrainOutcome:
         """Run one planned step. The metrics are merged over all ranks, on all ranks.
 
         keep_values: hold the values of trained tokens for `gather_samples`. max_norm,
-        check_weights: see the command `Train`.
+        check_weights, version: see the command `Train`.
         Raises on all ranks: `ReplayError` if one of them replayed routes other than the recorded
         ones, `RoutesDisagree` if the recorded routes are implausible.
         """
@@ -143,6 +144,7 @@ class Worker:
             global_metrics,
             keep_values=keep_values,
             max_norm=max_norm,
+            version=version,
         )
         applied_steps = [result for result in results if result.is_applied]
         if applied_steps:
@@ -233,6 +235,7 @@ class Worker:
         *,
         keep_values: bool,
         max_norm: float | None,
+        version: int | None,
     ) -> list[StepResult]:
         """Run the passes and return the results of the optimizer steps, until one is not applied.
 
@@ -243,7 +246,7 @@ class Worker:
         if not batches:
             return []
         with stopwatch.section("old_policy"):
-            objectives = compute_old_policy(self.policy, batches, metrics)
+            objectives = compute_old_policy(self.policy, batches, metrics, version=version)
         if keep_values:
             self._token_values = TokenValues(plan, self.layout.dp_rank, objectives)
             objectives = self._token_values.observed_objectives()

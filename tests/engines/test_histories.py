@@ -10,7 +10,7 @@ plain random numbers: the same actions, some of them left out in each history.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -60,6 +60,10 @@ def _runs(history: Histories) -> bool:
     return history.runs
 
 
+def _strategies(choices: Mapping[str, Sequence[Any]]) -> dict[str, Any]:
+    return {name: st.sampled_from(values) for name, values in choices.items()}
+
+
 def action(
     may_happen: Callable[[Histories], bool] = _runs, **choices: Sequence[Any]
 ) -> Callable[[Callable[..., None]], Any]:
@@ -67,8 +71,7 @@ def action(
 
     def decorate(method: Callable[..., None]) -> Any:
         ACTIONS.append(Action(method.__name__, choices, may_happen))
-        strategies = {name: st.sampled_from(values) for name, values in choices.items()}
-        return precondition(may_happen)(rule(**strategies)(method))
+        return precondition(may_happen)(rule(**_strategies(choices))(method))
 
     return decorate
 
@@ -90,7 +93,7 @@ class Histories(RuleBasedStateMachine):
     def runs(self) -> bool:
         return self.simulated_run is not None and not self.has_ended
 
-    @initialize(**{name: st.sampled_from(values) for name, values in _BEGINNING.items()})
+    @initialize(**_strategies(_BEGINNING))
     def begin(self, layout: tuple[int, ...], audit_every: int, reuses_ports: bool) -> None:
         self.simulated_run = SimulatedRun(
             layout,

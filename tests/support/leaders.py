@@ -79,6 +79,7 @@ class ScriptedParts:
     released_groups: list[str] = field(default_factory=list, init=False)
     counted_tokens: list[int] = field(default_factory=list, init=False)
     begun_steps: list[int] = field(default_factory=list, init=False)
+    train_versions: list[int | None] = field(default_factory=list, init=False)
     audits: list[int] = field(default_factory=list, init=False)
     num_refreshes: int = field(default=0, init=False)
     audit_obstacle = ""
@@ -142,6 +143,12 @@ class ScriptedParts:
     def refresh(self) -> None:
         self.num_refreshes += 1
 
+    def count_in_flight(self) -> int:
+        return 5
+
+    def engines_idle_seconds(self) -> float:
+        return 0.25
+
     def can_sample(self) -> bool:
         return True
 
@@ -190,6 +197,7 @@ class ScriptedParts:
                 return {"sync/version": float(version)}
             case Train(plan):
                 self.calls.append(f"train {plan.step}")
+                self.train_versions.append(command.version)
                 self.on_train(plan.step)
                 if lost_rollouts := next(self._lost_rollouts, ()):
                     return LostRollouts(lost_rollouts)

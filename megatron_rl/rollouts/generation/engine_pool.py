@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.group import NEVER_SENT, STALE
 from megatron_rl.contracts.prompt import Sampling
+from megatron_rl.rollouts.generation.idle_time import IdleTime
 from megatron_rl.rollouts.generation.partial_response import PartialResponse
 from megatron_rl.rollouts.generation.slots import Slots
 from megatron_rl.rollouts.messages import (
@@ -160,8 +161,18 @@ class EnginePool:
         # Responses that wait for other weights, and the rollout of each
         self._parked: dict[PartialResponse, str] = {}
         self.on_parking: Callable[[], None] = lambda: None
+        self._idle_time = IdleTime()
         for engine in engines:
             self.add(engine)
+
+    @property
+    def idle_seconds(self) -> float:
+        """The seconds in which engines worked on no request so far, as a mean over the engines."""
+        return self._idle_time.seconds
+
+    def _note_idle_engines(self) -> None:
+        members = self._usable_members()
+        self._idle_time.note(sum(not member.in_flight for member in members), len(members))
 
     def set_version(self, version: int) -> None:
         """Use responses of these weights alone, from now on."""
@@ -190,6 +201,7 @@ class EnginePool:
         )
         self._members[engine.url] = _Member(client, engine.tp)
         self._slots.add(self._slots_per_engine)
+        self._note_idle_engines()
         self._announce_change()
 
     async def remove(self, url: str) -> None:
@@ -400,6 +412,7 @@ class EnginePool:
         member = self._members.pop(url, None)
         if member is not None:
             self._slots.remove(self._slots_per_engine)
+            self._note_idle_engines()
             member.removed.set()
         return member
 
@@ -413,6 +426,7 @@ class EnginePool:
         seed: int | None,
     ) -> Generation:
         member.in_flight += 1
+        self._note_idle_engines()
         self._num_running += 1
         self._idle.clear()
         answer = asyncio.ensure_future(
@@ -445,6 +459,7 @@ class EnginePool:
             answer.cancel()
             removal.cancel()
             member.in_flight -= 1
+            self._note_idle_engines()
             self._num_running -= 1
             if not self._num_running:
                 self._idle.set()

@@ -257,6 +257,14 @@ class RecordedRollouts:
     def refresh(self) -> None:
         """Do nothing: no engine fails or joins."""
 
+    def count_in_flight(self) -> int:
+        """Return 0: the batches are there."""
+        return 0
+
+    def engines_idle_seconds(self) -> float:
+        """Return 0: there is no engine."""
+        return 0.0
+
     def can_sample(self) -> bool:
         """Return True: the batches are there."""
         return True

@@ -7,7 +7,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 
 from launch.testbed.rollout_refs import make_ref
@@ -35,9 +34,13 @@ def make_rollouts() -> list[Rollout]:
     for number, reason in enumerate((FinishReason.STOP, FinishReason.ABORT)):
         rollout = make_rollout(2, 3 + number)
         assert rollout.routes is not None
-        routes = np.array(rollout.routes)
+        routes = rollout.routes.copy()
         routes[..., 1] = (routes[..., 0] + 1) % SHAPE.num_experts
-        rollouts.append(replace(rollout, sample_index=number, finish_reason=reason, routes=routes))
+        rollouts.append(
+            replace(
+                rollout, prompt_id="p", sample_index=number, finish_reason=reason, routes=routes
+            )
+        )
     return rollouts
 
 
