@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,15 +18,18 @@ from megatron_rl.config.schema import DataSettings, RolloutSettings, SelectionSe
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.selection.factory import open_selector
+from megatron_rl.prompts.selection.selector import Selector
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.rollouts.messages import GroupRequest, VersionBudget
+from megatron_rl.rollouts.partials.saved_groups import SavedGroup, SavedGroups
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, TooManyRejected
 from megatron_rl.rollouts.steps.sampler import RolloutSampler
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 from tests.support.rollouts import make_rollout
 
 PROMPTS = [Prompt(id=f"p{n}", token_ids=(1, 2), answer="3", task="t") for n in range(40)]
-REF = make_ref(make_rollout(2, 3))
+ROLLOUT = make_rollout(2, 3)
+REF = make_ref(ROLLOUT)
 
 
 class NothingArrives(Exception):
@@ -49,22 +52,35 @@ class SimulatedQueue:
     engines_left_out: tuple[str, ...] = ()
     lost_ids: set[str] = field(default_factory=set)
     deliveries: Counter[str] = field(default_factory=Counter)
+    saved: SavedGroups = field(default_factory=SavedGroups)
+    _ready: list[Group] = field(default_factory=list)  # that have arrived
     _outstanding: dict[str, GroupRequest] = field(default_factory=dict)
     _delivered: dict[str, GroupRequest] = field(default_factory=dict)
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         for request in requests:
             assert request.group_id not in self._outstanding | self._delivered
-            self._outstanding[request.group_id] = request
+            saved = self.saved.take(request)
+            if saved is not None and saved.is_finished:
+                self._delivered[request.group_id] = request
+                self._ready.append(saved.group)
+            else:
+                self._outstanding[request.group_id] = request
 
     def as_completed(
         self, idle: Callable[[], None], *, is_wanted: Callable[[str], bool]
     ) -> Iterator[Group]:
-        while wanted_ids := sorted(filter(is_wanted, self._outstanding)):
+        while True:
+            while ready := [group for group in self._ready if is_wanted(group.group_id)]:
+                self._ready.remove(ready[0])
+                yield ready[0]
+            if not any(map(is_wanted, self._outstanding)):
+                return
             idle()
             if not self.serves:
                 raise NothingArrives
-            yield self._answer(self.order.choice(wanted_ids))
+            # Groups of later steps arrive meanwhile
+            self._ready.append(self._answer(self.order.choice(sorted(self._outstanding))))
 
     def tokens_of(self, group_id: str) -> int:
         return 3 * self._delivered[group_id].num_samples
@@ -88,9 +104,27 @@ class SimulatedQueue:
         for group_id in group_ids:
             self._outstanding.pop(group_id, None)
             self._delivered.pop(group_id, None)
+            self._ready = [group for group in self._ready if group.group_id != group_id]
 
     def lift_budgets(self) -> None:
         self.num_lifts += 1
+
+    def arrived(self, group_ids: Collection[str]) -> list[Group]:
+        wanted_ids = set(group_ids) - self.lost_ids
+        return [group for group in self._ready if group.group_id in wanted_ids]
+
+    def partials(self) -> list[Group]:
+        """What there is of some open groups: all their rollouts are open, and have no token."""
+        return [
+            Group(
+                group_id=group_id,
+                prompt=request.prompt,
+                rollouts=(),
+                open_samples=tuple(range(request.num_samples)),
+            )
+            for group_id, request in self._outstanding.items()
+            if self.order.random() < 0.5
+        ]
 
     @property
     def held_ids(self) -> list[str]:
@@ -151,6 +185,8 @@ class SimulatedRun:
                     self.ahead.complete_for_save(self.sampler)
                 if fault == "rollback":
                     self._drop()
+                if fault == "kill":
+                    self._resume()
             else:
                 self._wait_and_sync(fault)
         return self
@@ -160,6 +196,32 @@ class SimulatedRun:
         group_ids, _ = self.ahead.drop(self.sampler)
         self.queue.release(group_ids)
         assert self.queue.held_ids == [] and self.queue.is_empty
+
+    def _resume(self) -> None:
+        """End everything but a checkpoint, and go on from there."""
+        open_groups = self.sampler.open_groups(self.queue.partials())
+        assert tuple(open_groups) == self.sampler.open_steps
+        batches = self.ahead.batches
+        state = self.sampler.state()
+        queue = SimulatedQueue(
+            self.queue.order, self.queue.version, deliveries=self.queue.deliveries
+        )
+        queue.saved = SavedGroups(
+            SavedGroup(group, [ROLLOUT] * len(group.rollouts))
+            for groups in open_groups.values()
+            for group in groups
+        )
+        for batch in batches.values():
+            queue._delivered |= {id_: self.queue._delivered[id_] for id_ in batch.delivered_ids}
+        self.queue = queue
+        scripted_queue: Any = queue
+        settings = self.sampler.settings
+        self.sampler = RolloutSampler(
+            scripted_queue, settings, make_selector("uniform", settings), (1,), lambda: None
+        )
+        self.sampler.restore(state)
+        self.ahead = StepsAhead(settings.max_staleness, continues_responses=True)
+        self.ahead.restore(batches, tuple(open_groups))
 
     def _with_all_rollouts(self, batch: RolloutBatch) -> RolloutBatch:
         lost_ids = self.queue.lost_groups(batch.delivered_ids)
@@ -184,12 +246,16 @@ class SimulatedRun:
         self.queue.release(batch.delivered_ids)
 
 
+def make_selector(name: str, rollout: RolloutSettings) -> Selector:
+    source = PromptSource(PROMPTS, PROMPTS[:1], DataSettings(source="column_addition"))
+    return open_selector(source, rollout, SelectionSettings(name=name, probe_samples=2), seed=0)
+
+
 def make_run(name: str, *, max_staleness: int, seed: int, continues: bool = False) -> SimulatedRun:
     rollout = RolloutSettings(
         max_new_tokens=8, prompts_per_step=4, samples_per_prompt=4, max_staleness=max_staleness
     )
-    source = PromptSource(PROMPTS, PROMPTS[:1], DataSettings(source="column_addition"))
-    selector = open_selector(source, rollout, SelectionSettings(name=name, probe_samples=2), seed=0)
+    selector = make_selector(name, rollout)
     queue: Any = SimulatedQueue(random.Random(seed))
     sampler = RolloutSampler(queue, rollout, selector, (1,), lambda: None)
     ahead = StepsAhead(max_staleness, continues_responses=continues)
@@ -226,7 +292,7 @@ def test_every_group_is_trained_once_and_never_too_old(
     seed=st.integers(0, 2**20),
     faults=st.dictionaries(
         st.integers(1, 12),
-        st.sampled_from(["checkpoint", "collector ends", "rollback"]),
+        st.sampled_from(["checkpoint", "collector ends", "rollback", "kill"]),
         max_size=5,
     ),
 )
@@ -238,6 +304,8 @@ def test_responses_that_continue_are_trained_once_and_never_too_old(
     run.run(12, faults)
     if "rollback" not in faults.values():
         assert run.trained == undisturbed.trained
+    if not {"rollback", "collector ends"} & set(faults.values()):
+        assert set(run.queue.deliveries.values()) == {1}, "what a checkpoint has is sampled again"
     ids = [rollout_id for ids in run.trained.values() for rollout_id in ids]
     assert len(ids) == len(set(ids)) == 12 * 16
     for step, rollout_ids in run.trained.items():
