@@ -84,14 +84,10 @@ class Collector:
                 self._store.release(message.group_ids)
             case AddEngine() | RemoveEngine() | SetVersion():
                 await self._change_engines(message)
-            case Hold(keep_partials):
-                self._start(self._hold(keep_partials))
-            case Settle(number):
-                self._start(self._settle(number))
+            case Hold() | Settle() | StorePartials():
+                self._start(self._come_to_rest(message))
             case LiftBudgets():
                 self._runner.lift_budgets()
-            case StorePartials(number):
-                self._start(self._store_partials(number))
             case Proceed():
                 self._runner.engines.proceed()
             case Stop():
@@ -114,7 +110,7 @@ class Collector:
             request.prompt,
             request.sampling,
             range(request.first_sample, request.first_sample + request.num_samples),
-            saved=request.saved,
+            start=request.start,
             rollouts=self._saved_rollouts.pop(group_id, None),
             shape=self._shape,
         )
@@ -138,13 +134,17 @@ class Collector:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _hold(self, keep_partials: bool) -> None:
-        await self._runner.engines.hold(keep_partials=keep_partials)
-        await self._report_held(0)
-
-    async def _settle(self, number: int) -> None:
-        await self._runner.settle()
-        await self._report_held(number)
+    async def _come_to_rest(self, message: Hold | Settle | StorePartials) -> None:
+        """Do what rank 0 needs before a weight sync or a checkpoint, and answer."""
+        match message:
+            case Hold(keep_partials):
+                await self._runner.engines.hold(keep_partials=keep_partials)
+                await self._report_held(0)
+            case Settle(number):
+                await self._runner.settle()
+                await self._report_held(number)
+            case StorePartials(number):
+                await self._store_partials(number)
 
     async def _report_held(self, number: int) -> None:
         engines = self._runner.engines

@@ -165,6 +165,12 @@ class EpisodeRunner:
         episode.rejected_tokens += Counter({NOT_RESTORED: progress.drop_stored()})
         if outcome.ending is not Ending.RETURNED:
             return self._reject(episode, *self._describe(outcome), outcome.error)
+        return await self._score(request, episode, subject)
+
+    async def _score(
+        self, request: GroupRequest, episode: Episode, subject: str
+    ) -> ScoredRollout | RejectedRollout:
+        """Score the rollout of an episode that has ended."""
         try:
             rollout = episode.rollout()
         except RolloutRejected as error:
@@ -203,12 +209,10 @@ class EpisodeRunner:
                 # exception could make it ask again and again, which would block the event loop.
                 await asyncio.get_running_loop().create_future()
             turn = next(turns)
-            stored, num_dropped = progress.take_stored(token_ids)
-            if num_dropped:
-                rejected_tokens[NOT_RESTORED] += num_dropped
-            if stored is not None and not is_unfinished(stored):
-                return stored
-            progress.pieces = [] if stored is None else [stored]
+            generation = progress.take_stored(token_ids, rejected_tokens)
+            if generation is not None and not is_unfinished(generation):
+                return generation
+            progress.pieces = [] if generation is None else [generation]
             limit.pause()
             try:
                 return await self.engines.generate(

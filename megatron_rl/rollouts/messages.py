@@ -69,7 +69,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     budget: of each response. None: no limit.
     evaluation: return verdicts only. No rollout is kept and no routes are requested.
     attempt: how often the request was sent before. The answer repeats it.
-    saved: what a checkpoint has of the group. Its rollouts have come before, as `SavedRollout`.
+    start: what a checkpoint has of the group. Its rollouts have come before, as `SavedRollout`.
     """
 
     group_id: str
@@ -80,7 +80,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     evaluation: bool = False
     attempt: Count = 0
     budget: VersionBudget | None = None
-    saved: Group | None = None
+    start: Group | None = None
 
 
 class SavedRollout(msgspec.Struct, frozen=True, tag="saved_rollout"):
@@ -210,7 +210,7 @@ class Held(msgspec.Struct, frozen=True, tag="held"):
 
 
 class Partials(msgspec.Struct, frozen=True, tag="partials"):
-    """What there is of all requests for rollouts to train on.
+    """The state of all requests for rollouts to train on.
 
     groups: some may be finished, and their `GroupDone` on its way. number: that of `StorePartials`.
     """

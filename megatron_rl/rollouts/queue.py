@@ -20,6 +20,7 @@ from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import NEVER_SENT, STALE, Group, RolloutRef
 from megatron_rl.records.reminder import Reminder
+from megatron_rl.rollouts.generation.idle_time import IdleEngines
 from megatron_rl.rollouts.hub import CollectorConnected, CollectorGone, CollectorHub, Event
 from megatron_rl.rollouts.messages import (
     AbortRequest,
@@ -100,14 +101,14 @@ class _Outstanding:
     """A request that was not answered yet. since: on the monotonic clock.
 
     node: of the collector that has it, None while no collector is connected. attempt: how often it
-    was sent before. saved: what a checkpoint has of the group.
+    was sent before. start: what a checkpoint has of the group.
     """
 
     request: GroupRequest
     since: float
     node: int | None = None
     attempt: int = 0
-    saved: SavedGroup | None = None
+    start: SavedGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -138,6 +139,18 @@ class _Holding:
     num_settles: int = 0
     answers: dict[int, Held] = field(default_factory=dict)
     num_sampled: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+
+@dataclass
+class _Partials:
+    """Holds what there is of open groups.
+
+    saved_groups: in a checkpoint. number, answers: of the last `StorePartials`, by node.
+    """
+
+    saved_groups: SavedGroups = NOTHING_SAVED
+    number: int = 0
+    answers: dict[int, Partials] = field(default_factory=dict)
 
 
 class RolloutQueue:
@@ -177,16 +190,12 @@ class RolloutQueue:
         self._engines: dict[str, Engine] = {}  # by URL, those that were added
         self._epochs: dict[int, int] = {}  # by node, the epoch of the collector that is configured
         self._outstanding: dict[str, _Outstanding] = {}
-        self._ready: deque[Group] = deque()  # groups that `as_completed` has not yielded yet
+        self._ready = deque[Group]()  # groups that `as_completed` has not yielded yet
         self._loads = Counter[int]()  # outstanding rollouts by node
         self._holders: dict[str, _Holder] = {}  # by id of a group that is not released yet
         self._holding = _Holding()
-        self._saved = NOTHING_SAVED
-        self._num_stores = 0
-        self._partials: dict[int, Partials] = {}  # by node, the answers to the last `StorePartials`
-        # By node and epoch: the seconds in which its engines were idle, now and at the last call
-        self._idle_seconds: dict[tuple[int, int], float] = {}
-        self._last_idle_seconds: dict[tuple[int, int], float] = {}
+        self._partials = _Partials()
+        self._idle_engines = IdleEngines()
         self._next_attempts = Counter[str]()  # by id of a group that was withdrawn for good
         # By node, the ids of groups that were withdrawn. Their answer may be on its way.
         self._withdrawn_ids: dict[int, set[str]] = {}
@@ -231,25 +240,25 @@ class RolloutQueue:
                 raise ValueError(
                     f"group {request.group_id} was submitted already: a group is delivered once"
                 )
-            saved = self._saved.take(request)
-            if saved is not None and saved.is_finished:
-                self._deliver_saved(request, saved)
+            start = self._partials.saved_groups.take(request)
+            if start is not None and start.is_finished:
+                self._deliver_saved(request, start)
                 continue
             attempt = self._next_attempts.pop(request.group_id, 0)
-            outstanding = _Outstanding(request, time.monotonic(), attempt=attempt, saved=saved)
+            outstanding = _Outstanding(request, time.monotonic(), attempt=attempt, start=start)
             self._outstanding[request.group_id] = outstanding
             self._assign(outstanding)
-        self.num_repeated += self._saved.count_misfits()
+        self.num_repeated += self._partials.saved_groups.count_misfits()
 
-    def restore(self, saved: SavedGroups) -> None:
+    def restore(self, groups: SavedGroups) -> None:
         """Continue the groups of a checkpoint once they are submitted, instead of new ones."""
-        self._saved = saved
+        self._partials.saved_groups = groups
 
-    def _deliver_saved(self, request: GroupRequest, saved: SavedGroup) -> None:
+    def _deliver_saved(self, request: GroupRequest, start: SavedGroup) -> None:
         group_id = request.group_id
-        tokens = saved.num_tokens
+        tokens = start.num_tokens
         self._holders[group_id] = _Holder(_SAVED_NODE, 0, request, tokens, tokens)
-        self._ready.append(self._saved.store(saved))
+        self._ready.append(self._partials.saved_groups.store(start))
 
     def as_completed(
         self,
@@ -338,17 +347,11 @@ class RolloutQueue:
         As far as collectors have reported it: with each group, and when they hold requests.
         """
         self._handle_events()
-        seconds = [
-            s - self._last_idle_seconds.get(key, 0.0) for key, s in self._idle_seconds.items()
-        ]
-        self._last_idle_seconds = self._idle_seconds
-        current = set(self._epochs.items())
-        self._idle_seconds = {k: s for k, s in self._idle_seconds.items() if k in current}
-        return sum(seconds) / max(1, len(current))
+        return self._idle_engines.take(self._epochs)
 
     def _note_idle_engines(self, node: int, message: Event) -> None:
         if isinstance(message, GroupDone | Held) and node in self._epochs:
-            self._idle_seconds[node, self._epochs[node]] = message.engines_idle
+            self._idle_engines.note(node, self._epochs[node], message.engines_idle)
 
     def tokens_of(self, group_id: str) -> int:
         """Return the tokens that engines sampled for a delivered group that is not released."""
@@ -471,7 +474,7 @@ class RolloutQueue:
         for node in self.connected_nodes:
             self._send(node, Proceed())
 
-    def arrived(self, group_ids: Collection[str]) -> list[Group]:
+    def arrived_groups(self, group_ids: Collection[str]) -> list[Group]:
         """Return those of these groups that nobody has taken yet and that are not lost."""
         self._handle_events()
         return [g for g in self._ready if g.group_id in group_ids and not self._is_lost(g.group_id)]
@@ -486,12 +489,12 @@ class RolloutQueue:
         Raises `CollectorFailed`.
         """
         self._handle_events()
-        self._num_stores += 1
-        self._partials = {}
+        self._partials.number += 1
+        self._partials.answers = {}
         for node in self.connected_nodes:
-            self._send(node, StorePartials(self._num_stores))
+            self._send(node, StorePartials(self._partials.number))
         deadline = time.monotonic() + timeout_seconds
-        while waiting_nodes := set(self.connected_nodes) - self._partials.keys():
+        while waiting_nodes := set(self.connected_nodes) - self._partials.answers.keys():
             if time.monotonic() > deadline:
                 self._write_log(
                     f"warning: node(s) {sorted(waiting_nodes)} did not store their open rollouts "
@@ -503,17 +506,17 @@ class RolloutQueue:
             self._wait_for_events(_HOLD_POLL_SECONDS)
         return [
             group
-            for node, partials in self._partials.items()
+            for node, partials in self._partials.answers.items()
             for group in partials.groups
             if self._is_outstanding(node, group.group_id)
         ]
 
     def release_partials(self) -> None:
         """Free what `store_partials` has stored."""
-        for node, partials in self._partials.items():
+        for node, partials in self._partials.answers.items():
             names = [partial_name(partials.number, group.group_id) for group in partials.groups]
             self._send(node, Release(tuple(names)))
-        self._partials = {}
+        self._partials.answers = {}
 
     def _is_outstanding(self, node: int, group_id: str) -> bool:
         outstanding = self._outstanding.get(group_id)
@@ -521,7 +524,7 @@ class RolloutQueue:
 
     def release(self, group_ids: Sequence[str]) -> None:
         """Free the rollouts of delivered groups."""
-        self._saved.release(group_ids)
+        self._partials.saved_groups.release(group_ids)
         ids_by_node: dict[int, list[str]] = {}
         for group_id in group_ids:
             is_lost = self._is_lost(group_id)
@@ -567,13 +570,13 @@ class RolloutQueue:
         node = min(nodes, key=lambda n: (self._loads[n], n))
         outstanding.node = node
         self._loads[node] += outstanding.request.num_samples
-        saved = outstanding.saved
-        for rollout in () if saved is None else saved.messages():
+        start = outstanding.start
+        for rollout in () if start is None else start.messages():
             self._send(node, rollout)
         request = msgspec.structs.replace(
             outstanding.request,
             attempt=outstanding.attempt,
-            saved=None if saved is None else saved.group,
+            start=None if start is None else start.group,
         )
         self._send(node, request)
         self._send_settle(node)
@@ -642,8 +645,8 @@ class RolloutQueue:
             case Held():
                 self._take_held(node, message)
             case Partials(number):
-                if number == self._num_stores:  # an earlier one may come late
-                    self._partials[node] = message
+                if number == self._partials.number:  # an earlier one may come late
+                    self._partials.answers[node] = message
             case GroupDone() if self._is_expected(node, message):
                 return self._take(node, message)
             case GroupDone() if message.group.group_id in self._withdrawn_ids.get(node, ()):
@@ -687,7 +690,7 @@ class RolloutQueue:
         if self._epochs.get(node) == epoch:
             del self._epochs[node]
         self._holding.answers.pop(node, None)
-        self._partials.pop(node, None)
+        self._partials.answers.pop(node, None)
         self._withdrawn_ids.pop(node, None)
         self._detach(node)
         self._assign_waiting()
@@ -709,7 +712,7 @@ class RolloutQueue:
             self.on_arrival(message, time.monotonic() - outstanding.since)
         if not request.evaluation:
             tokens = message.generated_tokens
-            saved_tokens = 0 if outstanding.saved is None else outstanding.saved.num_tokens
+            saved_tokens = 0 if outstanding.start is None else outstanding.start.num_tokens
             holder = _Holder(node, self._epochs[node], request, tokens, saved_tokens)
             self._holders[message.group.group_id] = holder
         # An evaluation measures the current weights, so its rollouts may not be older.

@@ -109,6 +109,7 @@ class Leader:
     _has_rolled_back: bool = False  # since the last sync
     _unevaluated_metrics: dict[str, float] | None = None
     _uncompared_tokens: int = 0  # sampled for the next record before the checkpoint
+    _num_in_flight: int = 0  # rollouts of later steps when the step had its own
     _audit_obstacle_logged: bool = False
     _unchanged_weights: UnchangedWeightsAlarm = field(default_factory=UnchangedWeightsAlarm)
     _balance: ZeroVarianceBalanceAlarm = field(default_factory=ZeroVarianceBalanceAlarm)
@@ -239,12 +240,11 @@ class Leader:
         watch = Stopwatch()
         with watch.section("rollout"), self._abortable():
             batch, trouble = self._sample(step)
-        values |= self._in_flight_metrics()
         batch, credit, plan, outcome = self._train_batch(step, batch, watch)
         self._expire_sync()
         with self._next_rollouts(watch):
             num_new_tokens = self._on_update.before_sync(self.parts.rollouts)
-        values |= batch.metrics() | credit.metrics() | self._age_metrics(batch)
+        values |= batch.metrics() | credit.metrics() | self._ahead_metrics(batch)
         with watch.section("account"):
             values |= self._training_metrics(batch, credit, plan, outcome)
             self.compare_with_engines(values, num_new_tokens)
@@ -255,7 +255,7 @@ class Leader:
             with watch.section("rollback"):
                 self._roll_back(step, trouble, values)
         self._sync_after_step(values, watch)
-        values |= watch.values() | self._idle_metrics()
+        values |= watch.values()
         self.records.progress.log_step(step, values, is_sampled=self.weights is not None)
         self._report_alarms(values)
 
@@ -266,8 +266,11 @@ class Leader:
         with self._next_rollouts(watch):
             self._on_update.after_sync(self.parts.rollouts)
 
-    def _age_metrics(self, batch: RolloutBatch) -> dict[str, float]:
-        """Return metrics of ages. Raises RuntimeError for one above `rollout.max_staleness`."""
+    def _ahead_metrics(self, batch: RolloutBatch) -> dict[str, float]:
+        """Return metrics of sampling ahead.
+
+        Raises RuntimeError for an age above `rollout.max_staleness`.
+        """
         if not self.steps_ahead.is_used:
             return {}
         metrics = batch.age_metrics(self._version)
@@ -277,19 +280,9 @@ class Leader:
                 f"rollouts of age {age:g} were trained, and the bound is "
                 f"rollout.max_staleness={self.steps_ahead.max_staleness}: please report it"
             )
+        metrics["rollout/in_flight"] = float(self._num_in_flight)
+        metrics["time/engines_idle"] = self.holder.engines_idle_seconds()
         return metrics
-
-    def _in_flight_metrics(self) -> dict[str, float]:
-        """Return how many rollouts of later steps are sampled while the step trains."""
-        if not self.steps_ahead.is_used:
-            return {}
-        return {"rollout/in_flight": float(self.holder.count_in_flight())}
-
-    def _idle_metrics(self) -> dict[str, float]:
-        """Return for how long engines waited for requests."""
-        if not self.steps_ahead.is_used:
-            return {}
-        return {"time/engines_idle": self.holder.engines_idle_seconds()}
 
     @property
     def _version(self) -> int:
@@ -320,6 +313,8 @@ class Leader:
         self.steps_ahead.begin_open(step, last_step, self._version, source)
         batch, trouble = self._take_batch(step)
         self.steps_ahead.begin_next(step, last_step, source)
+        if self.steps_ahead.is_used:
+            self._num_in_flight = self.holder.count_in_flight()
         return batch, trouble
 
     def _take_batch(self, step: int) -> tuple[RolloutBatch, Trouble | None]:

@@ -147,8 +147,7 @@ class Worker:
             version=version,
         )
         applied_steps = [result for result in results if result.is_applied]
-        if applied_steps:
-            global_metrics["train/lr"] = applied_steps[-1].lr
+        global_metrics |= _learning_rate(applied_steps)
         merged_metrics = self._merge(metrics, global_metrics)
         spike = next((result.grad_norm for result in results if result.is_spike), None)
         is_finite = spike is not None or len(applied_steps) == len(plan.optimizer_steps)
@@ -395,3 +394,8 @@ def gather_receivers(layout: RankLayout, moe_rows: tuple[int, ...]) -> list[Rece
     this_rank = Receiver(dp_rank=layout.dp_rank, node=layout.node, moe_rows=moe_rows)
     receivers = gather_bytes(msgspec.msgpack.encode(this_rank), layout.control_group)
     return [msgspec.msgpack.decode(data, type=Receiver) for data in receivers]
+
+
+def _learning_rate(steps: Sequence[StepResult]) -> dict[str, float]:
+    """Return the learning rate of the last optimizer step as a metric, if there is one."""
+    return {"train/lr": steps[-1].lr} if steps else {}

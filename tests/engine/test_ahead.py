@@ -2,6 +2,7 @@
 
 import json
 import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -156,12 +157,22 @@ def test_a_run_that_interrupts_responses_is_stopped_and_continues_them(tmp_path:
     assert saved_ids
     run_whole(tmp_path, *settings, "run.resume=auto", "logger.save_rollouts_every=1")
     assert_accounted(run, 2.0)
-    # Of what the checkpoint had, no token was sampled again. Groups of equal rewards do not train
+    assert_continued(run, position.open_steps, saved_ids)
+
+
+def assert_continued(
+    run: Path, steps: Sequence[int], versions: dict[str, tuple[tuple[int, int], ...]]
+) -> None:
+    """Check that no token was sampled again of what a checkpoint had of open steps.
+
+    versions: by rollout, (weight version, tokens) in the checkpoint. Groups of equal rewards are
+    not trained, so their rollouts are not recorded.
+    """
     num_found = 0
-    for open_step in position.open_steps:
-        for group, _ in read_groups(batch_directory(run / "rollouts", open_step)):
+    for step in steps:
+        for group, _ in read_groups(batch_directory(run / "rollouts", step)):
             for rollout in group.rollouts:
-                saved = saved_ids.get(rollout.rollout_id, ())
-                assert saved[:-1] == rollout.tokens_by_version[: max(0, len(saved) - 1)]
-                num_found += bool(saved)
+                earlier = versions.get(rollout.rollout_id, ())
+                assert earlier[:-1] == rollout.tokens_by_version[: max(0, len(earlier) - 1)]
+                num_found += bool(earlier)
     assert num_found

@@ -48,7 +48,7 @@ def test_what_was_trained_before_failed_rollouts_is_saved(
 def test_failed_rollouts_of_a_later_step_end_the_run_once_the_steps_before_are_trained(
     tmp_path: Path,
 ) -> None:
-    """Those of step 4 fail while step 3 trains. Step 3 is trained, synced and saved."""
+    """The rollouts of step 4 fail while step 3 trains. Step 3 is trained, synced and saved."""
     current = group(1.0, 0.0, name="g")
     rollouts = [msgspec.structs.replace(r, tokens_by_version=()) for r in current.rollouts]
     current = msgspec.structs.replace(current, rollouts=tuple(rollouts))

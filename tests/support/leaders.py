@@ -257,6 +257,14 @@ _NO_GUARD = GuardSettings()
 _ENGINE = EngineSettings()
 
 
+def eval_settings(changes: dict[str, Any]) -> EvalSettings:
+    return EvalSettings(**({"every": 0} | changes))
+
+
+def train_settings(steps: int, changes: dict[str, Any]) -> TrainSettings:
+    return TrainSettings(total_steps=steps, optimizer_steps_per_batch=1, **changes)
+
+
 def lead(
     parts: ScriptedParts,
     tmp_path: Path,
@@ -283,7 +291,7 @@ def lead(
     on_update: None waits for responses.
     """
     stand_in: Any = parts
-    settings = TrainSettings(total_steps=steps, optimizer_steps_per_batch=1, **train)
+    settings = train_settings(steps, train)
     step_parts = assemble(stand_in, settings, credit, sets)
 
     def open_parts(c: Configuration) -> StepParts:
@@ -293,7 +301,7 @@ def lead(
     progress = Progress(steps, enabled=stream is not None, stream=stream)
     leader = Leader(
         train=settings,
-        eval=EvalSettings(**({"every": 0} | (evals or {}))),
+        eval=eval_settings(evals or {}),
         sync=SyncSettings(when=when),  # type: ignore[arg-type]
         run=RunSettings(),
         parts=step_parts,

@@ -1,4 +1,4 @@
-"""What a collector has of a group while it is sampled, and what a checkpoint had of it."""
+"""Groups while a collector samples them, from the start that a checkpoint had of them."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ class RejectedRollout:
 
 @dataclass(eq=False)
 class EpisodeProgress:
-    """What there is of one rollout.
+    """The state of one rollout.
 
-    stored: the responses of a checkpoint that its environment has not asked for yet.
+    stored_responses: those of a checkpoint that its environment has not asked for yet.
     episode: the one that is played, None before it begins. pieces: of the response that is being
     sampled. outcome: None until it is scored or rejected.
     """
 
-    stored: deque[StoredResponse] = field(default_factory=deque)
+    stored_responses: deque[StoredResponse] = field(default_factory=deque)
     episode: Episode | None = None
     pieces: list[Generation] = field(default_factory=list)
     outcome: ScoredRollout | RejectedRollout | None = None
@@ -69,22 +69,26 @@ class EpisodeProgress:
     def is_changing(self) -> bool:
         """True while the episode takes a response."""
         is_adding = self.episode is not None and self.episode.is_adding
-        return is_adding or bool(self.stored)
+        return is_adding or bool(self.stored_responses)
 
-    def take_stored(self, token_ids: Sequence[int]) -> tuple[Generation | None, int]:
+    def take_stored(
+        self, token_ids: Sequence[int], rejected_tokens: Counter[str]
+    ) -> Generation | None:
         """Return the stored response to these tokens, None without one.
 
-        Also returns the number of tokens of stored responses that are dropped, because the
+        rejected_tokens: receives the tokens of stored responses that are dropped, because the
         environment asks for another one.
         """
-        if self.stored and self.stored[0].input_ids == list(token_ids):
-            return self.stored.popleft().generation, 0
-        return None, self.drop_stored()
+        responses = self.stored_responses
+        if responses and responses[0].input_ids == list(token_ids):
+            return responses.popleft().generation
+        rejected_tokens += Counter({NOT_RESTORED: self.drop_stored()})
+        return None
 
     def drop_stored(self) -> int:
         """Drop all stored responses. Returns the number of their tokens."""
-        num_tokens = sum(response.num_tokens for response in self.stored)
-        self.stored.clear()
+        num_tokens = sum(response.num_tokens for response in self.stored_responses)
+        self.stored_responses.clear()
         return num_tokens
 
     def rollout_so_far(self, sampling: Sampling) -> Rollout | None:
@@ -98,11 +102,11 @@ class EpisodeProgress:
 
 
 class GroupProgress:
-    """What there is of a group.
+    """The state of a group.
 
-    num_samples, first_sample: of its request. saved: what a checkpoint had of it, None without one.
-    rollouts: those of `saved`, by sample index. shape: of the engines' routes.
-    finished: the outcomes of `saved`. episodes: the others, by sample index.
+    indices: sample indices of its request. start: what a checkpoint had of it, None without one.
+    rollouts: those of `start`, by sample index. shape: of the engines' routes.
+    first_results: the finished rollouts of `start`. episodes: the others, by sample index.
     """
 
     def __init__(
@@ -111,21 +115,21 @@ class GroupProgress:
         sampling: Sampling,
         indices: Iterable[int],
         *,
-        saved: Group | None = None,
+        start: Group | None = None,
         rollouts: Mapping[int, Rollout] | None = None,
         shape: RouteShape | None = None,
     ) -> None:
         self._prompt = prompt
         self._sampling = sampling
-        self.finished: list[ScoredRollout] = []
+        self.first_results: list[ScoredRollout] = []
         self.rejections = Counter[str]()
         self.rejected_tokens = Counter[str]()
         self.environment_error = ""
         self.episodes: dict[int, EpisodeProgress] = {}
-        if saved is None:
+        if start is None:
             self.episodes = {index: EpisodeProgress() for index in indices}
         else:
-            self._restore(saved, rollouts or {}, shape)
+            self._restore(start, rollouts or {}, shape)
 
     @property
     def is_changing(self) -> bool:
@@ -140,13 +144,13 @@ class GroupProgress:
 
     def results(self) -> list[ScoredRollout]:
         """Return all rollouts with their verdicts, by sample index."""
-        scored = [outcome for outcome in self.outcomes if isinstance(outcome, ScoredRollout)]
-        return sorted(self.finished + scored, key=lambda result: result.rollout.sample_index)
+        results = [outcome for outcome in self.outcomes if isinstance(outcome, ScoredRollout)]
+        return sorted(self.first_results + results, key=lambda result: result.rollout.sample_index)
 
     def count_rejections(self) -> dict[str, int]:
         """Return the number of rejected rollouts, by reason."""
-        rejected = [outcome for outcome in self.outcomes if isinstance(outcome, RejectedRollout)]
-        return dict(self.rejections + Counter(outcome.reason for outcome in rejected))
+        reasons = (o.reason for o in self.outcomes if isinstance(o, RejectedRollout))
+        return dict(self.rejections + Counter(reasons))
 
     def count_rejected_tokens(self) -> Counter[str]:
         """Return the tokens that are not used, by reason. Those of open episodes are not known."""
@@ -179,17 +183,17 @@ class GroupProgress:
         return tokens
 
     def _restore(
-        self, saved: Group, rollouts: Mapping[int, Rollout], shape: RouteShape | None
+        self, start: Group, rollouts: Mapping[int, Rollout], shape: RouteShape | None
     ) -> None:
-        self.rejections.update(saved.rejections)
-        self.rejected_tokens.update(saved.rejected_tokens)
-        self.environment_error = saved.environment_error
-        for index in saved.open_samples:
-            stored = responses_of(rollouts[index], shape) if index in rollouts else []
-            self.episodes[index] = EpisodeProgress(deque(stored))
-        for ref in saved.rollouts:
+        self.rejections.update(start.rejections)
+        self.rejected_tokens.update(start.rejected_tokens)
+        self.environment_error = start.environment_error
+        for index in start.open_samples:
+            responses = responses_of(rollouts[index], shape) if index in rollouts else []
+            self.episodes[index] = EpisodeProgress(deque(responses))
+        for ref in start.rollouts:
             if ref.sample_index not in self.episodes:
-                self.finished.append(
+                self.first_results.append(
                     ScoredRollout(
                         rollouts[ref.sample_index], ref.verdict, ref.num_generated, {}, 0.0
                     )

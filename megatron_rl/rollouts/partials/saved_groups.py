@@ -18,7 +18,7 @@ _ENVELOPE_BYTES = 1024  # of a message around a rollout
 
 @dataclass(frozen=True)
 class SavedGroup:
-    """What a checkpoint has of a group. rollouts: those of `group.rollouts`, in their order."""
+    """The state of a group in a checkpoint. rollouts: those of `group.rollouts`, in their order."""
 
     group: Group
     rollouts: Sequence[Rollout]
@@ -65,20 +65,20 @@ class SavedGroups:
         store: RolloutStore | None = None,
         log: Callable[[str], None] | None = None,
     ) -> None:
-        self._groups = {saved.group.group_id: saved for saved in groups}
+        self._groups = {start.group.group_id: start for start in groups}
         self._store = store or RolloutStore(node=0)
         self._log = log
         self._num_misfits = 0
 
     def take(self, request: GroupRequest) -> SavedGroup | None:
         """Return what there is of a requested group, None for nothing. A group is taken once."""
-        saved = self._groups.pop(request.group_id, None)
-        if saved is None or saved.fits(request):
-            return saved
+        start = self._groups.pop(request.group_id, None)
+        if start is None or start.fits(request):
+            return start
         self._num_misfits += 1
         if self._log is not None:
             self._log(
-                f"{saved.num_tokens} tokens of group {request.group_id} in the checkpoint do not "
+                f"{start.num_tokens} tokens of group {request.group_id} in the checkpoint do not "
                 "fit the settings of this run: the group is sampled anew"
             )
         return None
@@ -89,14 +89,14 @@ class SavedGroups:
         self._num_misfits = 0
         return num_misfits
 
-    def store(self, saved: SavedGroup) -> Group:
+    def store(self, start: SavedGroup) -> Group:
         """Store a finished group's rollouts, where the ranks of all nodes can read them."""
-        locations = self._store.put(saved.group.group_id, saved.rollouts)
+        locations = self._store.put(start.group.group_id, start.rollouts)
         refs = [
             msgspec.structs.replace(ref, location=location)
-            for ref, location in zip(saved.group.rollouts, locations, strict=True)
+            for ref, location in zip(start.group.rollouts, locations, strict=True)
         ]
-        return msgspec.structs.replace(saved.group, rollouts=tuple(refs))
+        return msgspec.structs.replace(start.group, rollouts=tuple(refs))
 
     def release(self, group_ids: Iterable[str]) -> None:
         """Free the rollouts of finished groups. Others are not known here."""

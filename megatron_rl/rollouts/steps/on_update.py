@@ -14,7 +14,7 @@ from megatron_rl.rollouts.steps.steps_ahead import StepsAhead, StepSource
 
 @dataclass(frozen=True)
 class StoredPartials:
-    """What there is of all requests, in the memory of collectors.
+    """The state of all requests, in the memory of collectors.
 
     num_new_tokens: tokens that collectors have received since the last hold.
     """
@@ -150,8 +150,8 @@ class _OpenResponses:
     def after_save(self) -> None:
         self.control.release_partials()
 
-    def _count(self, held: HeldRequests) -> int:
-        num_tokens = self.num_uncounted + held.num_new_tokens
+    def _count(self, requests: HeldRequests) -> int:
+        num_tokens = self.num_uncounted + requests.num_new_tokens
         self.num_uncounted = 0
         return num_tokens
 

@@ -134,7 +134,7 @@ class RolloutSampler:
     def _open_groups(self, sampling: StepSampling, partials: Sequence[Group]) -> tuple[Group, ...]:
         lost_ids = set(self.queue.lost_groups(tuple(sampling.parts)))
         groups = {id_: part for id_, part in sampling.parts.items() if id_ not in lost_ids}
-        for group in (*partials, *self.queue.arrived(sampling.requested_ids)):
+        for group in (*partials, *self.queue.arrived_groups(sampling.requested_ids)):
             if group.group_id in sampling.requested_ids:
                 groups[group.group_id] = group
         return tuple(groups.values())

@@ -133,80 +133,105 @@ def assert_same(one: list[Rollout], other: list[Rollout]) -> None:
         assert_equal(rollout, twin)
 
 
+async def begin(
+    engine: TrackedEngine,
+    environment: EnvironmentSettings | None,
+    request: GroupRequest = REQUEST,
+    num_versions: int = 1,
+) -> SavedGroup:
+    """Sample a group under the first versions, and return what there is of it."""
+    async with fake_engine(engine) as url:
+        desk = Desk(url, environment)
+        for version in range(num_versions):
+            engine.version = version
+            await desk.tell(SetVersion(version))
+            if not version:
+                await desk.tell(request)
+            group, rollouts = await desk.store(version + 1)
+        await desk.collector.close()
+    return SavedGroup(group, rollouts)
+
+
+async def resume(
+    engine: TrackedEngine,
+    environment: EnvironmentSettings | None,
+    versions: range,
+    saved: SavedGroup,
+    request: GroupRequest = REQUEST,
+) -> tuple[Group, list[Rollout]]:
+    """Sample a group to its end with another collector."""
+    request = msgspec.structs.replace(request, start=saved.group)
+    return await finish(engine, environment, versions, *saved.messages(), request)
+
+
+async def sample_twice(
+    engines: list[TrackedEngine], environment: EnvironmentSettings | None, num_versions: int
+) -> tuple[SavedGroup, list[tuple[Group, list[Rollout]]]]:
+    """Sample a group with the first engine, and again with the two others, one after the other.
+
+    num_versions: those of the second engine. Returns what there was of the group then, and both
+    groups.
+    """
+    whole = await finish(engines[0], environment, range(3), REQUEST)
+    saved = await begin(engines[1], environment, num_versions=num_versions)
+    resumed = await resume(engines[2], environment, range(num_versions - 1, 3), saved)
+    return saved, [whole, resumed]
+
+
 @pytest.mark.parametrize(
-    ("environment", "script", "num_sampled"),
-    [
-        (None, WHOLE, len(WHOLE)),
-        (CALCULATOR, [*CALL, *SUM, *REST], len(CALL) + len(REST)),
-    ],
+    ("environment", "script"),
+    [(None, WHOLE), (CALCULATOR, [*CALL, *SUM, *REST])],
     ids=["single_turn", "calculator"],
 )
-@pytest.mark.parametrize("first_versions", [1, 2])
+@pytest.mark.parametrize("num_versions", [1, 2])
 def test_another_collector_continues_a_group_bit_for_bit(
-    environment: EnvironmentSettings | None,
-    script: list[int],
-    num_sampled: int,
-    first_versions: int,
+    environment: EnvironmentSettings | None, script: list[int], num_versions: int
 ) -> None:
-    async def run() -> None:
-        whole_engine = TrackedEngine(script)
-        whole, whole_rollouts = await finish(whole_engine, environment, range(3), REQUEST)
-        engine = TrackedEngine(script)
-        async with fake_engine(engine) as url:
-            desk = Desk(url, environment)
-            for version in range(first_versions):
-                engine.version = version
-                await desk.tell(SetVersion(version))
-                if not version:
-                    await desk.tell(REQUEST)
-                group, rollouts = await desk.store(version + 1)
-            assert group.open_samples == (0, 1, 2)
-            assert [rollout.finish_reason for rollout in rollouts] == ["abort"] * 3
-            saved = SavedGroup(group, rollouts)
-            assert saved.fits(REQUEST) and not saved.is_finished
-            assert saved.num_tokens == engine.num_sampled == 3 * 2 * first_versions
-            await desk.collector.close()
-        request = msgspec.structs.replace(REQUEST, saved=group)
-        next_engine = TrackedEngine(script)
-        resumed, resumed_rollouts = await finish(
-            next_engine, environment, range(first_versions - 1, 3), *saved.messages(), request
-        )
-        assert_same(resumed_rollouts, whole_rollouts)
-        assert engine.num_sampled + next_engine.num_sampled == whole_engine.num_sampled
-        assert whole_engine.num_sampled == 3 * num_sampled
-        assert set(engine.seeds) | set(next_engine.seeds) == set(whole_engine.seeds)
-        changed = {"generated_at": 0.0, "scored_at": 0.0, "rollouts": ()}
-        plain = msgspec.structs.replace(resumed, **changed)
-        assert plain == msgspec.structs.replace(whole, **changed)
+    engines = [TrackedEngine(script) for _ in range(3)]
+    saved, groups = asyncio.run(sample_twice(engines, environment, num_versions))
+    (whole, whole_rollouts), (resumed, resumed_rollouts) = groups
+    assert_stored(saved, 3 * 2 * num_versions)
+    assert_same(resumed_rollouts, whole_rollouts)
+    assert without_times(resumed) == without_times(whole)
+    whole_tokens, first_tokens, last_tokens = (engine.num_sampled for engine in engines)
+    assert first_tokens == saved.num_tokens
+    assert first_tokens + last_tokens == whole_tokens == sampled_tokens(whole)
+    assert set(engines[1].seeds) | set(engines[2].seeds) == set(engines[0].seeds)
 
-    asyncio.run(run())
+
+def assert_stored(saved: SavedGroup, num_tokens: int) -> None:
+    """Check that three rollouts are open in the middle."""
+    assert saved.group.open_samples == (0, 1, 2)
+    assert [rollout.finish_reason for rollout in saved.rollouts] == ["abort"] * 3
+    assert saved.fits(REQUEST) and not saved.is_finished
+    assert saved.num_tokens == num_tokens
+
+
+def without_times(group: Group) -> Group:
+    """Return a group without times, and without rollouts."""
+    return msgspec.structs.replace(group, generated_at=0.0, scored_at=0.0, rollouts=())
 
 
 def test_a_turn_that_has_ended_is_not_sampled_again() -> None:
     """The calculator plays it again, and the second turn goes on."""
+    rest = [*TOKENIZER.encode("b123456"), EOS]
+    script = [*CALL, *SUM, *rest]
+    request = msgspec.structs.replace(REQUEST, budget=VersionBudget(len(CALL), 1))
+    engine = TrackedEngine(script)
+    next_engine = TrackedEngine(script)
 
-    async def run() -> None:
-        rest = [*TOKENIZER.encode("b123456"), EOS]
-        script = [*CALL, *SUM, *rest]
-        request = msgspec.structs.replace(REQUEST, budget=VersionBudget(len(CALL), 1))
-        engine = TrackedEngine(script)
-        async with fake_engine(engine) as url:
-            desk = Desk(url, CALCULATOR)
-            await desk.tell(SetVersion(0), request)
-            group, rollouts = await desk.store()
-            await desk.collector.close()
-        assert group.open_samples == (0, 1, 2)
-        assert engine.num_sampled == 3 * (len(CALL) + len(CALL))
-        next_engine = TrackedEngine(script)
-        saved = SavedGroup(group, rollouts)
-        request = msgspec.structs.replace(request, saved=group)
-        _, resumed = await finish(next_engine, CALCULATOR, range(2), *saved.messages(), request)
-        assert next_engine.num_sampled == 3 * (len(rest) - len(CALL))
-        tokens = [t for segment in resumed[0].segments for t in segment.tokens.tolist()]
-        assert tokens == [*PROMPT.token_ids, *script]
-        assert [segment.version for segment in resumed[0].segments] == [0, 0, 0, 0, 1]
+    async def run() -> tuple[SavedGroup, list[Rollout]]:
+        saved = await begin(engine, CALCULATOR, request)
+        _, resumed = await resume(next_engine, CALCULATOR, range(2), saved, request)
+        return saved, resumed
 
-    asyncio.run(run())
+    saved, resumed = asyncio.run(run())
+    assert saved.group.open_samples == (0, 1, 2)
+    assert engine.num_sampled == 3 * (len(CALL) + len(CALL))
+    assert next_engine.num_sampled == 3 * (len(rest) - len(CALL))
+    tokens = [t for segment in resumed[0].segments for t in segment.tokens.tolist()]
+    assert tokens == [*PROMPT.token_ids, *script]
+    assert [segment.version for segment in resumed[0].segments] == [0, 0, 0, 0, 1]
 
 
 def test_finished_rollouts_keep_their_verdicts_and_rejected_ones_stay_rejected() -> None:
@@ -229,7 +254,7 @@ def test_finished_rollouts_keep_their_verdicts_and_rejected_ones_stay_rejected()
         )
         saved = SavedGroup(saved_group, whole_rollouts[:1])
         assert saved.fits(REQUEST)
-        request = msgspec.structs.replace(REQUEST, saved=saved_group)
+        request = msgspec.structs.replace(REQUEST, start=saved_group)
         next_engine = TrackedEngine(WHOLE)
         group, rollouts = await finish(next_engine, None, range(3), *saved.messages(), request)
         assert_same(rollouts, [whole_rollouts[0], whole_rollouts[2]])
@@ -255,7 +280,7 @@ def test_tokens_that_the_environment_does_not_ask_for_are_counted_as_rejected() 
             group, rollouts = await desk.store()
             await desk.collector.close()
         other_prompt = msgspec.structs.replace(PROMPT, token_ids=PROMPT.token_ids[::-1])
-        request = msgspec.structs.replace(REQUEST, prompt=other_prompt, saved=group)
+        request = msgspec.structs.replace(REQUEST, prompt=other_prompt, start=group)
         saved = SavedGroup(group, rollouts)
         assert not saved.fits(msgspec.structs.replace(REQUEST, prompt=other_prompt))
         next_engine = TrackedEngine(WHOLE)

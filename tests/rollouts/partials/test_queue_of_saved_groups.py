@@ -84,7 +84,7 @@ def test_an_open_group_goes_to_a_collector_with_its_rollouts(
     queue.submit([request("a"), request("b")])
     rollout, first, second = receive_requests(peer)
     assert rollout == SavedRollout("a", 0, codec.encode(ROLLOUT))
-    assert first == msgspec.structs.replace(request("a"), saved=saved.group)
+    assert first == msgspec.structs.replace(request("a"), start=saved.group)
     assert second == request("b")
     peer.send(msgspec.structs.replace(group_done("a"), generated_tokens=9))
     peer.send(group_done("b"))
@@ -108,13 +108,13 @@ def test_another_collector_gets_what_a_lost_one_had_of_the_checkpoint(
         messages += [m for m in later.receive() if isinstance(m, GroupRequest | SavedRollout)]
     rollout, again = messages
     assert isinstance(rollout, SavedRollout)
-    assert isinstance(again, GroupRequest) and again.saved is not None and again.attempt == 1
+    assert isinstance(again, GroupRequest) and again.start is not None and again.attempt == 1
     # A group that is delivered and lost is sampled anew: other weights serve by then
     later.send(msgspec.structs.replace(group_done("a"), attempt=1))
     list(queue.as_completed(lambda: None))
     queue.request_again(["a"])
     (anew,) = receive_requests(later)
-    assert isinstance(anew, GroupRequest) and anew.saved is None
+    assert isinstance(anew, GroupRequest) and anew.start is None
     later.close()
 
 
@@ -142,7 +142,7 @@ def test_partials_are_those_of_open_requests_alone_and_are_freed(
     timer = threading.Timer(0.2, lambda: peer.send(Partials(1, tuple(groups))))
     timer.start()
     assert queue.store_partials(timeout_seconds=10) == [groups[0]]
-    assert [group.group_id for group in queue.arrived({"a", "b"})] == ["b"]
+    assert [group.group_id for group in queue.arrived_groups({"a", "b"})] == ["b"]
     queue.release_partials()
     queue.release_partials()
     messages = [m for m in peer.receive(4) if not isinstance(m, GroupRequest)]

@@ -109,12 +109,12 @@ class SimulatedQueue:
     def lift_budgets(self) -> None:
         self.num_lifts += 1
 
-    def arrived(self, group_ids: Collection[str]) -> list[Group]:
+    def arrived_groups(self, group_ids: Collection[str]) -> list[Group]:
         wanted_ids = set(group_ids) - self.lost_ids
         return [group for group in self._ready if group.group_id in wanted_ids]
 
     def partials(self) -> list[Group]:
-        """What there is of some open groups: all their rollouts are open, and have no token."""
+        """Return the state of some open groups: all their rollouts are open, and have no token."""
         return [
             Group(
                 group_id=group_id,
@@ -349,6 +349,21 @@ def test_no_step_is_sampled_beyond_the_last_one() -> None:
     run.ahead.take(3, run.sampler)
     run.ahead.begin_next(3, 3, run.sampler)
     assert run.sampler.open_steps == ()
+
+
+def test_groups_of_a_step_that_is_aborted_are_kept_unless_they_are_lost() -> None:
+    run = make_run("uniform", max_staleness=1, seed=0)
+    run.sampler.begin_step(1)
+    arrivals = iter([True, True, True, False])
+    assert run.sampler.finish_step(lambda: next(arrivals)) is None
+    (last_id,) = run.sampler._open[1].requested_ids
+    known_ids = {group.group_id for group in run.sampler.open_groups([])[1]}
+    assert known_ids == set(run.queue.held_ids) and len(known_ids) == 3
+    run.queue.lost_ids = {run.queue.held_ids[0]}
+    partial = Group(group_id=last_id, prompt=PROMPTS[0], rollouts=(), open_samples=(0,))
+    groups = run.sampler.open_groups([partial])[1]
+    assert {group.group_id for group in groups} == (known_ids - run.queue.lost_ids) | {last_id}
+    assert run.sampler.state().prompts.position == 0  # a resumed run selects the same prompts
 
 
 def test_without_an_engine_the_next_step_stays_open() -> None:
