@@ -91,11 +91,11 @@ def test_the_mismatch_of_each_age_is_that_of_its_tokens(dtype: torch.dtype) -> N
         f"mismatch/age/{age}/{name}" for age in (0, 2) for name in ("logprob_abs_mean", "k3_kl")
     }
     for age, places in ((0, [0, 2]), (2, [1, 4])):
-        expected = rollout_mismatch(old[places], rollout[places])
+        same_tokens = rollout_mismatch(old[places], rollout[places])
         for name in ("logprob_abs_mean", "k3_kl"):
             pair = sums[f"mismatch/age/{age}/{name}"]
             assert pair.dtype == torch.float32
-            assert pair.tolist() == expected[f"mismatch/{name}"].tolist()
+            assert pair.tolist() == same_tokens[f"mismatch/{name}"].tolist()
             assert pair[0] > 0 and pair[1] == 2
 
 

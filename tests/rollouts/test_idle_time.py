@@ -67,8 +67,8 @@ def test_the_queue_reports_idle_engines_since_the_last_call(hub: CollectorHub, p
     queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4))
     queue.submit([request("a"), request("b", 3), request("c", evaluation=True)])
     assert (queue.count_in_flight(), queue.engines_idle_seconds()) == (5, 0.0)
-    done = group_done("a")
-    peer.send(type(done)(group=done.group, generated_tokens=5, engines_idle=2.0))
+    answer = group_done("a")
+    peer.send(type(answer)(group=answer.group, generated_tokens=5, engines_idle=2.0))
     next(queue.as_completed(lambda: None))
     assert queue.count_in_flight() == 3
     assert queue.engines_idle_seconds() == 2.0

@@ -101,7 +101,7 @@ async def sample(
             )
         )
         for version in versions:
-            while not pool.num_parked and not task.done():
+            while not pool.num_parked and not task.answer():
                 await asyncio.sleep(0.01)
             parked.append(pool.num_parked)
             engine.version = version
@@ -189,10 +189,10 @@ def test_a_collector_settles_once_every_response_has_ended_or_waits() -> None:
             assert await next_held(outbox) == Held(3, 12, 12, 2)
             engine.version = 2
             await collector.handle(SetVersion(2))
-            done = await asyncio.wait_for(outbox.get(), 5)
+            answer = await asyncio.wait_for(outbox.get(), 5)
             await collector.handle(Settle(3))
             assert await next_held(outbox) == Held(0, 0, 18, 3)
-            assert_two_tokens_of_each_version(done)
+            assert_two_tokens_of_each_version(answer)
             await collector.close()
 
     asyncio.run(run())

@@ -26,10 +26,10 @@ OPEN = (group(1.0, 0.0, name="open"),)
 class StoredResponses:
     """Stores a group of the next two steps in each checkpoint, and notes the calls.
 
-    uncounted: tokens of each save that no record has yet. failure: raised by each save.
+    num_new_tokens: tokens of each save that no record has yet. failure: raised by each save.
     """
 
-    uncounted: int = 0
+    num_new_tokens: int = 0
     failure: Exception | None = None
     is_quiet: bool = False
     num_uncounted: int = 0
@@ -48,7 +48,7 @@ class StoredResponses:
         self.calls.append("stop" if is_stopping else "save")
         if self.failure is not None:
             raise self.failure
-        self.num_uncounted += self.uncounted
+        self.num_uncounted += self.num_new_tokens
         return {7: OPEN, 8: OPEN}
 
     def after_save(self) -> None:
@@ -57,7 +57,7 @@ class StoredResponses:
 
 def test_a_checkpoint_holds_what_there_is_of_open_steps(tmp_path: Path) -> None:
     ranks = FakeRanks()
-    on_update = StoredResponses(uncounted=3)
+    on_update = StoredResponses(num_new_tokens=3)
     lead(
         ScriptedParts(),
         tmp_path,
@@ -84,7 +84,7 @@ def test_the_next_record_counts_tokens_that_were_sampled_before_the_checkpoint(
         tmp_path,
         steps=2,
         checkpoints=make_manager(ranks),
-        on_update=StoredResponses(uncounted=3),
+        on_update=StoredResponses(num_new_tokens=3),
     )
     comparisons: list[TokenComparison | None] = [None, TokenComparison(20, 1)]
     parts = ScriptedParts(comparisons=comparisons)

@@ -153,9 +153,9 @@ def test_the_mismatch_by_age_counts_each_sampled_token_and_does_not_wait(
     )
     places_by_age = {0: [0, 1, 5], 1: [9], 2: [2, 3, 6, 7, 8]}
     for age, places in places_by_age.items():
-        expected = float(difference[places].abs().mean())
+        size = float(difference[places].abs().mean())
         name = f"mismatch/age/{age}/logprob_abs_mean"
-        assert values[name] == pytest.approx(expected, rel=1e-6)
+        assert values[name] == pytest.approx(size, rel=1e-6)
         assert f"mismatch/age/{age}/k3_kl" in values
     assert len([name for name in values if name.startswith("mismatch/age/")]) == 6
     without = MetricSums()

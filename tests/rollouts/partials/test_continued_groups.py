@@ -103,7 +103,7 @@ class Desk:
 
 
 async def finish(
-    engine: TrackedEngine, environment: EnvironmentSettings | None, versions: range, *saved: Any
+    engine: TrackedEngine, environment: EnvironmentSettings | None, versions: range, *messages: Any
 ) -> tuple[Group, list[Rollout]]:
     """Sample a group to its end, under some versions one after the other.
 
@@ -115,17 +115,17 @@ async def finish(
             engine.version = version
             await desk.tell(SetVersion(version))
             if version == versions[0]:
-                await desk.tell(*saved)
+                await desk.tell(*messages)
             await desk.tell(Settle(version + 1))
             message = await desk.hear()
             if version != versions[-1]:
                 assert not isinstance(message, GroupDone)
-        done = message if isinstance(message, GroupDone) else await desk.hear()
-        assert isinstance(done, GroupDone)
-        assert done.generated_tokens == sampled_tokens(done.group)
-        rollouts = [read_rollout(ref) for ref in done.group.rollouts]
+        answer = message if isinstance(message, GroupDone) else await desk.hear()
+        assert isinstance(answer, GroupDone)
+        assert answer.generated_tokens == sampled_tokens(answer.group)
+        rollouts = [read_rollout(ref) for ref in answer.group.rollouts]
         await desk.collector.close()
-    return done.group, rollouts
+    return answer.group, rollouts
 
 
 def assert_same(one: list[Rollout], other: list[Rollout]) -> None:
@@ -156,12 +156,12 @@ async def resume(
     engine: TrackedEngine,
     environment: EnvironmentSettings | None,
     versions: range,
-    saved: SavedGroup,
+    partial: SavedGroup,
     request: GroupRequest = REQUEST,
 ) -> tuple[Group, list[Rollout]]:
     """Sample a group to its end with another collector."""
-    request = msgspec.structs.replace(request, start=saved.group)
-    return await finish(engine, environment, versions, *saved.messages(), request)
+    request = msgspec.structs.replace(request, start=partial.group)
+    return await finish(engine, environment, versions, *partial.messages(), request)
 
 
 async def sample_twice(
@@ -173,9 +173,9 @@ async def sample_twice(
     groups.
     """
     whole = await finish(engines[0], environment, range(3), REQUEST)
-    saved = await begin(engines[1], environment, num_versions=num_versions)
-    resumed = await resume(engines[2], environment, range(num_versions - 1, 3), saved)
-    return saved, [whole, resumed]
+    partial = await begin(engines[1], environment, num_versions=num_versions)
+    second = await resume(engines[2], environment, range(num_versions - 1, 3), partial)
+    return partial, [whole, second]
 
 
 @pytest.mark.parametrize(
@@ -188,23 +188,23 @@ def test_another_collector_continues_a_group_bit_for_bit(
     environment: EnvironmentSettings | None, script: list[int], num_versions: int
 ) -> None:
     engines = [TrackedEngine(script) for _ in range(3)]
-    saved, groups = asyncio.run(sample_twice(engines, environment, num_versions))
-    (whole, whole_rollouts), (resumed, resumed_rollouts) = groups
-    assert_stored(saved, 3 * 2 * num_versions)
+    partial, groups = asyncio.run(sample_twice(engines, environment, num_versions))
+    (whole, whole_rollouts), (second, resumed_rollouts) = groups
+    assert_stored(partial, 3 * 2 * num_versions)
     assert_same(resumed_rollouts, whole_rollouts)
-    assert without_times(resumed) == without_times(whole)
+    assert without_times(second) == without_times(whole)
     whole_tokens, first_tokens, last_tokens = (engine.num_sampled for engine in engines)
-    assert first_tokens == saved.num_tokens
+    assert first_tokens == partial.num_tokens
     assert first_tokens + last_tokens == whole_tokens == sampled_tokens(whole)
     assert set(engines[1].seeds) | set(engines[2].seeds) == set(engines[0].seeds)
 
 
-def assert_stored(saved: SavedGroup, num_tokens: int) -> None:
+def assert_stored(partial: SavedGroup, num_tokens: int) -> None:
     """Check that three rollouts are open in the middle."""
-    assert saved.group.open_samples == (0, 1, 2)
-    assert [rollout.finish_reason for rollout in saved.rollouts] == ["abort"] * 3
-    assert saved.fits(REQUEST) and not saved.is_finished
-    assert saved.num_tokens == num_tokens
+    assert partial.group.open_samples == (0, 1, 2)
+    assert [rollout.finish_reason for rollout in partial.rollouts] == ["abort"] * 3
+    assert partial.fits(REQUEST) and not partial.is_finished
+    assert partial.num_tokens == num_tokens
 
 
 def without_times(group: Group) -> Group:
@@ -221,17 +221,17 @@ def test_a_turn_that_has_ended_is_not_sampled_again() -> None:
     next_engine = TrackedEngine(script)
 
     async def run() -> tuple[SavedGroup, list[Rollout]]:
-        saved = await begin(engine, CALCULATOR, request)
-        _, resumed = await resume(next_engine, CALCULATOR, range(2), saved, request)
-        return saved, resumed
+        partial = await begin(engine, CALCULATOR, request)
+        _, second = await resume(next_engine, CALCULATOR, range(2), partial, request)
+        return partial, second
 
-    saved, resumed = asyncio.run(run())
-    assert saved.group.open_samples == (0, 1, 2)
+    partial, second = asyncio.run(run())
+    assert partial.group.open_samples == (0, 1, 2)
     assert engine.num_sampled == 3 * (len(CALL) + len(CALL))
     assert next_engine.num_sampled == 3 * (len(rest) - len(CALL))
-    tokens = [t for segment in resumed[0].segments for t in segment.tokens.tolist()]
+    tokens = [t for segment in second[0].segments for t in segment.tokens.tolist()]
     assert tokens == [*PROMPT.token_ids, *script]
-    assert [segment.version for segment in resumed[0].segments] == [0, 0, 0, 0, 1]
+    assert [segment.version for segment in second[0].segments] == [0, 0, 0, 0, 1]
 
 
 def test_finished_rollouts_keep_their_verdicts_and_rejected_ones_stay_rejected() -> None:
@@ -252,11 +252,11 @@ def test_finished_rollouts_keep_their_verdicts_and_rejected_ones_stay_rejected()
             rejected_tokens={"engine": 4},
             open_samples=(2,),
         )
-        saved = SavedGroup(saved_group, whole_rollouts[:1])
-        assert saved.fits(REQUEST)
+        partial = SavedGroup(saved_group, whole_rollouts[:1])
+        assert partial.fits(REQUEST)
         request = msgspec.structs.replace(REQUEST, start=saved_group)
         next_engine = TrackedEngine(WHOLE)
-        group, rollouts = await finish(next_engine, None, range(3), *saved.messages(), request)
+        group, rollouts = await finish(next_engine, None, range(3), *partial.messages(), request)
         assert_same(rollouts, [whole_rollouts[0], whole_rollouts[2]])
         assert [r.verdict.reward for r in group.rollouts] == [
             0.25,
@@ -281,11 +281,11 @@ def test_tokens_that_the_environment_does_not_ask_for_are_counted_as_rejected() 
             await desk.collector.close()
         other_prompt = msgspec.structs.replace(PROMPT, token_ids=PROMPT.token_ids[::-1])
         request = msgspec.structs.replace(REQUEST, prompt=other_prompt, start=group)
-        saved = SavedGroup(group, rollouts)
-        assert not saved.fits(msgspec.structs.replace(REQUEST, prompt=other_prompt))
+        partial = SavedGroup(group, rollouts)
+        assert not partial.fits(msgspec.structs.replace(REQUEST, prompt=other_prompt))
         next_engine = TrackedEngine(WHOLE)
-        resumed, _ = await finish(next_engine, None, range(3), *saved.messages(), request)
-        assert resumed.rejected_tokens == {NOT_RESTORED: 6}
+        second, _ = await finish(next_engine, None, range(3), *partial.messages(), request)
+        assert second.rejected_tokens == {NOT_RESTORED: 6}
         assert next_engine.num_sampled == 3 * len(WHOLE)
 
     asyncio.run(run())
@@ -305,8 +305,8 @@ def test_stored_partials_are_freed_and_their_group_goes_on() -> None:
                 engine.version = version
                 await desk.tell(SetVersion(version), Settle(version))
                 message = await desk.hear()
-            done = message if isinstance(message, GroupDone) else await desk.hear()
-            assert isinstance(done, GroupDone) and len(done.group.rollouts) == 3
+            answer = message if isinstance(message, GroupDone) else await desk.hear()
+            assert isinstance(answer, GroupDone) and len(answer.group.rollouts) == 3
             await desk.collector.close()
 
     asyncio.run(run())
@@ -334,6 +334,7 @@ def test_evaluations_are_not_stored() -> None:
     ],
 )
 def test_a_saved_group_fits_its_own_request_alone(changes: dict[str, Any]) -> None:
-    saved = SavedGroup(Group(group_id="g", prompt=PROMPT, rollouts=(), open_samples=(0, 1, 2)), ())
-    assert saved.fits(REQUEST)
-    assert not saved.fits(msgspec.structs.replace(REQUEST, **changes))
+    group = Group(group_id="g", prompt=PROMPT, rollouts=(), open_samples=(0, 1, 2))
+    partial = SavedGroup(group, ())
+    assert partial.fits(REQUEST)
+    assert not partial.fits(msgspec.structs.replace(REQUEST, **changes))

@@ -79,12 +79,12 @@ def test_a_finished_group_is_delivered_and_nobody_is_asked(queue: RolloutQueue, 
 def test_an_open_group_goes_to_a_collector_with_its_rollouts(
     queue: RolloutQueue, peer: Peer
 ) -> None:
-    saved = saved_group("a", (1,))
-    queue.restore(SavedGroups([saved]))
+    partial = saved_group("a", (1,))
+    queue.restore(SavedGroups([partial]))
     queue.submit([request("a"), request("b")])
     rollout, first, second = receive_requests(peer)
     assert rollout == SavedRollout("a", 0, codec.encode(ROLLOUT))
-    assert first == msgspec.structs.replace(request("a"), start=saved.group)
+    assert first == msgspec.structs.replace(request("a"), start=partial.group)
     assert second == request("b")
     peer.send(msgspec.structs.replace(group_done("a"), generated_tokens=9))
     peer.send(group_done("b"))

@@ -52,7 +52,7 @@ class SimulatedQueue:
     engines_left_out: tuple[str, ...] = ()
     lost_ids: set[str] = field(default_factory=set)
     deliveries: Counter[str] = field(default_factory=Counter)
-    saved: SavedGroups = field(default_factory=SavedGroups)
+    checkpoint: SavedGroups = field(default_factory=SavedGroups)
     _ready: list[Group] = field(default_factory=list)  # that have arrived
     _outstanding: dict[str, GroupRequest] = field(default_factory=dict)
     _delivered: dict[str, GroupRequest] = field(default_factory=dict)
@@ -60,10 +60,10 @@ class SimulatedQueue:
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         for request in requests:
             assert request.group_id not in self._outstanding | self._delivered
-            saved = self.saved.take(request)
-            if saved is not None and saved.is_finished:
+            checkpoint = self.checkpoint.take(request)
+            if checkpoint is not None and checkpoint.is_finished:
                 self._delivered[request.group_id] = request
-                self._ready.append(saved.group)
+                self._ready.append(checkpoint.group)
             else:
                 self._outstanding[request.group_id] = request
 
@@ -206,7 +206,7 @@ class SimulatedRun:
         queue = SimulatedQueue(
             self.queue.order, self.queue.version, deliveries=self.queue.deliveries
         )
-        queue.saved = SavedGroups(
+        queue.checkpoint = SavedGroups(
             SavedGroup(group, [ROLLOUT] * len(group.rollouts))
             for groups in open_groups.values()
             for group in groups
@@ -274,9 +274,9 @@ def make_run(name: str, *, max_staleness: int, seed: int, continues: bool = Fals
 def test_every_group_is_trained_once_and_never_too_old(
     name: str, max_staleness: int, seed: int, faults: dict[int, str]
 ) -> None:
-    undisturbed = make_run(name, max_staleness=max_staleness, seed=0).run(12, {})
+    calm_run = make_run(name, max_staleness=max_staleness, seed=0).run(12, {})
     run = make_run(name, max_staleness=max_staleness, seed=seed).run(12, faults)
-    assert run.trained == undisturbed.trained
+    assert run.trained == calm_run.trained
     ids = [rollout_id for ids in run.trained.values() for rollout_id in ids]
     assert len(ids) == len(set(ids))
     assert max(run.ages) <= min(max_staleness, 1)
@@ -299,11 +299,11 @@ def test_every_group_is_trained_once_and_never_too_old(
 def test_responses_that_continue_are_trained_once_and_never_too_old(
     max_staleness: int, seed: int, faults: dict[int, str]
 ) -> None:
-    undisturbed = make_run("uniform", max_staleness=0, seed=0).run(12, {})
+    calm_run = make_run("uniform", max_staleness=0, seed=0).run(12, {})
     run = make_run("uniform", max_staleness=max_staleness, seed=seed, continues=True)
     run.run(12, faults)
     if "rollback" not in faults.values():
-        assert run.trained == undisturbed.trained
+        assert run.trained == calm_run.trained
     if not {"rollback", "collector ends"} & set(faults.values()):
         assert set(run.queue.deliveries.values()) == {1}, "what a checkpoint has is sampled again"
     ids = [rollout_id for ids in run.trained.values() for rollout_id in ids]

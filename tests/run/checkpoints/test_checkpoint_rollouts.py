@@ -82,14 +82,14 @@ def write_checkpoint(root: Path, *, is_open: bool = True) -> list[Rollout]:
 
 def test_open_groups_are_loaded_as_they_were(tmp_path: Path) -> None:
     rollouts = write_checkpoint(tmp_path)
-    (saved,) = load_open_steps(tmp_path, [5], SHAPE, 48)
-    for loaded, written in zip(saved.rollouts, rollouts, strict=True):
-        assert_equal(loaded, written)
-    group = saved.group
+    (partial,) = load_open_steps(tmp_path, [5], SHAPE, 48)
+    for rollout, original in zip(partial.rollouts, rollouts, strict=True):
+        assert_equal(rollout, original)
+    group = partial.group
     assert (group.open_samples, group.rejections) == ((1, 3), {"engine": 1})
-    assert saved.num_tokens == 3 + 3 + 2
+    assert partial.num_tokens == 3 + 3 + 2
     assert (group.generated_at, group.scored_at) == (0.0, 0.0)  # their clock has ended
-    assert not saved.is_finished
+    assert not partial.is_finished
     assert not [file for file in tmp_path.rglob("*") if file.suffix in (".pkl", ".pt")]
 
 
@@ -121,11 +121,11 @@ def test_open_groups_are_no_batch_to_train_on(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     with pytest.raises(ValueError, match="a step that was not sampled whole"):
         load_batches(tmp_path, [5], RolloutStore(node=0), SHAPE, 48)
-    recorded = RecordedRollouts(
+    rollouts = RecordedRollouts(
         tmp_path / "rollouts", node=0, batches=1, routes=SHAPE, vocab_size=48
     )
     with pytest.raises(BadRecording, match="a step that was not sampled whole"):
-        recorded.sample(1)
+        rollouts.sample(1)
 
 
 def test_recordings_of_an_older_version_have_no_open_groups(tmp_path: Path) -> None:
