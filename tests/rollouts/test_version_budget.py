@@ -101,7 +101,7 @@ async def sample(
             )
         )
         for version in versions:
-            while not pool.num_parked and not task.answer():
+            while not pool.num_parked and not task.done():
                 await asyncio.sleep(0.01)
             parked.append(pool.num_parked)
             engine.version = version
