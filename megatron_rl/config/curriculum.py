@@ -184,11 +184,22 @@ def _phase_problems(c: Configuration, phase: Phase, *, is_last: bool) -> Iterato
     if end.accuracy and not c.eval.every:
         rule = "With eval.every=0 no accuracy is measured within a phase"
         yield Refusal(f"{path}.until.accuracy", end.accuracy, rule, "Raise eval.every")
+    yield from _unrepeatable_end(c, path, end)
     if not is_last and (end.steps or 0) >= c.train.total_steps:
         rule = f"The next phase would begin after train.total_steps={c.train.total_steps}"
         yield Refusal(
             f"{path}.until.steps", end.steps, rule, "Lower it, or raise train.total_steps"
         )
+
+
+def _unrepeatable_end(c: Configuration, path: str, end: PhaseEnd) -> Iterator[Refusal]:
+    if end.tokens and c.selection.surplus == "abort":
+        rule = (
+            "With selection.surplus=abort, the number of tokens depends on the time at which "
+            "responses are aborted, so that the end of the phase would not repeat"
+        )
+        remedy = "Give steps, or use selection.surplus=finish"
+        yield Refusal(f"{path}.until.tokens", end.tokens, rule, remedy)
 
 
 def _ends_before_start(phases: Sequence[Phase]) -> Iterator[Refusal]:

@@ -259,6 +259,12 @@ class RolloutSettings(Section):
     temperature: Annotated[float, Ge(0.01), Le(100)] = 1.0
     # Whether responses that were cut at max_new_tokens are trained on.
     train_truncated: bool = True
+    # A response is cut off once a larger share of it repeats itself, like one that reaches
+    # max_new_tokens. null: none is. See docs/zero_variance.md.
+    stop_repetition: Annotated[float, Gt(0), Le(0.97)] | None = None
+    # The tokens of an n-gram, and the number of tokens after which a response is looked at again.
+    stop_repetition_ngram: Positive = 40
+    stop_repetition_every: Positive = 512
     # The largest age of a rollout's tokens in weight versions when a step trains on them. 0: each
     # step samples its own rollouts. From 1 on, the rollouts of the next step are sampled while a
     # step trains.
@@ -309,6 +315,10 @@ class SelectionSettings(Section):
     # oversample and belief: the largest number of rollouts of a step, in multiples of
     # rollout.prompts_per_step x rollout.samples_per_prompt.
     budget: Annotated[float, Ge(1), Le(10**4)] = 4.0
+    # oversample: groups that the step does not need. finish: they are sampled to their end.
+    # abort: once the first groups, in the order of their requests, have enough mixed ones, later
+    # ones are aborted and used for nothing.
+    surplus: Literal["finish", "abort"] = "finish"
     # belief: prompts to sample less often. all_correct: those whose responses are probably all
     # correct. zero_variance: also those whose responses are probably all incorrect.
     skip: Literal["all_correct", "zero_variance"] = "all_correct"

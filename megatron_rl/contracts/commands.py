@@ -85,7 +85,8 @@ class BatchAhead(msgspec.Struct, frozen=True, kw_only=True):
     """The rollouts of a step that is not trained yet. Each node writes those that it stores.
 
     groups: credited ones first, then `num_stopped` stopped and `num_surplus` surplus ones.
-    generated_tokens, engines_left_out, num_repeated, selection_metrics: as in `RolloutBatch`.
+    generated_tokens, engines_left_out, num_repeated, selection_metrics, unused_tokens: as in
+    `RolloutBatch`.
     is_open: the rollouts are still being sampled. The groups are parts as they were requested, in
     any order, and may have `open_samples`.
     """
@@ -98,6 +99,7 @@ class BatchAhead(msgspec.Struct, frozen=True, kw_only=True):
     engines_left_out: Count
     num_repeated: Count
     selection_metrics: dict[str, float]
+    unused_tokens: dict[str, Count] = {}
     is_open: bool = False
 
 

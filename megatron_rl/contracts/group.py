@@ -61,6 +61,7 @@ class RolloutRef(msgspec.Struct, frozen=True, kw_only=True):
     num_trainable: tokens that receive a loss.
     num_generated: tokens that engines sampled for the rollout.
     repetition: share of repeated n-grams from 0 to 1, 0 if it is not measured.
+    is_repetitive: its last response was cut off, because it repeated itself.
     mean_logprob: mean log-probability of the sampled tokens under the policy that sampled them,
     nats. None without sampled tokens.
     tokens_by_version: (weight version, number of sampled tokens) pairs, by ascending version.
@@ -73,6 +74,7 @@ class RolloutRef(msgspec.Struct, frozen=True, kw_only=True):
     num_trainable: Count
     num_generated: Count = 0
     repetition: float = 0.0
+    is_repetitive: bool = False
     mean_logprob: float | None = None
     finish_reason: FinishReason
     tokens_by_version: tuple[tuple[int, int], ...]

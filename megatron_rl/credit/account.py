@@ -11,6 +11,7 @@ The classes are
 - no_verdict: in rollouts without a verdict.
 - probe_stopped, surplus_cut: in groups that the selection stopped after a probe or did not need.
   Stopped probes that train are in the classes of trained tokens.
+- surplus_aborted: in responses that were aborted, because the step had enough mixed groups.
 - rejected/REASON, stale: in rollouts that could not be used.
 """
 
@@ -18,6 +19,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 from megatron_rl.contracts.group import STALE, Group, RolloutRef
 from megatron_rl.contracts.step_plan import StepPlan
@@ -55,6 +57,7 @@ def account(
     generated_tokens: int,
     stopped_groups: Sequence[Group] = (),
     surplus_groups: Sequence[Group] = (),
+    unused_tokens: Mapping[str, int] = MappingProxyType({}),
 ) -> dict[str, float]:
     """Count the tokens of one step by class, as metrics under `account/`.
 
@@ -63,6 +66,7 @@ def account(
     generated_tokens: number of tokens that engines sampled during the step.
     stopped_groups: groups that were not extended after a probe.
     surplus_groups: mixed groups beyond those that the step needed.
+    unused_tokens: by class, those of further groups that the step did not need.
 
     An empty class is omitted, except `trained/...` and `zero_variance_dropped`. `generated` is the
     number of all tokens. The caller adds the tokens of evaluations to it and to a class of their
@@ -71,6 +75,7 @@ def account(
     that only engines have counted.
     """
     tokens_by_class = Counter[str](dict.fromkeys(_ALWAYS_REPORTED, 0))
+    tokens_by_class.update(unused_tokens)
     is_applied = _is_applied_by_rollout(plan, num_applied)
     for group, kind in zip(groups, credit.kinds, strict=True):
         for name, tokens in _classify_tokens(group, kind, is_applied):
@@ -90,12 +95,18 @@ def account(
     }
 
 
-def account_of_recording(groups: Sequence[Group], *, generated_tokens: int) -> dict[str, float]:
+def account_of_recording(
+    groups: Sequence[Group],
+    *,
+    generated_tokens: int,
+    unused_tokens: Mapping[str, int] = MappingProxyType({}),
+) -> dict[str, float]:
     """Count the tokens of rollouts that are recorded and not trained, as metrics under `account/`.
 
-    groups: all groups of the batch. generated_tokens: as in `account`.
+    groups: all groups of the batch. generated_tokens, unused_tokens: as in `account`.
     """
     tokens_by_class = Counter[str](recorded=0)
+    tokens_by_class.update(unused_tokens)
     for group in groups:
         tokens_by_class.update(_rejected_tokens_by_class(group))
         tokens_by_class["recorded"] += sum(rollout.num_generated for rollout in group.rollouts)

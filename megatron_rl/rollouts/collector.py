@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 import msgspec
 
@@ -16,11 +17,13 @@ from megatron_rl.rollouts import codec
 from megatron_rl.rollouts.episode_runner import EpisodeRunner
 from megatron_rl.rollouts.link import CollectorLink
 from megatron_rl.rollouts.messages import (
+    AbortGroups,
     AddEngine,
     Alive,
     Configure,
     Failed,
     FromCollector,
+    GroupAborted,
     GroupDone,
     GroupRequest,
     Held,
@@ -49,6 +52,16 @@ _THREADS = 4
 _CHANGE_SECONDS = 0.01  # about the time in which a thread adds a response
 
 
+@dataclass(eq=False)
+class _RunningGroup:
+    """A request that is not answered. is_complete: all of its episodes have ended."""
+
+    request: GroupRequest
+    task: asyncio.Task[None]
+    progress: GroupProgress
+    is_complete: bool = False
+
+
 class Collector:
     """Answers the requests of rank 0.
 
@@ -65,9 +78,7 @@ class Collector:
         self._runner = EpisodeRunner(configuration, send, self._threads)
         self._tasks: set[asyncio.Task[None]] = set()
         self._shape = configuration.routes
-        # By group id: those that run, and their tasks
-        self._requests: dict[str, tuple[GroupRequest, asyncio.Task[None]]] = {}
-        self._progress: dict[str, GroupProgress] = {}  # by group id, of those that run
+        self._running: dict[str, _RunningGroup] = {}  # by group id
         # By group id and sample index: rollouts of a checkpoint whose request has not come yet
         self._saved_rollouts: dict[str, dict[int, Rollout]] = {}
 
@@ -80,6 +91,8 @@ class Collector:
                 self._saved_rollouts.setdefault(group_id, {})[index] = codec.decode(data)
             case Withdraw():
                 self._withdraw(message.group_ids)
+            case AbortGroups(group_ids):
+                self._abort_groups(group_ids)
             case Release():
                 self._store.release(message.group_ids)
             case AddEngine() | RemoveEngine() | SetVersion():
@@ -115,17 +128,39 @@ class Collector:
             shape=self._shape,
         )
         self._runner.announce(request, progress.episodes)
-        self._progress[group_id] = progress
-        self._requests[group_id] = (request, self._start(self._answer(request, progress)))
+        task = self._start(self._answer(request, progress))
+        self._running[group_id] = _RunningGroup(request, task, progress)
 
     def _withdraw(self, group_ids: Sequence[str]) -> None:
         for group_id in group_ids:
-            if group_id in self._requests:
-                request, task = self._requests.pop(group_id)
-                task.cancel()
-                del self._progress[group_id]
-                self._runner.forget(request)
+            if group_id in self._running:
+                self._drop(self._running[group_id])
         self._store.release(group_ids)
+
+    def _drop(self, group: _RunningGroup) -> None:
+        """End a group without an answer."""
+        del self._running[group.request.group_id]
+        group.task.cancel()
+        self._runner.forget(group.request)
+
+    def _abort_groups(self, group_ids: Sequence[str]) -> None:
+        for group_id in group_ids:
+            group = self._running.get(group_id)
+            if group is not None and not group.is_complete:
+                self._start(self._abort(group))
+
+    async def _abort(self, group: _RunningGroup) -> None:
+        """Sample nothing more for a group, and report its tokens, unless it completes meanwhile."""
+        request = group.request
+        num_tokens = await self._runner.stop(request)
+        if self._running.get(request.group_id) is not group or group.is_complete:
+            return
+        self._drop(group)
+        await self._send(
+            GroupAborted(
+                group_id=request.group_id, generated_tokens=num_tokens, attempt=request.attempt
+            )
+        )
 
     def _start(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Run a coroutine until it ends or the collector closes."""
@@ -166,7 +201,7 @@ class Collector:
 
     async def _store_partials(self, number: int) -> None:
         groups = []
-        for group_id in list(self._requests):
+        for group_id in list(self._running):
             group = await self._store_partial(number, group_id)
             if group is not None:
                 groups.append(group)
@@ -174,9 +209,9 @@ class Collector:
 
     async def _store_partial(self, number: int, group_id: str) -> Group | None:
         """Store what there is of a group. Returns None for one that has ended or is evaluated."""
-        while group_id in self._requests:
-            request, _ = self._requests[group_id]
-            progress = self._progress[group_id]
+        while group_id in self._running:
+            request = self._running[group_id].request
+            progress = self._running[group_id].progress
             if request.evaluation:
                 return None
             if progress.is_changing:
@@ -204,19 +239,26 @@ class Collector:
         return None
 
     async def _answer(self, request: GroupRequest, progress: GroupProgress) -> None:
-        """Run a group and send the result.
+        """Run a group and send the result. Begin with the rest of the group if its rule says so.
 
         An error ends the run: without a report rank 0 would wait for the group forever.
         """
         try:
-            await self._send(await self._run(request, progress))
+            answer = await self._run(request, progress)
+            if request.extension is not None and request.extension.applies_to(answer.group):
+                self._begin(request.rest())
+                answer = msgspec.structs.replace(answer, is_extended=True)
+            await self._send(answer)
         except Exception as error:
             await self._send(_failure_report(error))
         finally:
             self._runner.forget(request)
-            if self._requests.get(request.group_id, (None,))[0] is request:
-                del self._requests[request.group_id]
-                del self._progress[request.group_id]
+            if self._is_running(request):
+                del self._running[request.group_id]
+
+    def _is_running(self, request: GroupRequest) -> bool:
+        group = self._running.get(request.group_id)
+        return group is not None and group.request is request
 
     async def _run(self, request: GroupRequest, progress: GroupProgress) -> GroupDone:
         start = time.monotonic()
@@ -225,6 +267,8 @@ class Collector:
             for index, episode in progress.episodes.items()
         )
         await asyncio.gather(*runs)
+        if self._is_running(request):
+            self._running[request.group_id].is_complete = True
         results = progress.results()
         rejected_tokens = progress.count_rejected_tokens()
         scored_at = time.monotonic()
@@ -282,6 +326,7 @@ class Collector:
                     verdict=result.verdict,
                     num_generated=result.num_generated,
                     repetition=share,
+                    is_repetitive=result.is_repetitive,
                     location=location,
                 )
             )

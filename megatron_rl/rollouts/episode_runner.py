@@ -44,6 +44,7 @@ from megatron_rl.rollouts.partials.progress import (
     is_unfinished,
 )
 from megatron_rl.rollouts.rejections import NO_VERDICT
+from megatron_rl.rollouts.repetition import RepetitionStop
 from megatron_rl.rollouts.user_process.attempts import EpisodeAttempt
 from megatron_rl.rollouts.user_process.remote_class import UserCodeError
 from megatron_rl.rollouts.user_process.user_classes import UserClasses
@@ -111,9 +112,17 @@ class EpisodeRunner:
         playing.discard(index)
         self._rest.set()
 
+    async def stop(self, request: GroupRequest) -> int:
+        """Sample nothing more for a request, and return the tokens that engines have sampled.
+
+        Its episodes wait until they are cancelled.
+        """
+        return await self.engines.stop(request.group_id)
+
     def forget(self, request: GroupRequest) -> None:
         """Count no episode of a request as playing."""
-        self._playing.pop((request.group_id, request.attempt), None)
+        if self._playing.pop((request.group_id, request.attempt), None) is not None:
+            self.engines.forget(request.group_id)
         self._budgets.pop((request.group_id, request.attempt), None)
         self._rest.set()
 
@@ -145,11 +154,13 @@ class EpisodeRunner:
         self, request: GroupRequest, index: int, progress: EpisodeProgress
     ) -> ScoredRollout | RejectedRollout:
         episodes: list[Episode] = []
+        stops: list[RepetitionStop | None] = []
 
         def open_attempt() -> EpisodeAttempt:
             # The limit covers the environment alone: responses have deadlines of their own.
             limit = TimeLimit(self._configuration.environment.timeout_s)
-            progress.episode = self._open_episode(request, index, limit, progress)
+            stops.append(self._open_stop(request))
+            progress.episode = self._open_episode(request, index, limit, progress, stops[-1])
             episodes.append(progress.episode)
             return EpisodeAttempt(limit, progress.episode)
 
@@ -165,12 +176,13 @@ class EpisodeRunner:
         episode.rejected_tokens += Counter({NOT_RESTORED: progress.drop_stored()})
         if outcome.ending is not Ending.RETURNED:
             return self._reject(episode, *self._describe(outcome), outcome.error)
-        return await self._score(request, episode, subject)
+        is_repetitive = stops[-1] is not None and stops[-1].has_stopped
+        return await self._score(request, episode, subject, is_repetitive=is_repetitive)
 
     async def _score(
-        self, request: GroupRequest, episode: Episode, subject: str
+        self, request: GroupRequest, episode: Episode, subject: str, *, is_repetitive: bool
     ) -> ScoredRollout | RejectedRollout:
-        """Score the rollout of an episode that has ended."""
+        """Return the rollout of an episode that has ended, with a verdict."""
         try:
             rollout = episode.rollout()
         except RolloutRejected as error:
@@ -182,7 +194,12 @@ class EpisodeRunner:
         if verdict.reward is None:
             self._log_first(NO_VERDICT, f"{rollout.rollout_id} has no verdict: {verdict.reason}")
         return ScoredRollout(
-            rollout, verdict, episode.sampled_tokens, episode.rejected_tokens, generated_at
+            rollout,
+            verdict,
+            episode.sampled_tokens,
+            episode.rejected_tokens,
+            generated_at,
+            is_repetitive=is_repetitive,
         )
 
     async def close(self) -> None:
@@ -190,13 +207,25 @@ class EpisodeRunner:
         await self._user_classes.close()
         await self.engines.close()
 
+    def _open_stop(self, request: GroupRequest) -> RepetitionStop | None:
+        """Return what ends responses that repeat themselves. Evaluations measure whole ones."""
+        if request.evaluation:
+            return None
+        return RepetitionStop.from_settings(self._configuration.rollout)
+
     def _open_episode(
-        self, request: GroupRequest, index: int, limit: TimeLimit, progress: EpisodeProgress
+        self,
+        request: GroupRequest,
+        index: int,
+        limit: TimeLimit,
+        progress: EpisodeProgress,
+        stop: RepetitionStop | None,
     ) -> Episode:
         """Open an episode.
 
         limit: that of the environment. It pauses while a response is sampled. progress: has the
-        responses that are stored, and receives the pieces of others.
+        responses that are stored, and receives the pieces of others. stop: ends responses that
+        repeat themselves.
         """
         routes = None if request.evaluation else self._configuration.routes
         rollout_id = f"{request.group_id}/{index}"
@@ -224,6 +253,7 @@ class EpisodeRunner:
                     seed=_response_seed(self._configuration.seed, rollout_id, turn),
                     budget=lambda: self._budgets.get((request.group_id, request.attempt)),
                     pieces=progress.pieces,
+                    stop=stop,
                 )
             finally:
                 progress.pieces = []  # the episode has them

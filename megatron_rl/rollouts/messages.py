@@ -15,6 +15,7 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.contracts.wire_types import Count
+from megatron_rl.prompts.selection.extension import Extension
 from sglang_bridge.engine import Engine
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
@@ -68,7 +69,8 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     first_sample: number of the group's rollouts that earlier requests have sampled.
     budget: of each response. None: no limit.
     evaluation: return verdicts only. No rollout is kept and no routes are requested.
-    attempt: how often the request was sent before. The answer repeats it.
+    extension: the collector samples the rest of the group by itself, if this rule says so. None: it
+    does not. attempt: how often the request was sent before. The answer repeats it.
     start: what a checkpoint has of the group. Its rollouts have come before, as `SavedRollout`.
     """
 
@@ -81,6 +83,20 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     attempt: Count = 0
     budget: VersionBudget | None = None
     start: Group | None = None
+    extension: Extension | None = None
+
+    def rest(self) -> GroupRequest:
+        """Return the request for the rest of the group. Raises ValueError without `extension`."""
+        if self.extension is None:
+            raise ValueError(f"group {self.group_id} has no rule for an extension")
+        return msgspec.structs.replace(
+            self,
+            group_id=extension_id(self.group_id, self.num_samples),
+            num_samples=self.extension.group_size - self.num_samples,
+            first_sample=self.num_samples,
+            extension=None,
+            start=None,
+        )
 
 
 class SavedRollout(msgspec.Struct, frozen=True, tag="saved_rollout"):
@@ -93,6 +109,15 @@ class SavedRollout(msgspec.Struct, frozen=True, tag="saved_rollout"):
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
     """Drop requests for groups, and free what is stored for them. Others sample them."""
+
+    group_ids: tuple[str, ...]
+
+
+class AbortGroups(msgspec.Struct, frozen=True, tag="abort_groups"):
+    """Sample nothing more for groups. Each is answered with `GroupAborted`.
+
+    The answer to a group whose rollouts are complete is `GroupDone`, as usual.
+    """
 
     group_ids: tuple[str, ...]
 
@@ -169,8 +194,9 @@ class GroupDone(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
     """A group is complete: every rollout has a verdict or was rejected.
 
     generated_tokens: tokens that engines sampled for it. attempt: that of the request.
-    seconds: since the collector received the request. engines_idle: seconds in which its engines
-    worked on no request since its start, as a mean over them.
+    seconds: since the collector received the request. is_extended: the collector has begun with
+    the rest of the group. engines_idle: seconds in which its engines worked on no request since
+    its start, as a mean over them.
     """
 
     group: Group
@@ -178,10 +204,25 @@ class GroupDone(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
     attempt: Count = 0
     seconds: float = 0.0
     engines_idle: float = 0.0
+    is_extended: bool = False
+
+
+class GroupAborted(msgspec.Struct, frozen=True, kw_only=True, tag="group_aborted"):
+    """Nothing more is sampled for a group, and none of its rollouts is kept.
+
+    generated_tokens, attempt: as in `GroupDone`.
+    """
+
+    group_id: str
+    generated_tokens: Count
+    attempt: Count = 0
 
 
 class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
-    """Request to rank 0, which has the admin key, to abort an expired request on an engine."""
+    """Request to rank 0, which has the admin key, to abort requests on an engine.
+
+    rid: the name of the request, or the beginning of several.
+    """
 
     url: str
     rid: str
@@ -239,6 +280,7 @@ ToCollector = (
     Configure
     | GroupRequest
     | Withdraw
+    | AbortGroups
     | Release
     | AddEngine
     | RemoveEngine
@@ -252,13 +294,34 @@ ToCollector = (
     | Stop
 )
 FromCollector = (
-    Alive | GroupDone | AbortRequest | EngineLeftOut | Held | Partials | CallAbandoned | Failed
+    Alive
+    | GroupDone
+    | GroupAborted
+    | AbortRequest
+    | EngineLeftOut
+    | Held
+    | Partials
+    | CallAbandoned
+    | Failed
 )
 
 
 def partial_name(number: int, group_id: str) -> str:
     """Return the name under which a collector stores what there is of a group."""
     return f"partials-{number}/{group_id}"
+
+
+def extension_id(group_id: str, first_sample: int) -> str:
+    """Return the id under which the rest of a group is requested.
+
+    first_sample: number of rollouts that the group already has.
+    """
+    return f"{group_id}+{first_sample}"
+
+
+def first_id(part_id: str) -> str:
+    """Return the id of the group that a request samples, or samples the rest of."""
+    return part_id.partition("+")[0]
 
 
 def collector_name(node: int, epoch: int) -> str:

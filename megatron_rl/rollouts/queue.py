@@ -19,16 +19,19 @@ import msgspec
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import NEVER_SENT, STALE, Group, RolloutRef
+from megatron_rl.credit.group_kinds import kind_of
 from megatron_rl.records.reminder import Reminder
 from megatron_rl.rollouts.generation.idle_time import IdleEngines
 from megatron_rl.rollouts.hub import CollectorConnected, CollectorGone, CollectorHub, Event
 from megatron_rl.rollouts.messages import (
+    AbortGroups,
     AbortRequest,
     AddEngine,
     CallAbandoned,
     Configure,
     EngineLeftOut,
     Failed,
+    GroupAborted,
     GroupDone,
     GroupRequest,
     Held,
@@ -44,6 +47,7 @@ from megatron_rl.rollouts.messages import (
     StorePartials,
     ToCollector,
     Withdraw,
+    first_id,
     partial_name,
 )
 from megatron_rl.rollouts.partials.saved_groups import NOTHING_SAVED, SavedGroup, SavedGroups
@@ -52,6 +56,8 @@ from sglang_bridge.errors import EngineError
 
 _HOLD_POLL_SECONDS = 0.5
 _SAVED_NODE = -1  # the "node" of rollouts that rank 0 holds itself
+# An engine aborts a request within a step. A longer wait would cost more than the surplus.
+_ABORT_SECONDS = 30.0
 
 
 class CollectorFailed(Failure):
@@ -102,6 +108,7 @@ class _Outstanding:
 
     node: of the collector that has it, None while no collector is connected. attempt: how often it
     was sent before. start: what a checkpoint has of the group.
+    is_aborted: its group is of no use, and it is not sent to another collector.
     """
 
     request: GroupRequest
@@ -109,6 +116,7 @@ class _Outstanding:
     node: int | None = None
     attempt: int = 0
     start: SavedGroup | None = None
+    is_aborted: bool = False
 
 
 @dataclass(frozen=True)
@@ -151,6 +159,25 @@ class _Partials:
     saved_groups: SavedGroups = NOTHING_SAVED
     number: int = 0
     answers: dict[int, Partials] = field(default_factory=dict)
+
+
+@dataclass
+class _DroppedRequests:
+    """Requests whose answer is not expected any more.
+
+    next_attempts: by id, for the next request with it. ids: by node, how often each was dropped
+    whose answer may be on its way. aborted_tokens: by id, until `RolloutQueue.abort` returns them.
+    """
+
+    next_attempts: Counter[str] = field(default_factory=Counter)
+    ids: dict[int, Counter[str]] = field(default_factory=dict)
+    aborted_tokens: Counter[str] = field(default_factory=Counter)
+
+    def take(self, node: int, group_id: str) -> None:
+        """Take an answer to a dropped request."""
+        self.ids[node][group_id] -= 1
+        if not self.ids[node][group_id]:
+            del self.ids[node][group_id]
 
 
 class RolloutQueue:
@@ -196,9 +223,9 @@ class RolloutQueue:
         self._holding = _Holding()
         self._partials = _Partials()
         self._idle_engines = IdleEngines()
-        self._next_attempts = Counter[str]()  # by id of a group that was withdrawn for good
-        # By node, the ids of groups that were withdrawn. Their answer may be on its way.
-        self._withdrawn_ids: dict[int, set[str]] = {}
+        self._dropped = _DroppedRequests()
+        # By id: the rest of groups that a collector has begun with, until it is submitted here
+        self._begun_requests: dict[str, GroupRequest] = {}
         self.num_repeated = 0
 
     def configure(self, configurations: Mapping[int, Configure]) -> None:
@@ -229,13 +256,17 @@ class RolloutQueue:
             self._send(node, SetVersion(version))
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
-        """Request groups.
+        """Request groups. The rest of a group is not sent again if a collector has begun with it.
 
-        Raises ValueError for a group id that is outstanding, or delivered and not released, and
-        `CollectorFailed`.
+        Raises ValueError for a group id that is outstanding, or delivered and not released, and for
+        the rest of a group that is not what its rule says. Raises `CollectorFailed`.
         """
         self._handle_events()
         for request in requests:
+            begun_request = self._begun_requests.pop(request.group_id, None)
+            if begun_request is not None:
+                _require_same(begun_request, request)
+                continue
             if request.group_id in self._outstanding or request.group_id in self._holders:
                 raise ValueError(
                     f"group {request.group_id} was submitted already: a group is delivered once"
@@ -244,7 +275,7 @@ class RolloutQueue:
             if start is not None and start.is_finished:
                 self._deliver_saved(request, start)
                 continue
-            attempt = self._next_attempts.pop(request.group_id, 0)
+            attempt = max(self._dropped.next_attempts.pop(id_, 0) for id_ in _ids_of(request))
             outstanding = _Outstanding(request, time.monotonic(), attempt=attempt, start=start)
             self._outstanding[request.group_id] = outstanding
             self._assign(outstanding)
@@ -314,21 +345,70 @@ class RolloutQueue:
 
     def withdraw(self, group_ids: Sequence[str]) -> None:
         """Drop requests, with or without an answer. The same ids may be requested again."""
+        group_ids = [*group_ids, *self._begun_ids(group_ids)]
         ids_by_node: dict[int, list[str]] = {}
         for group_id in group_ids:
-            outstanding = self._outstanding.pop(group_id, None)
-            if outstanding is None:
-                continue
-            self._next_attempts[group_id] = outstanding.attempt + 1
-            if outstanding.node is not None:
+            outstanding = self._forget(group_id)
+            if outstanding is not None and outstanding.node is not None:
                 self._loads[outstanding.node] -= outstanding.request.num_samples
-                ids_by_node.setdefault(outstanding.node, []).append(group_id)
+                ids_by_node.setdefault(outstanding.node, []).extend(_ids_of(outstanding.request))
         for node, ids in ids_by_node.items():
             self._send(node, Withdraw(tuple(ids)))
-            self._withdrawn_ids.setdefault(node, set()).update(ids)
+            self._dropped.ids.setdefault(node, Counter()).update(ids)
         wanted_ids = set(group_ids)
+        for group_id in group_ids:
+            self._begun_requests.pop(group_id, None)
         self._ready = deque(g for g in self._ready if g.group_id not in wanted_ids)
         self.release(group_ids)
+
+    def _begun_ids(self, group_ids: Sequence[str]) -> list[str]:
+        """Return the ids of the rest of these groups, where it was not submitted here."""
+        ids = set(group_ids)
+        return [id_ for id_ in self._begun_requests if first_id(id_) in ids and id_ not in ids]
+
+    def abort(self, group_ids: Sequence[str], idle: Callable[[], None]) -> int:
+        """Drop requests without an answer, and let no engine work on them.
+
+        Returns the tokens that engines have sampled for them. Those of a collector that is gone are
+        unknown, and those of an engine that does not abort within half a minute.
+
+        idle: called about every half second. Raises `CollectorFailed`, and what `idle` raises.
+        """
+        self._send_aborts(group_ids)
+        reminder = Reminder()
+        deadline = time.monotonic() + _ABORT_SECONDS
+        while any(group_id in self._outstanding for group_id in group_ids):
+            self._wait_for_events(_HOLD_POLL_SECONDS)
+            idle()
+            if time.monotonic() > deadline:
+                self._write_log(
+                    f"warning: engines did not abort requests within {_ABORT_SECONDS:g} s. Their "
+                    "tokens are in no class of the account"
+                )
+                break
+            if reminder.is_due():
+                self._write_log("waiting for engines to abort the surplus of a step")
+        num_tokens = 0
+        for group_id in group_ids:
+            num_tokens += self._dropped.aborted_tokens.pop(group_id, 0)
+            if group_id in self._holders:  # it was complete before it was aborted
+                num_tokens += self.tokens_of(group_id)
+        self.withdraw(group_ids)
+        return num_tokens
+
+    def _send_aborts(self, group_ids: Sequence[str]) -> None:
+        ids_by_node: dict[int, list[str]] = {}
+        for group_id in group_ids:
+            outstanding = self._outstanding.get(group_id)
+            if outstanding is None:
+                continue
+            outstanding.is_aborted = True
+            if outstanding.node is None:
+                del self._outstanding[group_id]
+            else:
+                ids_by_node.setdefault(outstanding.node, []).append(group_id)
+        for node, ids in ids_by_node.items():
+            self._send(node, AbortGroups(tuple(ids)))
 
     def lost_groups(self, group_ids: Sequence[str]) -> list[str]:
         """Return those delivered groups whose rollouts are lost with their collector."""
@@ -591,23 +671,34 @@ class RolloutQueue:
         if not nodes_with_engines:
             return
         ids_by_node: dict[int, list[str]] = {}
-        for group_id, outstanding in self._outstanding.items():
+        for outstanding in self._outstanding.values():
             if outstanding.node is not None and outstanding.node not in nodes_with_engines:
-                ids_by_node.setdefault(outstanding.node, []).append(group_id)
+                ids_by_node.setdefault(outstanding.node, []).extend(_ids_of(outstanding.request))
         for node, group_ids in ids_by_node.items():
             self._send(node, Withdraw(tuple(group_ids)))
-            self._withdrawn_ids.setdefault(node, set()).update(group_ids)
+            self._dropped.ids.setdefault(node, Counter()).update(group_ids)
             self._detach(node)
         self._assign_waiting()
 
     def _detach(self, node: int) -> None:
         """Take its requests away from a node. They wait for another one."""
         self._loads[node] = 0
-        for outstanding in self._outstanding.values():
-            if outstanding.node == node:
-                outstanding.node = None
-                outstanding.attempt += 1
-                self.num_repeated += 1
+        for group_id, outstanding in list(self._outstanding.items()):
+            if outstanding.node != node:
+                continue
+            if outstanding.is_aborted:
+                self._forget(group_id)
+                continue
+            outstanding.node = None
+            outstanding.attempt += 1
+            self.num_repeated += 1
+
+    def _forget(self, group_id: str) -> _Outstanding | None:
+        """Expect no answer to a request. The next one with this id is another attempt."""
+        outstanding = self._outstanding.pop(group_id, None)
+        if outstanding is not None:
+            self._dropped.next_attempts[group_id] = outstanding.attempt + 1
+        return outstanding
 
     def _is_lost(self, group_id: str) -> bool:
         holder = self._holders.get(group_id)
@@ -649,8 +740,10 @@ class RolloutQueue:
                     self._partials.answers[node] = message
             case GroupDone() if self._is_expected(node, message):
                 return self._take(node, message)
-            case GroupDone() if message.group.group_id in self._withdrawn_ids.get(node, ()):
-                self._withdrawn_ids[node].remove(message.group.group_id)
+            case GroupAborted():
+                self._take_aborted(node, message)
+            case GroupDone() if message.group.group_id in self._dropped.ids.get(node, ()):
+                self._dropped.take(node, message.group.group_id)
             case _:
                 raise CollectorFailed(
                     f"the collector of node {node} sent an unexpected {type(message).__name__}"
@@ -664,7 +757,7 @@ class RolloutQueue:
         if outstanding is None or outstanding.node != node:
             return False
         # After a withdrawal, the node may have the request for the second time
-        is_unique = group_id not in self._withdrawn_ids.get(node, ())
+        is_unique = group_id not in self._dropped.ids.get(node, ())
         return is_unique or outstanding.attempt == message.attempt
 
     def _welcome(self, node: int, epoch: int) -> None:
@@ -691,7 +784,7 @@ class RolloutQueue:
             del self._epochs[node]
         self._holding.answers.pop(node, None)
         self._partials.answers.pop(node, None)
-        self._withdrawn_ids.pop(node, None)
+        self._dropped.ids.pop(node, None)
         self._detach(node)
         self._assign_waiting()
         self._write_log(f"{reason}. Its requests go to others, or wait for the next one")
@@ -712,12 +805,57 @@ class RolloutQueue:
             self.on_arrival(message, time.monotonic() - outstanding.since)
         if not request.evaluation:
             tokens = message.generated_tokens
+            # Whoever samples a lost probe again does not decide again whether to extend it
+            whole_request = msgspec.structs.replace(request, extension=None)
             saved_tokens = 0 if outstanding.start is None else outstanding.start.num_tokens
-            holder = _Holder(node, self._epochs[node], request, tokens, saved_tokens)
+            holder = _Holder(node, self._epochs[node], whole_request, tokens, saved_tokens)
             self._holders[message.group.group_id] = holder
         # An evaluation measures the current weights, so its rollouts may not be older.
         staleness = 0 if request.evaluation else self._max_staleness
-        return _without_wrong_version(message.group, self._version - staleness, self._version)
+        group = _without_wrong_version(message.group, self._version - staleness, self._version)
+        self._take_extension(node, message, outstanding, group)
+        return group
+
+    def _take_extension(
+        self, node: int, message: GroupDone, probe: _Outstanding, usable: Group
+    ) -> None:
+        """Expect the rest of a group that a collector has extended by the rule of its request.
+
+        usable: the probe without rollouts that are rejected here. Raises `CollectorFailed`.
+        """
+        rule = probe.request.extension
+        is_due = rule is not None and rule.applies_to(message.group)
+        if message.is_extended != is_due:
+            verb = "extended" if message.is_extended else "did not extend"
+            kinds = "none" if rule is None else ", ".join(rule.kinds)
+            raise CollectorFailed(
+                f"the collector of node {node} {verb} group {message.group.group_id}, which is "
+                f"{kind_of(message.group)}. The rule of its request extends: {kinds}"
+            )
+        if not is_due:
+            return
+        assert rule is not None
+        request = probe.request.rest()
+        since = min(time.monotonic(), probe.since + message.seconds)
+        self._outstanding[request.group_id] = _Outstanding(request, since, node, message.attempt)
+        self._loads[node] += request.num_samples
+        if rule.applies_to(usable):
+            self._begun_requests[request.group_id] = request
+        else:
+            self.withdraw([request.group_id])
+
+    def _take_aborted(self, node: int, message: GroupAborted) -> None:
+        """Take an aborted request out of the outstanding ones, unless it was dropped meanwhile."""
+        outstanding = self._outstanding.get(message.group_id)
+        if (
+            outstanding is None
+            or not outstanding.is_aborted
+            or (outstanding.node, outstanding.attempt) != (node, message.attempt)
+        ):
+            return
+        self._forget(message.group_id)
+        self._loads[node] -= outstanding.request.num_samples
+        self._dropped.aborted_tokens[message.group_id] += message.generated_tokens
 
     def _handle_news(self, message: AbortRequest | EngineLeftOut | CallAbandoned) -> None:
         match message:
@@ -755,6 +893,23 @@ class RolloutQueue:
         if self._abort is not None:
             with contextlib.suppress(EngineError):  # the collector's deadline ends the request
                 self._abort(url, rid)
+
+
+def _ids_of(request: GroupRequest) -> list[str]:
+    """Return the ids under which a collector may work on a request: the rest may have another."""
+    if request.extension is None:
+        return [request.group_id]
+    return [request.group_id, request.rest().group_id]
+
+
+def _require_same(begun_request: GroupRequest, request: GroupRequest) -> None:
+    """Raise ValueError unless the rest of a group is requested as a collector has begun with it."""
+    if msgspec.structs.replace(begun_request, budget=request.budget) != request:
+        raise ValueError(
+            f"group {request.group_id}: its collector samples {begun_request.num_samples} "
+            f"rollouts from {begun_request.first_sample} on, and {request.num_samples} from "
+            f"{request.first_sample} on are requested"
+        )
 
 
 def _failure(node: int, message: Failed) -> CollectorFailed:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import numpy as np
 import numpy.typing as npt
 
+from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.rollout import Rollout
 
 ALLOWED_SHARE = 0.02  # of the tokens, because formulas and lists repeat a little
@@ -36,6 +40,46 @@ def repetition(tokens: npt.NDArray[np.integer], ngram: int) -> float:
     edges[ngram:] -= is_repeat
     share = float((edges[:-1].cumsum() > 0).mean())
     return max(0.0, share - ALLOWED_SHARE)
+
+
+@dataclass
+class RepetitionStop:
+    """Ends the responses of one episode that repeat themselves.
+
+    It looks at a response each time that it has another `every` tokens. What it decides depends on
+    the tokens alone, and not on the pieces in which they come.
+
+    threshold: the largest share of repeated n-grams, as `repetition` measures it. has_stopped: True
+    once it has ended a response.
+    """
+
+    threshold: float
+    ngram: int
+    every: int
+    has_stopped: bool = False
+
+    @classmethod
+    def from_settings(cls, settings: RolloutSettings) -> RepetitionStop | None:
+        """Return a stop with these settings, None if no response is to be ended."""
+        if settings.stop_repetition is None:
+            return None
+        return cls(
+            settings.stop_repetition,
+            settings.stop_repetition_ngram,
+            settings.stop_repetition_every,
+        )
+
+    def next_check(self, num_tokens: int) -> int:
+        """Return the number of tokens at which a response is looked at again."""
+        return num_tokens - num_tokens % self.every + self.every
+
+    def ends(self, token_ids: Sequence[int]) -> bool:
+        """Return True if a response ends with these tokens. token_ids: all of it so far."""
+        if len(token_ids) % self.every:
+            return False
+        is_over = repetition(np.asarray(token_ids), self.ngram) > self.threshold
+        self.has_stopped = self.has_stopped or is_over
+        return is_over
 
 
 def sampled_token_ids(rollout: Rollout) -> npt.NDArray[np.int32]:

@@ -12,6 +12,7 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.credit.source_metrics import source_metrics
 from megatron_rl.rewards.runner import ABANDONED
+from megatron_rl.rollouts.messages import first_id
 from megatron_rl.rollouts.rejections import NON_FINITE, count_unusable, require_usable
 
 
@@ -33,6 +34,8 @@ class RolloutBatch:
     parts: by delivered id, the part of a group that came under it.
     num_repeated: requests that were sent again, because a collector was gone.
     selection_metrics: of the prompt selection.
+    unused_tokens: those of groups that the step did not need and that are not kept, by their class
+    in the account.
     """
 
     groups: tuple[Group, ...]
@@ -44,6 +47,7 @@ class RolloutBatch:
     parts: Mapping[str, Group] = field(default_factory=dict)
     num_repeated: int = 0
     selection_metrics: Mapping[str, float] = field(default_factory=dict)
+    unused_tokens: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def all_groups(self) -> tuple[Group, ...]:
@@ -83,9 +87,9 @@ class RolloutBatch:
         for part_id in self.delivered_ids:
             part = all_parts[part_id]
             # The first part has the id of its group, and comes first
-            first = merged_groups.get(_first_id(part_id))
+            first = merged_groups.get(first_id(part_id))
             merged = part if first is None else merge_groups(first, part)
-            merged_groups[_first_id(part_id)] = merged
+            merged_groups[first_id(part_id)] = merged
 
         def replaced(groups: tuple[Group, ...]) -> tuple[Group, ...]:
             return tuple(
@@ -190,11 +194,6 @@ def merge_groups(first: Group, rest: Group) -> Group:
     )
 
 
-def _first_id(part_id: str) -> str:
-    """Return the id of the group that a part belongs to."""
-    return part_id.partition("+")[0]
-
-
 def _reward_metrics(rollouts: Sequence[RolloutRef]) -> dict[str, float]:
     rewards = [r.verdict.reward for r in rollouts if r.verdict.reward is not None]
     values = {"reward/no_verdict": float(len(rollouts) - len(rewards))}
@@ -210,7 +209,11 @@ def _length_metrics(rollouts: Sequence[RolloutRef]) -> dict[str, float]:
     if not rollouts:
         return {}
     num_truncated = sum(r.finish_reason == "length" for r in rollouts)
-    return {
+    values = {
         "rollout/response_length": sum(r.num_trainable for r in rollouts) / len(rollouts),
         "rollout/truncated": num_truncated / len(rollouts),
     }
+    num_repetitive = sum(r.is_repetitive for r in rollouts)
+    if num_repetitive:
+        values["rollout/stopped_repetition"] = num_repetitive / len(rollouts)
+    return values

@@ -69,6 +69,7 @@ def make_rollout_ref(
     verdict: Verdict,
     num_generated: int,
     repetition: float,
+    is_repetitive: bool = False,
     location: RolloutLocation = NOT_STORED,
 ) -> RolloutRef:
     """Make the reference to a rollout; see `RolloutRef` for the arguments."""
@@ -84,6 +85,7 @@ def make_rollout_ref(
         num_trainable=sum(len(s.tokens) for s in rollout.segments if s.trainable),
         num_generated=num_generated,
         repetition=repetition,
+        is_repetitive=is_repetitive,
         mean_logprob=_mean_logprob(rollout),
         finish_reason=rollout.finish_reason,
         tokens_by_version=tuple(sorted(tokens_by_version.items())),

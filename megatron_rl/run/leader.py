@@ -635,6 +635,7 @@ class Leader:
             generated_tokens=tokens,
             stopped_groups=batch.stopped_groups,
             surplus_groups=batch.surplus_groups,
+            unused_tokens=batch.unused_tokens,
         )
         values |= outcome.metrics.values() | outcome.seconds
         values["train/nonfinite"] = float(not outcome.finite)

@@ -99,6 +99,18 @@ def test_a_phase_needs_a_name(checkpoint: Path) -> None:
     assert refusal.key == "curriculum[1].name"
 
 
+def test_a_phase_cannot_count_the_tokens_of_an_aborted_surplus(checkpoint: Path) -> None:
+    curriculum = f"curriculum=[{{name: a, until: {{tokens: 500}}}},{B}]"
+    selection = "selection=oversample"
+    assert len(phases_of(accept(checkpoint, curriculum, selection))) == 2
+    assert_refused(
+        checkpoint,
+        [curriculum, selection, "selection.surplus=abort"],
+        "curriculum[a].until.tokens=500",
+        "would not repeat",
+    )
+
+
 def test_phases_that_end_by_accuracy_need_evaluations(checkpoint: Path) -> None:
     curriculum = f"curriculum=[{{name: a, until: {{accuracy: 0.5}}}},{B}]"
     assert len(phases_of(accept(checkpoint, curriculum))) == 2

@@ -271,6 +271,25 @@ SELECTION = [
     ("selection.probe_samples=2", "selection.probe_samples=2", NOT_READ),
     ("selection=oversample selection.reweight=10", "selection.reweight=10.0", NOT_READ),
     ("selection.expert.min_filled=1", "selection.expert.min_filled=1.0", NOT_READ),
+    ("selection.surplus=abort", "selection.surplus=abort", "selection=oversample"),
+    ("rollout.stop_repetition_ngram=3", "rollout.stop_repetition_ngram=3", "stops no response"),
+    ("rollout.stop_repetition_every=3", "rollout.stop_repetition_every=3", "stops no response"),
+    (
+        "rollout.stop_repetition=0.5 rollout.max_new_tokens=512",
+        "rollout.stop_repetition_every=512",
+        "at most rollout.max_new_tokens=512",
+    ),
+    (
+        "rollout.stop_repetition=0.5 rollout.stop_repetition_ngram=900 rollout.max_new_tokens=900",
+        "rollout.stop_repetition_ngram=900",
+        "at most rollout.max_new_tokens=900",
+    ),
+    (
+        "mode=train_only rollout.recording=. rollout.stop_repetition=0.5",
+        "rollout.stop_repetition=0.5",
+        "samples no rollouts",
+    ),
+    ("selection=belief selection.surplus=abort", "selection.surplus=abort", NOT_READ),
     ("selection.budget=2", "selection.budget=2.0", "selection=oversample or selection=belief"),
     ("selection.beliefs_from=.", "selection.beliefs_from=.", NOT_READ),
     (

@@ -149,9 +149,10 @@ def test_every_class_by_hand() -> None:
         credit,
         plan,
         2,
-        generated_tokens=TOKENS + 12 + 22 + 1 + 24 + 100,
+        generated_tokens=TOKENS + 12 + 22 + 1 + 24 + 5 + 6 + 100,
         stopped_groups=[with_rejections(probe, engine=1)],
         surplus_groups=[surplus],
+        unused_tokens={"surplus_cut": 5, "surplus_aborted": 6},
     )
     assert values == {
         "account/trained/mixed": 10 + 20 + 30 + 1 + 8 + 3 + 5,
@@ -167,8 +168,9 @@ def test_every_class_by_hand() -> None:
         "account/rejected/engine": 8 + 1,
         "account/stale": 9,
         "account/probe_stopped": 22,
-        "account/surplus_cut": 24,
-        "account/generated": TOKENS + 159,
+        "account/surplus_cut": 24 + 5,
+        "account/surplus_aborted": 6,
+        "account/generated": TOKENS + 170,
         "account/unaccounted": 100,
     }
 

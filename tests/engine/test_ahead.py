@@ -4,6 +4,7 @@ import json
 import signal
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -17,6 +18,16 @@ from tests.support.comparable import assert_same_weights, metrics_of_any_engines
 from tests.support.exactness import EXACT
 
 STEPS = 6
+SELECTIONS = {
+    "uniform": ("selection=uniform",),
+    "oversample": ("selection=oversample",),
+    # Each prompt is sampled, and first with a probe
+    "belief": (
+        "selection=belief",
+        "selection.expert.acceptance_target=1",
+        "selection.expert.acceptance_exponent=0",
+    ),
+}
 
 pytestmark = [
     pytest.mark.engine,
@@ -44,6 +55,15 @@ def run_killed(root: Path, step: int, *settings: str) -> Path:
     return run_whole(root, *settings, "run.resume=auto")
 
 
+def read_records(run: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def count_extensions(records: list[dict[str, Any]]) -> int:
+    """Return the number of steps with extended probes."""
+    return sum(record.get("select/probes_extended", 0.0) > 0 for record in records)
+
+
 @pytest.mark.parametrize(
     ("dtype", "staleness", "selection", "kill_after"),
     [
@@ -59,7 +79,7 @@ def test_a_killed_run_that_samples_ahead_resumes_bit_for_bit(
     settings = (
         f"model.dtype={dtype}",
         f"rollout.max_staleness={staleness}",
-        f"selection={selection}",
+        *SELECTIONS[selection],
         f"train.total_steps={STEPS}",
         "run.checkpoint_every=2",
         "run.save_weights=true",
@@ -71,7 +91,8 @@ def test_a_killed_run_that_samples_ahead_resumes_bit_for_bit(
     assert_same_weights(killed, whole, STEPS)
     checkpoint = f"checkpoints/iter_{STEPS:07d}"
     assert read_state(killed / checkpoint).position == read_state(whole / checkpoint).position
-    records = [json.loads(line) for line in (whole / "metrics.jsonl").read_text().splitlines()]
+    records = read_records(whole)
+    assert count_extensions(records) == (STEPS if selection == "belief" else 0)
     assert [r["rollout/age/max"] for r in records[1:]] == [0.0] + [1.0] * (STEPS - 1)
     assert all(record["account/unaccounted"] == 0.0 for record in records)
     saved = read_state(whole / "checkpoints/iter_0000004")

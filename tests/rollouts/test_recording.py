@@ -71,7 +71,8 @@ def test_groups_of_several_parts_and_nodes_are_read_unchanged(tmp_path: Path) ->
     rollouts = [dataclasses.replace(r, prompt_id=f"g{i // 4}") for i, r in enumerate(batch)]
     groups = judged_groups(rollouts)
     refs = tuple(
-        msgspec.structs.replace(r, num_generated=9, repetition=0.25) for r in groups[1].rollouts
+        msgspec.structs.replace(r, num_generated=9, repetition=0.25, is_repetitive=True)
+        for r in groups[1].rollouts
     )
     groups[1] = msgspec.structs.replace(
         groups[1], rollouts=refs, weight=1.27, generated_at=12.5, scored_at=13.25
@@ -257,7 +258,11 @@ def test_stopped_and_surplus_groups_are_the_last_and_are_freed_with_the_others(
     write_recording(tmp_path, SHAPE, steps=1)
     directory = batch_directory(tmp_path, 1)
     record = msgspec.structs.replace(
-        read_batch_record(directory), num_stopped=2, num_surplus=1, engines_left_out=3
+        read_batch_record(directory),
+        num_stopped=2,
+        num_surplus=1,
+        engines_left_out=3,
+        unused_tokens={"surplus_aborted": 7},
     )
     write_batch(directory, record)
     batch = open_recording(tmp_path, 1).sample(1)
@@ -268,6 +273,7 @@ def test_stopped_and_surplus_groups_are_the_last_and_are_freed_with_the_others(
     assert names == [["step-1-0"], ["step-1-1", "step-1-2"], ["step-1-3"]]
     assert batch.delivered_ids == ("step-1-0", "step-1-1", "step-1-2", "step-1-3")
     assert batch.engines_left_out == 3
+    assert batch.unused_tokens == {"surplus_aborted": 7}
 
 
 @pytest.mark.parametrize("token", [-1, SHAPE.vocab_size])

@@ -113,6 +113,15 @@ def test_truncated_responses_are_a_share() -> None:
     )
 
 
+def test_responses_that_repeat_themselves_are_a_share() -> None:
+    ref = make_ref(make_rollout(2, 3))
+    repetitive = msgspec.structs.replace(ref, finish_reason=FinishReason.LENGTH, is_repetitive=True)
+    metrics = RolloutBatch((group_done("a", (ref, ref, ref, repetitive)).group,), 1).metrics()
+    assert metrics["rollout/stopped_repetition"] == metrics["rollout/truncated"] == 0.25
+    others = RolloutBatch((group_done("a", (ref, ref)).group,), 1).metrics()
+    assert "rollout/stopped_repetition" not in others
+
+
 def sample_batch(
     hub: CollectorHub, peer: Peer, answer: Callable[[GroupRequest], GroupDone], share: float = 0.5
 ) -> RolloutBatch:
@@ -264,6 +273,9 @@ class Probe:
         requests = self.remaining_requests
         self.remaining_requests = []
         return requests
+
+    def num_needed(self) -> None:
+        pass
 
     def result(self) -> SelectionResult:
         return SelectionResult(

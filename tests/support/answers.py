@@ -49,6 +49,7 @@ def play(
 ) -> tuple[list[list[RolloutRequest]], SelectionResult]:
     """Play one step. Returns the requests of each round, with extensions, and the result.
 
+    It ends once the groups so far decide the step.
     order: seed of the order in which groups arrive.
     """
     rng = random.Random(order)
@@ -66,6 +67,8 @@ def play(
             if extension is not None:
                 waiting.append(extension)
                 rounds[-1].append(extension)
+            if selection.num_needed() is not None:
+                return rounds, selection.result()
         requests = selection.next_round()
     return rounds, selection.result()
 

@@ -161,26 +161,39 @@ def _read_spans(directory: Path) -> list[Span]:
 def _read_step(
     directory: Path, step: int, spans: Sequence[Span], records: Mapping[int, Record]
 ) -> MeasuredStep:
-    commands = [span for span in spans if span.lane is Lane.RANKS]
-    trains = {span.step: span for span in commands if span.name == "train"}
-    syncs = [span for span in commands if span.name == "sync"]
+    train = _command(spans, "train", step)
+    syncs = [span for span in spans if span.lane is Lane.RANKS and span.name == "sync"]
     groups = [span for span in spans if span.lane is Lane.ROLLOUTS and span.step == step]
     record = records.get(step)
     # The first sync precedes step 1
-    if step not in trains or len(syncs) <= step or not groups or record is None:
+    if train is None or len(syncs) <= step or not groups or record is None:
         raise RunUnreadable(f"{directory}: step {step} is not whole in its timeline and metrics")
     start = syncs[step - 1].end
-    trained_at = trains[step].end
     return MeasuredStep(
         step=step,
-        trained_at=trained_at - start,
+        trained_at=train.end - start,
         next_rollouts=record.get("time/next_rollouts") or 0.0,
         end=syncs[step].end - start,
         groups=[
-            MeasuredGroup(span.tokens, span.end - start)
-            for span in sorted(groups, key=lambda span: int(span.name.split("-")[2]))
+            MeasuredGroup(span.tokens, span.end - start) for span in sorted(groups, key=_request)
         ],
-        is_sampling=any(
-            span.lane is Lane.ROLLOUTS and span.start < trained_at < span.end for span in spans
-        ),
+        is_sampling=_is_sampling(spans, train.end),
     )
+
+
+def _command(spans: Sequence[Span], name: str, step: int) -> Span | None:
+    """Find what the ranks did in a step."""
+    for span in spans:
+        if span.lane is Lane.RANKS and span.name == name and span.step == step:
+            return span
+    return None
+
+
+def _request(group: Span) -> int:
+    """The place of a group in the order of requests."""
+    return int(group.name.split("-")[2])
+
+
+def _is_sampling(spans: Sequence[Span], time: float) -> bool:
+    """True if a group is being sampled at a time."""
+    return any(span.lane is Lane.ROLLOUTS and span.start < time < span.end for span in spans)

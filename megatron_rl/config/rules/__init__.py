@@ -30,7 +30,11 @@ from megatron_rl.config.rules.regularization import check_regularization
 from megatron_rl.config.rules.staleness import check_staleness
 from megatron_rl.config.rules.state import check_mode, check_resume, check_unread_keys
 from megatron_rl.config.rules.sync import check_sync
-from megatron_rl.config.rules.zero_variance import check_credit, check_selection
+from megatron_rl.config.rules.zero_variance import (
+    check_credit,
+    check_selection,
+    check_stop_repetition,
+)
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.refusal import Refusal
@@ -82,6 +86,7 @@ def _check_settings(
     yield from check_evaluation(c)
     yield from check_selection(c, keys)
     yield from check_credit(c)
+    yield from check_stop_repetition(c, keys)
     yield from check_layer_spec(c.model, facts)
     yield from check_resume(c)
     yield from check_engine(c.engine, facts)

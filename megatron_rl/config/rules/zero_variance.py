@@ -14,8 +14,8 @@ from megatron_rl.contracts.paths import path_problem
 # The keys of `selection` that each selector reads.
 _SELECTION_KEYS = {
     "uniform": ("name",),
-    "oversample": ("name", "budget"),
-    "belief": tuple(field.name for field in fields(SelectionSettings)),
+    "oversample": ("name", "budget", "surplus"),
+    "belief": tuple(field.name for field in fields(SelectionSettings) if field.name != "surplus"),
 }
 
 
@@ -94,6 +94,31 @@ def check_credit(c: Configuration) -> Iterator[BrokenRule]:
             rule = "This setting has no effect"
             yield BrokenRule(f"credit.{name}", rule, f"Remove it, or use {remedy}")
     yield from _check_lengths(c)
+
+
+def check_stop_repetition(c: Configuration, keys: Collection[str]) -> Iterator[BrokenRule]:
+    """Yield broken rules about responses that are cut off because they repeat themselves.
+
+    keys: those that the command line sets.
+    """
+    name = "rollout.stop_repetition"
+    set_keys = [key for key in keys if key.startswith(name)]
+    if c.is_measurement or c.mode == "train_only":
+        for key in set_keys:
+            rule = f"mode={c.mode} samples no rollouts"
+            yield BrokenRule(key, rule, "Remove it, or use mode=train")
+        return
+    longest = c.rollout.max_new_tokens
+    for key, tokens in (
+        (f"{name}_ngram", c.rollout.stop_repetition_ngram),
+        (f"{name}_every", c.rollout.stop_repetition_every),
+    ):
+        if c.rollout.stop_repetition is None and key in set_keys:
+            rule = f"{name}=null stops no response"
+            yield BrokenRule(key, rule, f"Remove it, or give {name} a share, such as 0.5")
+        elif c.rollout.stop_repetition is not None and tokens >= longest:
+            rule = f"A response has at most rollout.max_new_tokens={longest} tokens"
+            yield BrokenRule(key, rule, f"Give less than {longest}")
 
 
 def _uses_of_credit_keys(credit: CreditSettings) -> list[tuple[str, bool, str]]:

@@ -27,12 +27,18 @@ from megatron_rl.prompts.selection.beliefs.beliefs import Beliefs
 from megatron_rl.prompts.selection.beliefs.calibration import Calibration
 from megatron_rl.prompts.selection.beliefs.group_prediction import GroupPredictions
 from megatron_rl.prompts.selection.candidate import Candidate
+from megatron_rl.prompts.selection.extension import Extension
 from megatron_rl.prompts.selection.importance_weights import effective_share
 from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult
 from megatron_rl.prompts.source import PromptSource
 
 # A step that cannot be filled ends after this many passes over the prompts that can be offered.
 _MAX_PASSES = 8
+# By `selection.skip`: the probes that become whole groups
+_EXTENDED_KINDS = {
+    "all_correct": (GroupKind.MIXED, GroupKind.ALL_INCORRECT),
+    "zero_variance": (GroupKind.MIXED,),
+}
 
 
 def first_counts(settings: SelectionSettings, group_size: int) -> tuple[int, int, int]:
@@ -107,6 +113,7 @@ class BeliefStep:
         self._group_size = rollout.samples_per_prompt
         self._prompts_per_step = rollout.prompts_per_step
         self._first_counts = first_counts(self.selector.settings, self._group_size)
+        self._extension = Extension(self._group_size, _EXTENDED_KINDS[self.selector.settings.skip])
         self._predictions = GroupPredictions(self.selector.beliefs, self.step, self._first_counts)
 
     def first_round(self) -> list[RolloutRequest]:
@@ -126,7 +133,7 @@ class BeliefStep:
     def handle_group(self, index: int, group: Group) -> RolloutRequest | None:
         candidate = self._candidates[index]
         candidate.add(group)
-        if candidate.is_whole or not self._is_useful(candidate):
+        if candidate.is_whole or not self._extension.applies_to(group):
             return None
         first_sample = candidate.num_samples
         candidate.num_samples = self._group_size
@@ -138,6 +145,9 @@ class BeliefStep:
         if num_mixed >= self.selector.settings.expert.min_filled * self._prompts_per_step:
             return []
         return self._round(self._prompts_per_step - num_mixed)
+
+    def num_needed(self) -> None:
+        """Return None: all groups are of use."""
 
     def result(self) -> SelectionResult:
         pairs = [
@@ -167,7 +177,12 @@ class BeliefStep:
         first_index = len(self._candidates)
         self._accept_prompts(num_mixed)
         requests = [
-            RolloutRequest(index, candidate.prompt, candidate.num_samples)
+            RolloutRequest(
+                index,
+                candidate.prompt,
+                candidate.num_samples,
+                extension=self._extension if candidate.is_probe else None,
+            )
             for index, candidate in enumerate(self._candidates[first_index:], first_index)
         ]
         self._num_rounds += bool(requests)
@@ -234,12 +249,6 @@ class BeliefStep:
         if usefulness >= target:
             return 0
         return 1 if usefulness >= target / 2 else 2
-
-    def _is_useful(self, candidate: Candidate) -> bool:
-        """Return True if the rollouts of a probe call for the whole group."""
-        if self.selector.settings.skip == "all_correct":
-            return candidate.kind in (GroupKind.MIXED, GroupKind.ALL_INCORRECT)
-        return candidate.is_mixed
 
     def _set_metrics(self) -> None:
         self._update_calibration()

@@ -18,7 +18,9 @@ from megatron_rl.prompts.source import PromptSource
 class Oversample:
     """Samples rounds of `rollout.prompts_per_step` prompts, in the source's order.
 
-    A round begins after all groups of the previous round have arrived. See `Selector`.
+    A round begins after all groups of the previous round have arrived. With `surplus=abort`, the
+    step ends with the shortest prefix of the requests that has enough mixed groups. It does not
+    depend on the order in which groups arrive. See `Selector`.
     """
 
     source: PromptSource
@@ -47,6 +49,8 @@ class OversampleStep:
     selector: Oversample
     _prompts: list[Prompt] = field(default_factory=list)
     _groups: dict[int, Group] = field(default_factory=dict)
+    _prefix: int = 0  # groups without a gap, from the first on
+    _num_mixed_in_prefix: int = 0
     _num_rounds: int = 0
     _metrics: dict[str, float] = field(default_factory=dict)
 
@@ -55,7 +59,14 @@ class OversampleStep:
 
     def handle_group(self, index: int, group: Group) -> RolloutRequest | None:
         self._groups[index] = group
+        while not self._is_filled and self._prefix in self._groups:
+            self._num_mixed_in_prefix += kind_of(self._groups[self._prefix]) is GroupKind.MIXED
+            self._prefix += 1
         return None
+
+    def num_needed(self) -> int | None:
+        is_decided = self._is_filled and self.selector.settings.surplus == "abort"
+        return self._prefix if is_decided else None
 
     def next_round(self) -> list[RolloutRequest]:
         num_mixed = sum(kind_of(group) is GroupKind.MIXED for group in self._groups.values())
@@ -71,11 +82,14 @@ class OversampleStep:
         return requests
 
     def result(self) -> SelectionResult:
-        groups = [self._groups[index] for index in sorted(self._groups)]
+        indices = sorted(self._groups)[: self.num_needed()]
+        groups = [self._groups[index] for index in indices]
         mixed_groups = [group for group in groups if kind_of(group) is GroupKind.MIXED]
         surplus_groups = tuple(mixed_groups[self._prompts_per_step :])
         surplus_ids = {group.group_id for group in surplus_groups}
-        self._set_metrics(groups, len(mixed_groups) - len(surplus_groups), len(surplus_groups))
+        num_unneeded = 0 if self.num_needed() is None else len(self._prompts) - len(groups)
+        num_surplus = len(surplus_groups) + num_unneeded
+        self._set_metrics(groups, len(mixed_groups) - len(surplus_groups), num_surplus)
         return SelectionResult(
             tuple(group for group in groups if group.group_id not in surplus_ids),
             surplus_groups=surplus_groups,
@@ -83,6 +97,11 @@ class OversampleStep:
 
     def metrics(self) -> dict[str, float]:
         return self._metrics
+
+    @property
+    def _is_filled(self) -> bool:
+        """True if the prefix has enough mixed groups."""
+        return self._num_mixed_in_prefix >= self._prompts_per_step
 
     @property
     def _prompts_per_step(self) -> int:
@@ -107,11 +126,11 @@ class OversampleStep:
         kinds = [kind_of(group) for group in groups]
         num_with_verdicts = sum(kind is not GroupKind.TOO_FEW_VERDICTS for kind in kinds)
         num_mixed = sum(kind is GroupKind.MIXED for kind in kinds)
-        num_rollouts = self.selector.rollout.samples_per_prompt * len(groups)
+        num_prompts = len(self._prompts)
         self._metrics = {
             "select/observed_mixed": num_mixed / max(num_with_verdicts, 1),
-            "select/prompts": float(len(groups)),
-            "select/rollouts": float(num_rollouts),
+            "select/prompts": float(num_prompts),
+            "select/rollouts": float(num_prompts * self.selector.rollout.samples_per_prompt),
             "select/mixed": float(num_used),
             "select/unfilled": float(self._prompts_per_step - num_used),
             "select/surplus": float(num_surplus),

@@ -12,6 +12,7 @@ from typing import Protocol
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.run_state import SelectorState
+from megatron_rl.prompts.selection.extension import Extension
 
 
 @dataclass(frozen=True)
@@ -20,12 +21,14 @@ class RolloutRequest:
 
     index: number of the group in the step.
     first_sample: number of rollouts that the group already has.
+    extension: when the rest of the group follows. None: never.
     """
 
     index: int
     prompt: Prompt
     samples: int
     first_sample: int = 0
+    extension: Extension | None = None
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,11 @@ class StepSelection(Protocol):
         ...
 
     def handle_group(self, index: int, group: Group) -> RolloutRequest | None:
-        """Take a group with all rollouts requested so far. A returned request extends the group."""
+        """Take a group with all rollouts requested so far. A returned request extends the group.
+
+        It is returned if the first request has an `extension` that applies to the group, so that
+        whoever samples the group may begin with it before.
+        """
         ...
 
     def next_round(self) -> list[RolloutRequest]:
@@ -60,8 +67,16 @@ class StepSelection(Protocol):
         """
         ...
 
+    def num_needed(self) -> int | None:
+        """Return how many groups, in the order of their indices, decide the step alone.
+
+        Later groups are of no use, whatever their rollouts are. None: all groups are of use, as far
+        as is known yet.
+        """
+        ...
+
     def result(self) -> SelectionResult:
-        """Return all groups. Called once, at the end of the step."""
+        """Return all groups that are of use. Called once, at the end of the step."""
         ...
 
     def metrics(self) -> dict[str, float]:

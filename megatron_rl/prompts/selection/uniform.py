@@ -34,6 +34,9 @@ class UniformStep:
     def next_round(self) -> list[RolloutRequest]:
         return []
 
+    def num_needed(self) -> None:
+        """Return None: all groups are of use."""
+
     def result(self) -> SelectionResult:
         return SelectionResult(tuple(self._groups[index] for index in sorted(self._groups)))
 

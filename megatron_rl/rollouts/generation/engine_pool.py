@@ -8,10 +8,11 @@ to the pool.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
 
@@ -27,6 +28,7 @@ from megatron_rl.rollouts.messages import (
     FromCollector,
     VersionBudget,
 )
+from megatron_rl.rollouts.repetition import RepetitionStop
 from sglang_bridge.client import GenerateClient, RequestExpired, may_succeed_elsewhere
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
@@ -40,6 +42,8 @@ _MAX_CONSECUTIVE_FAILURES = 3  # an engine with this many is left out
 _MAX_LOST_ENGINES = 5
 # A response that was aborted so often without a token, and not by rank 0, is given up.
 _MAX_EMPTY_ABORTS = 10
+# A request may be on its way to the engine when it is aborted, so it is aborted again.
+_ABORT_SECONDS = 0.25
 _FIRST_BACKOFF_SECONDS = 0.2
 _LAST_BACKOFF_SECONDS = 5.0
 
@@ -61,6 +65,15 @@ class _Member:
     failures: int = 0
     left_out: bool = False
     removed: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+@dataclass(frozen=True, eq=False)
+class _RunningRequest:
+    """A request that an engine works on. end: done once its tokens are counted."""
+
+    url: str
+    group: str
+    end: asyncio.Future[None]
 
 
 class _EngineRemoved(Exception):
@@ -153,11 +166,13 @@ class EnginePool:
         self._gate = asyncio.Event()
         self._gate.set()
         self._keeps_partials = False
-        self._num_running = 0
         self._idle = asyncio.Event()  # no engine works on a request
         self._idle.set()
         self._version_change = asyncio.Event()
         self.num_sampled = 0  # tokens that engines have sent
+        self._num_sampled_of = Counter[str]()  # the same by group
+        self._running: set[_RunningRequest] = set()
+        self._stopped_groups: set[str] = set()
         # Responses that wait for other weights, and the rollout of each
         self._parked: dict[PartialResponse, str] = {}
         self.on_parking: Callable[[], None] = lambda: None
@@ -221,6 +236,7 @@ class EnginePool:
         seed: int | None = None,
         budget: Callable[[], VersionBudget | None] = lambda: None,
         pieces: list[Generation] | None = None,
+        stop: RepetitionStop | None = None,
     ) -> Generation:
         """Sample one response. Raises `EngineError` and `GenerationRejected`.
 
@@ -228,11 +244,12 @@ class EnginePool:
         that cannot be used is sampled once more, by another engine. A request whose engine ends or
         falls silent is sampled again, with the same seed.
 
-        rejected_tokens: receives the tokens of responses that cannot be used, by the reason. The
-        tokens of a request without a reply are unknown.
+        rid: GROUP/ROLLOUT. rejected_tokens: receives the tokens of responses that cannot be used,
+        by the reason. The tokens of a request without a reply are unknown.
         budget: returns the present one. A response that has used it up waits for other weights, or
         for another budget.
         pieces: what there is of the response already. It receives further pieces as they arrive.
+        stop: cuts a response off that repeats itself. Its finish reason is then LENGTH.
         """
         response = PartialResponse(token_ids, sampling, [] if pieces is None else pieces)
         attempts = _Attempts(self._settings.retries, rejected_tokens)
@@ -244,32 +261,71 @@ class EnginePool:
                     await self._park(response, rid)
                     continue
                 async with self._slots:
-                    generation = await self._extend(
-                        response, limit, rid, return_routes, seed, attempts
+                    generation = await self._extend_and_check(
+                        response, limit, stop, rid, return_routes, seed, attempts
                     )
                 if generation is not None:
                     return generation
         finally:
             self._responses.remove(response)
 
-    async def _extend(
+    async def _extend_and_check(
         self,
         response: PartialResponse,
         limit: int | None,
+        stop: RepetitionStop | None,
         rid: str,
         return_routes: bool,
         seed: int | None,
         attempts: _Attempts,
     ) -> Generation | None:
-        """Sample a response to its end, or at most `limit` tokens of it.
+        """Sample a response to its end, or at most `limit` tokens of it, or until it is stopped.
+
+        Returns the whole response, None if some of it is left.
+        """
+        last_end = None if limit is None else response.num_tokens + limit
+        while True:
+            ends = [] if stop is None else [stop.next_check(response.num_tokens)]
+            if last_end is not None:
+                ends.append(last_end)
+            generation = await self._extend(
+                response, min(ends, default=None), rid, return_routes, seed, attempts
+            )
+            if generation is not None:
+                return generation
+            if stop is not None and await self._is_stopped(response, stop):
+                return replace(response.generation(), finish_reason=FinishReason.LENGTH)
+            if response.num_tokens == last_end:
+                return None
+
+    async def _is_stopped(self, response: PartialResponse, stop: RepetitionStop) -> bool:
+        """Measure in a thread: a long response takes milliseconds."""
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, stop.ends, response.output_ids)
+
+    async def _extend(
+        self,
+        response: PartialResponse,
+        end: int | None,
+        rid: str,
+        return_routes: bool,
+        seed: int | None,
+        attempts: _Attempts,
+    ) -> Generation | None:
+        """Sample a response to its end, or until it has `end` tokens.
 
         Returns the whole response, None if some of it is left.
         """
         while not response.is_complete:
+            if response.num_tokens == end:
+                return None
             await self._gate.wait()
             member = await self._wait_for_member(attempts.members)
             if not self._gate.is_set():
                 continue
+            if _group_of(rid) in self._stopped_groups:
+                await asyncio.get_running_loop().create_future()  # until it is cancelled
+            limit = None if end is None else end - response.num_tokens
             piece = await self._try(member, response, limit, rid, return_routes, seed, attempts)
             if piece is None:
                 continue
@@ -328,6 +384,23 @@ class EnginePool:
         """Send requests again, and continue the responses that were interrupted."""
         self._gate.set()
         self._keeps_partials = False
+
+    async def stop(self, group: str) -> int:
+        """Request nothing more for a group, until `forget`. Its running requests are aborted.
+
+        Returns the number of tokens that engines have sent for it, once no engine works on it.
+        """
+        self._stopped_groups.add(group)
+        while requests := [request for request in self._running if request.group == group]:
+            for url in sorted({request.url for request in requests}):
+                await self._abort(url, f"{group}/")
+            await asyncio.wait([request.end for request in requests], timeout=_ABORT_SECONDS)
+        return self._num_sampled_of[group]
+
+    def forget(self, group: str) -> None:
+        """Count nothing for a group. It may be requested again."""
+        self._stopped_groups.discard(group)
+        self._num_sampled_of.pop(group, None)
 
     async def close(self) -> None:
         """Close the connections to all engines."""
@@ -425,10 +498,39 @@ class EnginePool:
         return_routes: bool,
         seed: int | None,
     ) -> Generation:
+        with self._count_request(member, rid):
+            generation = await self._answer(member, response, limit, rid, return_routes, seed)
+        member.failures = 0
+        return generation
+
+    @contextlib.contextmanager
+    def _count_request(self, member: _Member, rid: str) -> Iterator[None]:
+        """Count a request that an engine works on."""
+        end = asyncio.get_running_loop().create_future()
+        request = _RunningRequest(member.client.url, _group_of(rid), end)
         member.in_flight += 1
         self._note_idle_engines()
-        self._num_running += 1
+        self._running.add(request)
         self._idle.clear()
+        try:
+            yield
+        finally:
+            member.in_flight -= 1
+            self._note_idle_engines()
+            self._running.remove(request)
+            end.set_result(None)
+            if not self._running:
+                self._idle.set()
+
+    async def _answer(
+        self,
+        member: _Member,
+        response: PartialResponse,
+        limit: int | None,
+        rid: str,
+        return_routes: bool,
+        seed: int | None,
+    ) -> Generation:
         answer = asyncio.ensure_future(
             member.client.generate(
                 response.input_ids,
@@ -446,10 +548,10 @@ class EnginePool:
                 raise _EngineRemoved
             generation = answer.result()
             self._require_version(generation)
-            self.num_sampled += len(generation.output_ids)
+            self._count_tokens(rid, len(generation.output_ids))
         except (RequestFailed, GenerationRejected) as failure:
             if isinstance(failure, GenerationRejected):
-                self.num_sampled += failure.num_tokens
+                self._count_tokens(rid, failure.num_tokens)
             if member.removed.is_set() and _is_engine_fault(failure):
                 raise _EngineRemoved from failure
             if _is_engine_fault(failure):
@@ -458,13 +560,11 @@ class EnginePool:
         finally:
             answer.cancel()
             removal.cancel()
-            member.in_flight -= 1
-            self._note_idle_engines()
-            self._num_running -= 1
-            if not self._num_running:
-                self._idle.set()
-        member.failures = 0
         return generation
+
+    def _count_tokens(self, rid: str, num_tokens: int) -> None:
+        self.num_sampled += num_tokens
+        self._num_sampled_of[_group_of(rid)] += num_tokens
 
     def _require_version(self, generation: Generation) -> None:
         """Raise `GenerationRejected` if other weights sampled the response than rank 0 has sent."""
@@ -505,6 +605,10 @@ class EnginePool:
 
     async def _abort(self, url: str, rid: str) -> None:
         await self._report(AbortRequest(url, rid))
+
+
+def _group_of(rid: str) -> str:
+    return rid.rpartition("/")[0]
 
 
 def _is_cut(piece: Generation, response: PartialResponse, limit: int | None) -> bool:

@@ -33,10 +33,12 @@ class PartialResponse:
     @property
     def input_ids(self) -> list[int]:
         """The prompt and the tokens so far."""
-        token_ids = list(self.prompt)
-        for piece in self.pieces:
-            token_ids += piece.output_ids.tolist()
-        return token_ids
+        return [*self.prompt, *self.output_ids]
+
+    @property
+    def output_ids(self) -> list[int]:
+        """The tokens so far."""
+        return [token for piece in self.pieces for token in piece.output_ids.tolist()]
 
     @property
     def num_remaining(self) -> int:

@@ -28,6 +28,7 @@ class ScoredRollout:
     rejected_tokens: tokens of its responses that could not be used and were sampled again, by the
     reason.
     generated_at: time of its last response, on the monotonic clock. 0 for one of a checkpoint.
+    is_repetitive: its last response was cut off, because it repeated itself.
     """
 
     rollout: Rollout
@@ -35,6 +36,7 @@ class ScoredRollout:
     num_generated: int
     rejected_tokens: Mapping[str, int]
     generated_at: float
+    is_repetitive: bool = False
 
 
 @dataclass(frozen=True)

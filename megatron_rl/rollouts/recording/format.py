@@ -30,7 +30,8 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_stopped, num_surplus: the last groups of the batch were stopped or surplus (see
     `RolloutBatch`): first `num_stopped` stopped ones, then `num_surplus` surplus ones.
     generated_tokens: tokens that engines sampled for the batch.
-    num_repeated, selection_metrics: as in `RolloutBatch`. None stands for NaN and Inf.
+    num_repeated, selection_metrics, unused_tokens: as in `RolloutBatch`. None stands for NaN and
+    Inf.
     parts: names of the parts without file extensions.
     is_open: only in checkpoints: the groups are what there was of an open step.
     """
@@ -43,6 +44,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     engines_left_out: Count
     num_repeated: Count = 0
     selection_metrics: dict[str, float | None] = {}
+    unused_tokens: dict[str, Count] = {}
     parts: tuple[str, ...]
     is_open: bool = False
     format: str = FORMAT
@@ -67,7 +69,7 @@ class SegmentRecord(msgspec.Struct, frozen=True, kw_only=True):
 class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One rollout.
 
-    num_generated, repetition: as in `RolloutRef`.
+    num_generated, repetition, is_repetitive: as in `RolloutRef`.
     tokens: range [start, stop) of its rows in the part's `tokens` and `logprobs`.
     routes: range [start, stop) of its rows in the part's `routes`, None without routes.
     """
@@ -81,6 +83,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     routes: tuple[Count, Count] | None
     segments: tuple[SegmentRecord, ...]
     repetition: float = 0.0
+    is_repetitive: bool = False
 
 
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):

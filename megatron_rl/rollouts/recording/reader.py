@@ -98,6 +98,7 @@ def _read_part(stem: Path) -> Iterator[tuple[int, Group, list[Rollout]]]:
                 verdict=r.verdict,
                 num_generated=r.num_generated,
                 repetition=r.repetition,
+                is_repetitive=r.is_repetitive,
             )
             for r, rollout in zip(record.rollouts, rollouts, strict=True)
         ]

@@ -100,6 +100,7 @@ def load_batch(
             name: math.nan if value is None else value
             for name, value in record.selection_metrics.items()
         },
+        unused_tokens=record.unused_tokens,
     )
 
 

@@ -120,6 +120,7 @@ class _Part:
             tokens=(first_token, self.num_tokens),
             routes=self._add_routes(rollout),
             repetition=ref.repetition,
+            is_repetitive=ref.is_repetitive,
             segments=tuple(_segment_record(segment) for segment in rollout.segments),
         )
 

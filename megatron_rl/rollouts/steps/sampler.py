@@ -196,6 +196,7 @@ class RolloutSampler:
             parts=sampling.parts,
             num_repeated=num_repeated,
             selection_metrics=selection.metrics(),
+            unused_tokens=sampling.unused_tokens,
         )
 
     def _receive_all(self, sampling: StepSampling, can_continue: Callable[[], bool] | None) -> None:
@@ -206,10 +207,25 @@ class RolloutSampler:
                 sampling.generated_tokens += num_tokens
                 self._num_tokens += num_tokens - self.queue.saved_tokens_of(part.group_id)
                 self._submit(sampling, sampling.take(part))
+                if sampling.selection.num_needed() is not None:
+                    self._drop_surplus(sampling)
+                    return
             requests = sampling.selection.next_round()
             if not requests:
                 return
             self._submit(sampling, requests)
+
+    def _drop_surplus(self, sampling: StepSampling) -> None:
+        """Abort the requests that the step does not need, and free what was sampled for them."""
+        waiting_ids, delivered_ids = sampling.surplus_ids()
+        num_cut = sum(map(self.queue.tokens_of, delivered_ids))
+        num_aborted = self.queue.abort(waiting_ids, self.idle)
+        self.queue.withdraw(delivered_ids)
+        sampling.generated_tokens += num_aborted
+        self._num_tokens += num_aborted
+        sampling.drop((*waiting_ids, *delivered_ids))
+        counts = {"surplus_cut": num_cut, "surplus_aborted": num_aborted}
+        sampling.unused_tokens = {name: count for name, count in counts.items() if count}
 
     def _arrivals(
         self, ids: Collection[str], can_continue: Callable[[], bool] | None = None
@@ -258,6 +274,7 @@ class RolloutSampler:
                     first_sample=request.first_sample,
                     sampling=parameters,
                     budget=sampling.budget,
+                    extension=request.extension,
                 )
                 for part_id, request in sampling.register(requests).items()
             ]

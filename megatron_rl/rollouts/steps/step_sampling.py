@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from megatron_rl.contracts.group import Group
 from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult, StepSelection
-from megatron_rl.rollouts.messages import VersionBudget
+from megatron_rl.rollouts.messages import VersionBudget, extension_id
 from megatron_rl.rollouts.rollout_batch import merge_groups
 
 
@@ -18,7 +18,8 @@ class StepSampling:
     Parts of a group come under different ids: those of the first request and of its extension.
 
     budget: of each response, None without a limit. parts: by the id of their request.
-    generated_tokens: those that engines have sampled.
+    generated_tokens: those that engines have sampled. unused_tokens: those of groups that were
+    dropped, by their class in the account.
     """
 
     step: int
@@ -26,6 +27,7 @@ class StepSampling:
     budget: VersionBudget | None = None
     parts: dict[str, Group] = field(default_factory=dict)
     generated_tokens: int = 0
+    unused_tokens: Mapping[str, int] = field(default_factory=dict)
     _requests: dict[str, RolloutRequest] = field(default_factory=dict)  # without an answer, by id
     _groups: dict[int, Group] = field(default_factory=dict)  # by index
     _part_ids: dict[str, list[str]] = field(default_factory=dict)  # by group id
@@ -57,6 +59,28 @@ class StepSampling:
         extension = self.selection.handle_group(index, group)
         return [] if extension is None else [extension]
 
+    def surplus_ids(self) -> tuple[list[str], list[str]]:
+        """Return the ids of parts that the step does not need: without an answer, and with one."""
+        num_needed = self.selection.num_needed()
+        waiting_ids = [
+            id_
+            for id_, request in self._requests.items()
+            if num_needed is not None and request.index >= num_needed
+        ]
+        delivered_ids = [
+            id_
+            for index, group in self._groups.items()
+            if num_needed is not None and index >= num_needed
+            for id_ in self._part_ids[group.group_id]
+        ]
+        return waiting_ids, delivered_ids
+
+    def drop(self, part_ids: Collection[str]) -> None:
+        """Forget parts of groups that the step does not need."""
+        for part_id in part_ids:
+            self._requests.pop(part_id, None)
+            self.parts.pop(part_id, None)
+
     def delivered_ids(self, result: SelectionResult) -> tuple[str, ...]:
         """Return the ids of all parts, in the order of the groups in the result."""
         groups = result.groups + result.stopped_groups + result.surplus_groups
@@ -64,5 +88,5 @@ class StepSampling:
 
 
 def _part_id(label: str, request: RolloutRequest) -> str:
-    extension = f"+{request.first_sample}" if request.first_sample else ""
-    return f"{label}-{request.index}{extension}"
+    group_id = f"{label}-{request.index}"
+    return extension_id(group_id, request.first_sample) if request.first_sample else group_id

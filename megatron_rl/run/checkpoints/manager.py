@@ -235,6 +235,7 @@ def _batch_ahead(step: int, batch: RolloutBatch) -> BatchAhead:
         engines_left_out=batch.engines_left_out,
         num_repeated=batch.num_repeated,
         selection_metrics=dict(batch.selection_metrics),
+        unused_tokens=dict(batch.unused_tokens),
     )
 
 

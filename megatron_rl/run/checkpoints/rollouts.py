@@ -56,6 +56,7 @@ class LocalBatch:
                 name: value if math.isfinite(value) else None
                 for name, value in batch.selection_metrics.items()
             },
+            unused_tokens=batch.unused_tokens,
             parts=tuple(names),
             is_open=batch.is_open,
         )

@@ -27,7 +27,9 @@ class RecordingLeader(Leader):
         with watch.section("account"):
             values |= batch.metrics() | self.parts.credit.assign(step, batch.groups).metrics()
             values |= account_of_recording(
-                batch.all_groups, generated_tokens=batch.generated_tokens
+                batch.all_groups,
+                generated_tokens=batch.generated_tokens,
+                unused_tokens=batch.unused_tokens,
             )
             self.compare_with_engines(values, batch.generated_tokens)
         directory = batch_directory(self.records.directory.path / "recorded", step)
@@ -40,6 +42,7 @@ class RecordingLeader(Leader):
                 num_surplus=len(batch.surplus_groups),
                 generated_tokens=batch.generated_tokens,
                 engines_left_out=batch.engines_left_out,
+                unused_tokens=dict(batch.unused_tokens),
                 parts=tuple(names),
             )
             write_batch(directory, record)

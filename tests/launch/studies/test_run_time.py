@@ -65,13 +65,8 @@ def write_records(directory: Path, run: SimulatedRun, ahead: int) -> None:
     with Timeline(directory / TIMELINE_FILE, print, lambda: clock[0]) as timeline:
         timeline.add(Lane.RANKS, "sync", 0.0)
         for step in run.steps:
-            for index, responses in groups_of(run, step.step).items():
-                clock[0] = max(response.end for response in responses)
-                tokens = sum(response.length for response in responses)
-                name = f"step-{step.step}-{index}"
-                begin = run.steps[max(0, step.step - 1 - ahead)].start
-                seconds = clock[0] - begin
-                timeline.add(Lane.ROLLOUTS, name, seconds, step=step.step, tokens=tokens)
+            begin = run.steps[max(0, step.step - 1 - ahead)].start
+            add_groups(timeline, clock, groups_of(run, step.step), step.step, begin)
             clock[0] = step.trained_at
             timeline.add(Lane.RANKS, "train", clock[0] - step.taken_at, step=step.step)
             clock[0] = step.end
@@ -80,6 +75,21 @@ def write_records(directory: Path, run: SimulatedRun, ahead: int) -> None:
             records.append({"step": step.step, "time/next_rollouts": next_rollouts})
     text = "".join(json.dumps(record) + "\n" for record in records)
     (directory / "metrics.jsonl").write_text(text)
+
+
+def add_groups(
+    timeline: Timeline,
+    clock: list[float],
+    groups: dict[int, list[Response]],
+    step: int,
+    begin: float,
+) -> None:
+    """Write the groups of a step, which were requested at `begin`."""
+    for index, responses in groups.items():
+        clock[0] = max(response.end for response in responses)
+        tokens = sum(response.length for response in responses)
+        name = f"step-{step}-{index}"
+        timeline.add(Lane.ROLLOUTS, name, clock[0] - begin, step=step, tokens=tokens)
 
 
 def groups_of(run: SimulatedRun, step: int) -> dict[int, list[Response]]:

@@ -1,0 +1,212 @@
+"""Oversampling that aborts its surplus: what trains depends on no order, and tokens are counted."""
+
+import random
+from collections import Counter
+from collections.abc import Callable
+from types import MappingProxyType
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.config.schema import DataSettings, RolloutSettings, SelectionSettings
+from megatron_rl.contracts.group import Group
+from megatron_rl.prompts.selection.oversample import Oversample
+from megatron_rl.prompts.source import PromptSource
+from megatron_rl.rollouts.messages import AbortGroups, ToCollector
+from megatron_rl.rollouts.queue import RolloutQueue
+from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.steps.sampler import RolloutSampler
+from tests.support.answers import make_pool
+from tests.support.scripted_hub import ScoreOf, ScriptedHub
+
+POOL = make_pool(40)
+STEPS = 3
+SETTINGS = RolloutSettings(max_new_tokens=8, prompts_per_step=4, samples_per_prompt=3)
+
+
+def idle() -> None:
+    pass
+
+
+def ignore(text: str) -> None:
+    pass
+
+
+def open_sampler(
+    hub: ScriptedHub, surplus: str, log: Callable[[str], None] = ignore
+) -> RolloutSampler:
+    settings = SelectionSettings(name="oversample", surplus=surplus)  # type: ignore[arg-type]
+    source = PromptSource(POOL, POOL[:1], DataSettings(source="column_addition", shuffle=False))
+    queue = RolloutQueue(hub, SETTINGS, log=log)  # type: ignore[arg-type]
+    queue.configure({})
+    return RolloutSampler(queue, SETTINGS, Oversample(source, SETTINGS, settings), (1,), idle)
+
+
+def sample(hub: ScriptedHub, surplus: str) -> list[RolloutBatch]:
+    sampler = open_sampler(hub, surplus)
+    batches = [sampler.sample(step) for step in range(1, STEPS + 1)]
+    assert sum(batch.generated_tokens for batch in batches) == hub.num_tokens
+    assert sampler.count_tokens() == hub.num_tokens
+    return batches
+
+
+def scores_of(mixed_prompts: frozenset[int]) -> ScoreOf:
+    """The groups of these prompts are mixed, and the others all incorrect."""
+    return lambda prompt_id, place: float(int(prompt_id[1:]) in mixed_prompts and place == 0)
+
+
+def contents(groups: tuple[Group, ...]) -> list[object]:
+    return [(group.group_id, group.prompt.id, group.rollouts, group.weight) for group in groups]
+
+
+# Of each round of four. Then the second round has three groups that the step does not need.
+THREE_OF_FOUR = frozenset(number for number in range(40) if number % 4 != 3)
+MIXED_PROMPTS = st.frozensets(st.integers(0, len(POOL) - 1), min_size=6)
+
+
+@given(MIXED_PROMPTS, st.integers(0, 2**32), st.integers(0, 2**32), st.integers(1, 3))
+def test_what_trains_depends_on_no_order_of_arrival(
+    mixed_prompts: frozenset[int], seed: int, other_seed: int, num_nodes: int
+) -> None:
+    scores = scores_of(mixed_prompts)
+    batches = sample(ScriptedHub(seed, scores), "abort")
+    others = sample(ScriptedHub(other_seed, scores, num_nodes=num_nodes), "abort")
+    for batch, other in zip(batches, others, strict=True):
+        assert contents(batch.groups) == contents(other.groups)
+        assert batch.surplus_groups == other.surplus_groups == ()
+        assert batch.selection_metrics == other.selection_metrics
+        assert batch.delivered_ids == tuple(group.group_id for group in batch.groups)
+
+
+@given(MIXED_PROMPTS, st.integers(0, 2**32))
+def test_the_mixed_groups_are_those_of_a_surplus_that_is_finished(
+    mixed_prompts: frozenset[int], seed: int
+) -> None:
+    """So is their order, and the place among the prompts after each step."""
+    scores = scores_of(mixed_prompts)
+    batches = sample(ScriptedHub(seed, scores), "abort")
+    whole_batches = sample(ScriptedHub(seed + 1, scores), "finish")
+    for batch, other in zip(batches, whole_batches, strict=True):
+        groups = contents(batch.groups)
+        assert groups == contents(other.groups)[: len(groups)]
+        left_out = contents(other.groups)[len(groups) :]
+        assert not any(prompt in mixed_ids(mixed_prompts) for _, prompt, *_ in left_out)
+        for name in ("prompts", "rollouts", "mixed", "unfilled", "rounds"):
+            key = f"select/{name}"
+            assert batch.selection_metrics[key] == other.selection_metrics[key]
+
+
+def mixed_ids(mixed_prompts: frozenset[int]) -> set[str]:
+    return {f"p{number}" for number in mixed_prompts}
+
+
+@given(MIXED_PROMPTS, st.integers(0, 2**32))
+def test_each_token_of_the_surplus_is_in_one_class_and_nothing_is_kept(
+    mixed_prompts: frozenset[int], seed: int
+) -> None:
+    hub = ScriptedHub(seed, scores_of(mixed_prompts))
+    batches = sample(hub, "abort")
+    for batch in batches:
+        kept_tokens = sum(r.num_generated for group in batch.groups for r in group.rollouts)
+        assert kept_tokens + sum(batch.unused_tokens.values()) == batch.generated_tokens
+        assert batch.unused_tokens.keys() <= {"surplus_cut", "surplus_aborted"}
+    for _ in range(200):
+        hub.poll(0)
+    assert hub.kept_ids == {group_id for batch in batches for group_id in batch.delivered_ids}
+    assert not any(collector.running for collector in hub.collectors.values())
+
+
+def test_responses_of_the_surplus_are_aborted() -> None:
+    """At least in one of several orders, and their tokens have a class of their own."""
+    hubs = [ScriptedHub(seed, scores_of(THREE_OF_FOUR)) for seed in range(10)]
+    batches = [batch for hub in hubs for batch in sample(hub, "abort")]
+    assert sum(hub.num_aborted for hub in hubs) > 10
+    assert sum(batch.unused_tokens.get("surplus_aborted", 0) for batch in batches) > 0
+    assert sum(batch.unused_tokens.get("surplus_cut", 0) for batch in batches) > 0
+
+
+@given(MIXED_PROMPTS, st.integers(0, 2**32))
+def test_a_lost_collector_changes_nothing_that_trains(
+    mixed_prompts: frozenset[int], seed: int
+) -> None:
+    scores = scores_of(mixed_prompts)
+    whole = sample(ScriptedHub(seed, scores), "abort")
+    hub = ScriptedHub(seed, scores, num_nodes=2)
+    sampler = open_sampler(hub, "abort")
+    losses = random.Random(seed)
+    num_losses = Counter(left=5)
+    poll = hub.poll
+
+    def poll_with_losses(timeout_seconds: float) -> object:
+        if num_losses["left"] and losses.random() < 0.05:
+            num_losses["left"] -= 1
+            hub.lose(losses.choice(hub.nodes))
+        return poll(timeout_seconds)
+
+    hub.poll = poll_with_losses  # type: ignore[assignment, method-assign]
+    for step, batch in enumerate(whole, 1):
+        assert contents(sampler.sample(step).groups) == contents(batch.groups)
+
+
+def test_a_finished_surplus_has_no_class_of_its_own() -> None:
+    (batch, *_) = sample(ScriptedHub(1, scores_of(frozenset(range(0, 40, 2)))), "finish")
+    assert batch.unused_tokens == MappingProxyType({}) == {}
+
+
+class Stopped(Exception):
+    """A stop request."""
+
+
+def test_a_step_ends_although_its_surplus_never_does() -> None:
+    hub = ScriptedHub(3, scores_of(THREE_OF_FOUR))
+    hub.endless_ids = {"step-1-6", "step-1-7"}
+    batch = open_sampler(hub, "abort").sample(1)
+    assert [group.group_id for group in batch.groups] == [f"step-1-{index}" for index in range(5)]
+    assert batch.selection_metrics["select/surplus"] == 3
+    assert hub.num_aborted >= 2
+
+
+def test_a_stop_while_the_surplus_is_aborted_leaves_the_step_open() -> None:
+    """The step can be dropped then, and sampled again under the same ids."""
+    scores = scores_of(THREE_OF_FOUR)
+    (first_batch, *_) = sample(ScriptedHub(5, scores), "abort")
+    hub = ScriptedHub(3, scores)
+    hub.endless_ids = {"step-1-6", "step-1-7"}
+    sampler = open_sampler(hub, "abort")
+
+    def stop() -> None:
+        raise Stopped
+
+    abort = sampler.queue.abort
+    sampler.queue.abort = lambda ids, idle: abort(ids, stop)  # type: ignore[method-assign]
+    with pytest.raises(Stopped):
+        sampler.sample(1)
+    assert sampler.open_steps == (1,)
+    sampler.queue.abort = abort  # type: ignore[method-assign]
+    sampler.drop_open()
+    assert contents(sampler.sample(1).groups) == contents(first_batch.groups)
+    assert sampler.state().prompts.position == 8
+
+
+def test_a_surplus_that_is_not_aborted_in_time_ends_without_its_tokens(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("megatron_rl.rollouts.queue._ABORT_SECONDS", 0.05)
+    hub = ScriptedHub(3, scores_of(THREE_OF_FOUR))
+    hub.endless_ids = {"step-1-6", "step-1-7"}
+    send = hub.send
+
+    def send_but_aborts(node: int, message: ToCollector) -> None:
+        if not isinstance(message, AbortGroups):
+            send(node, message)
+
+    hub.send = send_but_aborts  # type: ignore[method-assign]
+    lines: list[str] = []
+    sampler = open_sampler(hub, "abort", log=lines.append)
+    assert len(sampler.sample(1).groups) == 5
+    assert lines == [
+        "warning: engines did not abort requests within 0.05 s. Their tokens are in no class of "
+        "the account"
+    ]
+    assert not hub.collectors[0].running.keys() & hub.endless_ids, "they were withdrawn"

@@ -1,0 +1,207 @@
+"""A collector that stops sampling a group: its running requests are aborted and counted."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+from aiohttp import web
+
+from megatron_rl.config.schema import EnvironmentSettings
+from megatron_rl.contracts.prompt import Sampling
+from megatron_rl.rollouts.collector import Collector
+from megatron_rl.rollouts.messages import (
+    AbortGroups,
+    AbortRequest,
+    FromCollector,
+    GroupAborted,
+    GroupDone,
+    GroupRequest,
+)
+from tests.support.fake_engine import Reply, configuration, reply
+from tests.support.scripted_model import EOS, PROMPT
+
+SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
+IDS = [5, 6, 7]
+
+
+@dataclass
+class AbortableEngine:
+    """Answers a request once it is aborted, with three tokens, or once `finish` is called."""
+
+    waiting: dict[str, tuple[Reply, "asyncio.Future[Reply]"]] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)
+
+    def abort(self, beginning: str) -> None:
+        self.aborts.append(beginning)
+        for name, (request, answer) in self.waiting.items():
+            if name.startswith(beginning) and not answer.done():
+                ids = [(-0.5, token, None) for token in IDS]
+                changes = {"finish_reason": {"type": "abort"}, "output_token_logprobs": ids}
+                answer.set_result(reply(request, "046", **changes) | {"output_ids": IDS})
+
+    def finish(self, beginning: str, text: str = "046") -> None:
+        for name, (request, answer) in self.waiting.items():
+            if name.startswith(beginning) and not answer.done():
+                answer.set_result(reply(request, text))
+
+    async def generate(self, request: web.Request) -> web.Response:
+        body = json.loads(await request.read())
+        self.names.append(body["rid"])
+        answer = asyncio.get_running_loop().create_future()
+        self.waiting[body["rid"]] = body, answer
+        return web.json_response(await answer)
+
+    @asynccontextmanager
+    async def serve(self) -> AsyncIterator[str]:
+        application = web.Application()
+        application.router.add_post("/generate", self.generate)
+        runner = web.AppRunner(application, shutdown_timeout=0.1)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, "127.0.0.1", 0).start()
+            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+        finally:
+            await runner.cleanup()
+
+
+def request(group_id: str, num_samples: int = 2, attempt: int = 0) -> GroupRequest:
+    return GroupRequest(
+        group_id=group_id,
+        prompt=PROMPT,
+        num_samples=num_samples,
+        sampling=SAMPLING,
+        attempt=attempt,
+    )
+
+
+Check = Callable[[Collector, AbortableEngine, "asyncio.Queue[FromCollector]"], Awaitable[None]]
+
+
+def run(check: Check, environment: EnvironmentSettings | None = None) -> None:
+    """Run a check with a collector that sends its engine up to four requests at a time."""
+
+    async def open_and_check() -> None:
+        engine = AbortableEngine()
+        async with engine.serve() as url:
+            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+
+            async def send(message: FromCollector) -> None:
+                if isinstance(message, AbortRequest):
+                    engine.abort(message.rid)  # rank 0 does it
+                else:
+                    await outbox.put(message)
+
+            collector = Collector(0, configuration(url, environment=environment), send)
+            await check(collector, engine, outbox)
+            await collector.close()
+
+    asyncio.run(open_and_check())
+
+
+async def wait_for(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0.01)
+
+
+def test_the_running_requests_of_a_group_are_aborted_and_counted() -> None:
+    async def check(
+        collector: Collector, engine: AbortableEngine, outbox: "asyncio.Queue[FromCollector]"
+    ) -> None:
+        await collector.handle(request("g-1"))
+        await collector.handle(request("g-10"))
+        await wait_for(lambda: len(engine.names) == 4)
+        await collector.handle(AbortGroups(("g-1", "unknown")))
+        message = await asyncio.wait_for(outbox.get(), 5)
+        assert message == GroupAborted(group_id="g-1", generated_tokens=6)
+        assert set(engine.aborts) == {"g-1/"}, "an engine aborts all names with a beginning"
+        engine.finish("g-10/")
+        message = await asyncio.wait_for(outbox.get(), 5)
+        assert isinstance(message, GroupDone) and message.group.group_id == "g-10"
+        assert outbox.empty() and len(engine.names) == 4
+
+    run(check)
+
+
+def test_requests_that_wait_for_a_slot_are_not_sent() -> None:
+    async def check(
+        collector: Collector, engine: AbortableEngine, outbox: "asyncio.Queue[FromCollector]"
+    ) -> None:
+        await collector.handle(request("g", 7))
+        await wait_for(lambda: len(engine.names) == 4)
+        await collector.handle(AbortGroups(("g",)))
+        message = await asyncio.wait_for(outbox.get(), 5)
+        assert message == GroupAborted(group_id="g", generated_tokens=12)
+        await asyncio.sleep(0.1)
+        assert len(engine.names) == 4
+
+    run(check)
+
+
+def test_responses_that_are_complete_count_too() -> None:
+    async def check(
+        collector: Collector, engine: AbortableEngine, outbox: "asyncio.Queue[FromCollector]"
+    ) -> None:
+        await collector.handle(request("g"))
+        await wait_for(lambda: len(engine.names) == 2)
+        engine.finish("g/0")  # four tokens
+        await asyncio.sleep(0.2)
+        await collector.handle(AbortGroups(("g",)))
+        message = await asyncio.wait_for(outbox.get(), 5)
+        assert message == GroupAborted(group_id="g", generated_tokens=7)
+
+    run(check)
+
+
+def test_a_group_that_was_aborted_can_be_requested_again() -> None:
+    async def check(
+        collector: Collector, engine: AbortableEngine, outbox: "asyncio.Queue[FromCollector]"
+    ) -> None:
+        await collector.handle(request("g"))
+        await wait_for(lambda: len(engine.names) == 2)
+        await collector.handle(AbortGroups(("g",)))
+        await asyncio.wait_for(outbox.get(), 5)
+        await collector.handle(request("g", attempt=1))
+        await wait_for(lambda: len(engine.names) == 4)
+        engine.finish("g/")
+        message = await asyncio.wait_for(outbox.get(), 5)
+        assert isinstance(message, GroupDone) and message.attempt == 1
+        assert message.generated_tokens == 8
+
+    run(check)
+
+
+ENVIRONMENT = """
+class TwoTurns:
+    async def play(self, episode):
+        await episode.respond()
+        episode.observe("no,")
+        await episode.respond()
+"""
+
+
+def test_an_environment_gets_no_further_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its first turn ends by itself while the group is aborted."""
+    (tmp_path / "two_turns.py").write_text(ENVIRONMENT)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def check(
+        collector: Collector, engine: AbortableEngine, outbox: "asyncio.Queue[FromCollector]"
+    ) -> None:
+        await collector.handle(request("g", 1))
+        await wait_for(lambda: len(engine.names) == 1)
+        engine.abort = engine.finish  # type: ignore[method-assign, assignment]
+        await collector.handle(AbortGroups(("g",)))
+        message = await asyncio.wait_for(outbox.get(), 5)
+        assert message == GroupAborted(group_id="g", generated_tokens=4)
+        await asyncio.sleep(0.2)
+        assert len(engine.names) == 1
+
+    run(check, EnvironmentSettings(name="two_turns:TwoTurns"))
