@@ -37,12 +37,14 @@ class Train(msgspec.Struct, frozen=True, tag="train"):
     keep_values: hold the values of every trained token until `GatherSamples`.
     max_norm: no rank applies an optimizer step whose gradients have a larger norm. None: no limit.
     check_weights: look for NaN and Inf in the weights afterwards.
+    version: of the weights at the start, to tell the ages of tokens. None: ages are not measured.
     """
 
     plan: StepPlan
     keep_values: bool = False
     max_norm: float | None = None
     check_weights: bool = False
+    version: Count | None = None
 
 
 class SampleSource(msgspec.Struct, frozen=True):
@@ -85,6 +87,8 @@ class BatchAhead(msgspec.Struct, frozen=True, kw_only=True):
     groups: credited ones first, then `num_stopped` stopped and `num_surplus` surplus ones.
     generated_tokens, engines_left_out, num_repeated, selection_metrics, unused_tokens: as in
     `RolloutBatch`.
+    is_open: the rollouts are still being sampled. The groups are parts as they were requested, in
+    any order, and may have `open_samples`.
     """
 
     step: Count
@@ -96,6 +100,7 @@ class BatchAhead(msgspec.Struct, frozen=True, kw_only=True):
     num_repeated: Count
     selection_metrics: dict[str, float]
     unused_tokens: dict[str, Count] = {}
+    is_open: bool = False
 
 
 class Checkpoint(msgspec.Struct, frozen=True, tag="checkpoint"):

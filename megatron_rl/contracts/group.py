@@ -98,6 +98,9 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     environment_error: description of the first error of the environment, "" without one.
     generated_at, scored_at: times of the last response and of the last verdict, in seconds of the
     collector's monotonic clock.
+    open_samples: sample indices of rollouts that are still being sampled or scored. Only groups
+    that a checkpoint holds have some. Such a rollout has no verdict. It is in `rollouts` if it has
+    tokens.
     """
 
     group_id: str
@@ -109,6 +112,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     environment_error: str = ""
     generated_at: float = 0.0
     scored_at: float = 0.0
+    open_samples: tuple[Count, ...] = ()
 
     @property
     def rollouts_with_verdict(self) -> tuple[RolloutRef, ...]:

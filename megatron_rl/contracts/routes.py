@@ -77,6 +77,18 @@ def validate_stored_routes(
     return _check_experts(routes, shape)
 
 
+def expand_routes(routes: Routes, shape: RouteShape) -> npt.NDArray[np.int32]:
+    """Return stored routes as an engine sends them, which `validate_routes` takes.
+
+    routes: [num_inputs, len(moe_layers), topk]. Layers without experts have zeros.
+
+    Returns int32 [num_inputs, num_hidden_layers, topk].
+    """
+    wire = np.zeros((len(routes), shape.num_hidden_layers, shape.topk), np.int32)
+    wire[:, list(shape.moe_layers)] = routes
+    return wire
+
+
 def round_robin_routes(num_rows: int, num_layers: int, *, num_experts: int, topk: int) -> Routes:
     """Return distinct valid experts for padding rows, spread evenly: [num_rows, num_layers, topk].
 

@@ -113,9 +113,10 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True):
     stop request or a failure prevented it; None otherwise. NaN and Inf are stored as None.
     steps_ahead: the steps after `step` whose rollouts are sampled already. The checkpoint holds
     them.
+    open_steps: the steps after those whose rollouts are being sampled. The checkpoint holds what
+    there is of them.
+    uncompared_tokens: those that the engines had sampled for the record of the next step.
     guard, bf16_mismatch: empty in checkpoints of older versions.
-
-    No rollout is running between two steps.
     """
 
     step: Count
@@ -127,6 +128,8 @@ class LoopState(msgspec.Struct, frozen=True, kw_only=True):
     phase: PhaseState | None = None
     unevaluated_metrics: dict[str, float | None] | None = None
     steps_ahead: tuple[Count, ...] = ()
+    open_steps: tuple[Count, ...] = ()
+    uncompared_tokens: Count = 0
     guard: GuardState = GuardState()
     bf16_mismatch: MismatchState = MismatchState()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,13 +11,16 @@ from megatron_rl.contracts.commands import Command
 from megatron_rl.engines.fleet import Fleet
 from megatron_rl.engines.token_counter import TokenCounter
 from megatron_rl.engines.weight_sync import WeightSync
-from megatron_rl.rollouts.queue import HeldRequests, RolloutQueue
+from megatron_rl.rollouts.queue import HeldRequests, HoldTimedOut, RolloutQueue
+from megatron_rl.rollouts.steps.on_update import StoredPartials
 from megatron_rl.rollouts.store import RolloutStore
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.weights.calls import call_each
 
 _HOLD_SECONDS = 600.0
+_HOLD_FOR_SAVE_SECONDS = 10.0
+_STORE_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,14 @@ class EngineConnections:
         self.queue.release(group_ids)
         self.store.release(group_ids)
 
+    def count_in_flight(self) -> int:
+        """Return the number of rollouts to train on whose group has not arrived."""
+        return self.queue.count_in_flight()
+
+    def engines_idle_seconds(self) -> float:
+        """Return the seconds in which engines were idle since the last call."""
+        return self.queue.engines_idle_seconds()
+
     def can_sample(self) -> bool:
         """Return False while no engine serves. A collector that is gone comes back."""
         return bool(self.fleet.members.serving)
@@ -72,6 +84,26 @@ class EngineConnections:
         Without an engine the responses stay where they are. idle: called about every half second.
         """
         return self.queue.settle(can_continue=self.can_sample, idle=idle)
+
+    def store_partials(self, idle: Callable[[], None]) -> StoredPartials:
+        """Stop all responses, store what there is of them until `release_partials`, and go on.
+
+        Of a response that an engine does not give back, what it has sampled since its last
+        interruption is not stored: a resumed run samples that again. idle: called about every half
+        second.
+        """
+        num_new_tokens = 0
+        with contextlib.suppress(HoldTimedOut):
+            num_new_tokens = self.queue.hold(
+                abort=self._abort_all, idle=idle, timeout_seconds=_HOLD_FOR_SAVE_SECONDS
+            ).num_new_tokens
+        groups = self.queue.store_partials(idle=idle, timeout_seconds=_STORE_SECONDS)
+        self.queue.proceed()
+        return StoredPartials(tuple(groups), num_new_tokens)
+
+    def release_partials(self) -> None:
+        """Free what `store_partials` has stored."""
+        self.queue.release_partials()
 
     def proceed(self) -> None:
         """Let engines work on requests again, also on those that were interrupted."""

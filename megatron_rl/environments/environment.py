@@ -43,6 +43,14 @@ class Environment(Protocol):
         ...
 
 
+def is_replayable(settings: EnvironmentSettings) -> bool:
+    """Return True for an environment that does the same again with the same responses.
+
+    Its episodes can be stored as their responses. Nothing is known about user-defined ones.
+    """
+    return ":" not in settings.name
+
+
 def open_environment(settings: EnvironmentSettings) -> Environment:
     """Open the environment that `environment.name` chooses.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -14,7 +15,7 @@ import msgspec
 from megatron_rl.contracts.group import ENDLESS, NO_RESPONSE
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason, Rollout
-from megatron_rl.contracts.routes import RouteShape
+from megatron_rl.contracts.routes import RouteError, RouteShape
 from megatron_rl.environments.chat_turns import ChatTurns
 from megatron_rl.environments.rollout_builder import RolloutBuilder, RolloutRejected
 from megatron_rl.models.tokenizer import Tokenizer
@@ -87,6 +88,7 @@ class Episode:
         self.sampled_tokens = 0
         self.rejected_tokens = Counter[str]() if rejected_tokens is None else rejected_tokens
         self._num_empty_responses = 0
+        self._is_adding = False
         self._generate = generate
         self._tokenizer = tokenizer
         self._rules = rules
@@ -119,10 +121,35 @@ class Episode:
             )
         # Checking a long response takes tens of milliseconds. In a thread, this delays no other
         # episode.
-        text = await asyncio.get_running_loop().run_in_executor(
-            self._threads, self._add_and_decode, generation
-        )
+        self._is_adding = True
+        try:
+            text = await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._add_and_decode, generation
+            )
+        finally:
+            self._is_adding = False
         return self._end_turn(text, generation.finish_reason)
+
+    @property
+    def is_adding(self) -> bool:
+        """True while a thread adds a response. `rollout_so_far` must not be called then."""
+        return self._is_adding
+
+    def rollout_so_far(self, response: Generation | None) -> Rollout | None:
+        """Return the rollout up to the last token that was sampled, None before the first one.
+
+        response: the part that there is of the response that is being sampled. It is left out if it
+        cannot be used.
+        """
+        if response is not None:
+            with contextlib.suppress(RolloutRejected, RouteError):
+                return self._builder.rollout_so_far(FinishReason.ABORT, response)
+        if self.finish_reason is None or not self.sampled_tokens:
+            return None
+        try:
+            return self._builder.rollout_so_far(self.finish_reason)
+        except RolloutRejected:
+            return None
 
     def observe(self, text: str) -> None:
         """Add text that was not sampled, such as a tool's answer. The model reads it as input.

@@ -86,6 +86,9 @@ class RolloutBuilder:
             raise self._rejection(
                 "routes_rewritten", f"retracted while its weights changed, versions {versions}"
             )
+        self._add(generation, versions)
+
+    def _add(self, generation: Generation, versions: list[int]) -> None:
         self._append_routes(generation)
         # A retracted request is prefilled again, so the last version read its input last.
         self._mark_read(version=versions[-1] if generation.retractions else versions[0])
@@ -94,6 +97,25 @@ class RolloutBuilder:
             self._add_segment(
                 Role.RESPONSE, generation.output_ids[window], generation.logprobs[window], version
             )
+
+    def rollout_so_far(
+        self, finish_reason: FinishReason, generation: Generation | None = None
+    ) -> Rollout:
+        """Return everything up to the last token of `generation`, which is not added.
+
+        generation: the part that there is of a response. None: everything up to the last response.
+        Raises `RolloutRejected` and `RouteError`.
+        """
+        builder = RolloutBuilder(
+            self._rollout_id, self._prompt, self._sample_index, self._route_shape
+        )
+        builder._routes = self._routes
+        builder._segments = list(self._segments)
+        builder._unread = list(self._unread)
+        if generation is not None:
+            versions = [self._version_number(span.version) for span in generation.version_spans]
+            builder._add(generation, versions)
+        return builder.rollout(finish_reason, trainable=False)
 
     def rollout(self, finish_reason: FinishReason, *, trainable: bool) -> Rollout:
         """Return everything up to the last response. Raises `RolloutRejected`.

@@ -9,7 +9,7 @@ from megatron_rl.losses.interface import (
     TokenRatios,
     mean_of,
 )
-from megatron_rl.losses.mismatch import rollout_mismatch
+from megatron_rl.losses.mismatch import mismatch_by_age, rollout_mismatch
 from megatron_rl.losses.registry import open_loss
 from megatron_rl.losses.regularization import Regularization
 
@@ -22,6 +22,7 @@ __all__ = [
     "ResponseTokens",
     "TokenRatios",
     "mean_of",
+    "mismatch_by_age",
     "open_loss",
     "rollout_mismatch",
 ]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from megatron_rl.losses.clipped_ratio import MAX_LOG_RATIO
@@ -36,6 +38,34 @@ def rollout_mismatch(
         "mismatch/k3_kl": mean_of(k3(log_ratio)),
         "mismatch/ess": mean_of((2 * log_ratio).exp()).flip(0),
     }
+
+
+def mismatch_by_age(
+    old_logprobs: torch.Tensor, rollout_logprobs: torch.Tensor, ages: npt.NDArray[np.int64]
+) -> dict[str, torch.Tensor]:
+    """Return (weighted sum, weight) pairs, float32 [2], of sampled tokens for each age.
+
+    ages: [T], in weight versions, of tokens with log-probabilities. On the host: each age is a
+    metric of its own, and to look for ages on the device would wait for it. Negative for tokens
+    that were not sampled, which do not count.
+
+    mismatch/age/N/logprob_abs_mean, mismatch/age/N/k3_kl: as `rollout_mismatch`, of age N.
+    """
+    sums: dict[str, torch.Tensor] = {}
+    for age in np.unique(ages[ages >= 0]).tolist():
+        places = _on_device(np.flatnonzero(ages == age), old_logprobs.device)
+        of_age = rollout_mismatch(old_logprobs[places], rollout_logprobs[places])
+        for name in ("logprob_abs_mean", "k3_kl"):
+            sums[f"mismatch/age/{age}/{name}"] = of_age[f"mismatch/{name}"]
+    return sums
+
+
+def _on_device(places: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Send places to the device without waiting for the copy."""
+    tensor = torch.from_numpy(places)
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()  # a copy from other memory would wait
+    return tensor.to(device, non_blocking=True)
 
 
 def k3(log_ratio: torch.Tensor) -> torch.Tensor:

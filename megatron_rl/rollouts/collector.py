@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,7 +12,9 @@ import msgspec
 
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.plugins import PluginError
-from megatron_rl.rollouts.episode_runner import EpisodeRunner, RejectedRollout, ScoredRollout
+from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.rollouts import codec
+from megatron_rl.rollouts.episode_runner import EpisodeRunner
 from megatron_rl.rollouts.link import CollectorLink
 from megatron_rl.rollouts.messages import (
     AbortGroups,
@@ -28,21 +29,27 @@ from megatron_rl.rollouts.messages import (
     Held,
     Hold,
     LiftBudgets,
+    Partials,
     Proceed,
     Release,
     RemoveEngine,
+    SavedRollout,
     Settle,
     SetVersion,
     Stop,
+    StorePartials,
     ToCollector,
     Withdraw,
+    partial_name,
 )
+from megatron_rl.rollouts.partials.progress import NO_VERDICT_YET, GroupProgress, ScoredRollout
 from megatron_rl.rollouts.repetition import repetition, sampled_token_ids
 from megatron_rl.rollouts.store import RolloutStore, make_rollout_ref
 
 _ALIVE_INTERVAL_SECONDS = 1.0
 # The event loop's own pool may be full of a scorer's blocking calls, so this process has another.
 _THREADS = 4
+_CHANGE_SECONDS = 0.01  # about the time in which a thread adds a response
 
 
 @dataclass(eq=False)
@@ -51,6 +58,7 @@ class _RunningGroup:
 
     request: GroupRequest
     task: asyncio.Task[None]
+    progress: GroupProgress
     is_complete: bool = False
 
 
@@ -69,13 +77,18 @@ class Collector:
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="replies")
         self._runner = EpisodeRunner(configuration, send, self._threads)
         self._tasks: set[asyncio.Task[None]] = set()
+        self._shape = configuration.routes
         self._running: dict[str, _RunningGroup] = {}  # by group id
+        # By group id and sample index: rollouts of a checkpoint whose request has not come yet
+        self._saved_rollouts: dict[str, dict[int, Rollout]] = {}
 
     async def handle(self, message: ToCollector) -> bool:
         """Process one message and return False if the collector has to end."""
         match message:
             case GroupRequest():
                 self._begin(message)
+            case SavedRollout(group_id, index, data):
+                self._saved_rollouts.setdefault(group_id, {})[index] = codec.decode(data)
             case Withdraw():
                 self._withdraw(message.group_ids)
             case AbortGroups(group_ids):
@@ -84,10 +97,8 @@ class Collector:
                 self._store.release(message.group_ids)
             case AddEngine() | RemoveEngine() | SetVersion():
                 await self._change_engines(message)
-            case Hold(keep_partials):
-                self._start(self._hold(keep_partials))
-            case Settle(number):
-                self._start(self._settle(number))
+            case Hold() | Settle() | StorePartials():
+                self._start(self._come_to_rest(message))
             case LiftBudgets():
                 self._runner.lift_budgets()
             case Proceed():
@@ -107,9 +118,18 @@ class Collector:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _begin(self, request: GroupRequest) -> None:
-        self._runner.announce(request)
-        task = self._start(self._answer(request))
-        self._running[request.group_id] = _RunningGroup(request, task)
+        group_id = request.group_id
+        progress = GroupProgress(
+            request.prompt,
+            request.sampling,
+            range(request.first_sample, request.first_sample + request.num_samples),
+            start=request.start,
+            rollouts=self._saved_rollouts.pop(group_id, None),
+            shape=self._shape,
+        )
+        self._runner.announce(request, progress.episodes)
+        task = self._start(self._answer(request, progress))
+        self._running[group_id] = _RunningGroup(request, task, progress)
 
     def _withdraw(self, group_ids: Sequence[str]) -> None:
         for group_id in group_ids:
@@ -149,18 +169,24 @@ class Collector:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _hold(self, keep_partials: bool) -> None:
-        await self._runner.engines.hold(keep_partials=keep_partials)
-        await self._report_held(0)
-
-    async def _settle(self, number: int) -> None:
-        await self._runner.settle()
-        await self._report_held(number)
+    async def _come_to_rest(self, message: Hold | Settle | StorePartials) -> None:
+        """Do what rank 0 needs before a weight sync or a checkpoint, and answer."""
+        match message:
+            case Hold(keep_partials):
+                await self._runner.engines.hold(keep_partials=keep_partials)
+                await self._report_held(0)
+            case Settle(number):
+                await self._runner.settle()
+                await self._report_held(number)
+            case StorePartials(number):
+                await self._store_partials(number)
 
     async def _report_held(self, number: int) -> None:
         engines = self._runner.engines
         num_partials, num_tokens = engines.partials
-        await self._send(Held(num_partials, num_tokens, engines.num_sampled, number))
+        await self._send(
+            Held(num_partials, num_tokens, engines.num_sampled, number, engines.idle_seconds)
+        )
 
     async def _change_engines(self, message: AddEngine | RemoveEngine | SetVersion) -> None:
         engines = self._runner.engines
@@ -173,13 +199,52 @@ class Collector:
             case SetVersion(version):
                 engines.set_version(version)
 
-    async def _answer(self, request: GroupRequest) -> None:
+    async def _store_partials(self, number: int) -> None:
+        groups = []
+        for group_id in list(self._running):
+            group = await self._store_partial(number, group_id)
+            if group is not None:
+                groups.append(group)
+        await self._send(Partials(number, tuple(groups)))
+
+    async def _store_partial(self, number: int, group_id: str) -> Group | None:
+        """Store what there is of a group. Returns None for one that has ended or is evaluated."""
+        while group_id in self._running:
+            request = self._running[group_id].request
+            progress = self._running[group_id].progress
+            if request.evaluation:
+                return None
+            if progress.is_changing:
+                await asyncio.sleep(_CHANGE_SECONDS)
+                continue
+            # At once: everything may change while a thread stores the rollouts
+            results = progress.results()
+            open_rollouts = progress.open_rollouts()
+            rejected_tokens = progress.count_rejected_tokens()
+            rejected_tokens.update(progress.tokens_rejected_in_open_episodes())
+            group = Group(
+                group_id=group_id,
+                prompt=request.prompt,
+                rollouts=(),
+                rejections=progress.count_rejections(),
+                rejected_tokens=dict(rejected_tokens),
+                environment_error=progress.first_environment_error(),
+                open_samples=progress.open_samples(),
+            )
+            results += [_open_result(rollout) for rollout in open_rollouts]
+            refs = await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._store_results, partial_name(number, group_id), results
+            )
+            return msgspec.structs.replace(group, rollouts=tuple(refs))
+        return None
+
+    async def _answer(self, request: GroupRequest, progress: GroupProgress) -> None:
         """Run a group and send the result. Begin with the rest of the group if its rule says so.
 
         An error ends the run: without a report rank 0 would wait for the group forever.
         """
         try:
-            answer = await self._run(request)
+            answer = await self._run(request, progress)
             if request.extension is not None and request.extension.applies_to(answer.group):
                 self._begin(request.rest())
                 answer = msgspec.structs.replace(answer, is_extended=True)
@@ -195,32 +260,35 @@ class Collector:
         group = self._running.get(request.group_id)
         return group is not None and group.request is request
 
-    async def _run(self, request: GroupRequest) -> GroupDone:
+    async def _run(self, request: GroupRequest, progress: GroupProgress) -> GroupDone:
         start = time.monotonic()
-        indices = range(request.first_sample, request.first_sample + request.num_samples)
-        outcomes = await asyncio.gather(*(self._runner.run(request, index) for index in indices))
+        runs = (
+            self._runner.run(request, index, episode)
+            for index, episode in progress.episodes.items()
+        )
+        await asyncio.gather(*runs)
         if self._is_running(request):
             self._running[request.group_id].is_complete = True
-        results = [outcome for outcome in outcomes if isinstance(outcome, ScoredRollout)]
-        rejections = [outcome for outcome in outcomes if isinstance(outcome, RejectedRollout)]
+        results = progress.results()
+        rejected_tokens = progress.count_rejected_tokens()
         scored_at = time.monotonic()
         group = Group(
             group_id=request.group_id,
             prompt=request.prompt,
             rollouts=tuple(await self._refs(request, results)),
-            rejections=dict(Counter(rejection.reason for rejection in rejections)),
-            rejected_tokens=_rejected_tokens(outcomes),
-            environment_error=_first_environment_error(rejections),
+            rejections=progress.count_rejections(),
+            rejected_tokens=dict(rejected_tokens),
+            environment_error=progress.first_environment_error(),
             generated_at=max((result.generated_at for result in results), default=0.0),
             scored_at=scored_at if results else 0.0,
         )
-        num_rejected = sum(sum(outcome.rejected_tokens.values()) for outcome in outcomes)
         num_used = sum(result.num_generated for result in results)
         return GroupDone(
             group=group,
-            generated_tokens=num_used + num_rejected,
+            generated_tokens=num_used + rejected_tokens.total(),
             attempt=request.attempt,
             seconds=time.monotonic() - start,
+            engines_idle=self._runner.engines.idle_seconds,
         )
 
     async def _refs(
@@ -239,12 +307,13 @@ class Collector:
             ]
         # In a thread, because it may copy hundreds of megabytes.
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._threads, self._store_group, request, results)
+        return await loop.run_in_executor(
+            self._threads, self._store_results, request.group_id, results
+        )
 
-    def _store_group(
-        self, request: GroupRequest, results: Sequence[ScoredRollout]
-    ) -> list[RolloutRef]:
-        locations = self._store.put(request.group_id, [result.rollout for result in results])
+    def _store_results(self, name: str, results: Sequence[ScoredRollout]) -> list[RolloutRef]:
+        """Store rollouts under a name, and return their references."""
+        locations = self._store.put(name, [result.rollout for result in results])
         ngram = self._credit.repetition_ngram
         refs = []
         for result, location in zip(results, locations, strict=True):
@@ -264,16 +333,10 @@ class Collector:
         return refs
 
 
-def _first_environment_error(rejections: Sequence[RejectedRollout]) -> str:
-    errors = (rejection.environment_error for rejection in rejections)
-    return next((error for error in errors if error), "")
-
-
-def _rejected_tokens(outcomes: Sequence[ScoredRollout | RejectedRollout]) -> dict[str, int]:
-    tokens = Counter[str]()
-    for outcome in outcomes:
-        tokens.update(outcome.rejected_tokens)
-    return dict(tokens)
+def _open_result(rollout: Rollout) -> ScoredRollout:
+    """Return what there is of a rollout as if it had a verdict."""
+    num_sampled = sum(len(s.tokens) for s in rollout.segments if s.logprobs is not None)
+    return ScoredRollout(rollout, NO_VERDICT_YET, num_sampled, {}, 0.0)
 
 
 async def serve(link: CollectorLink, node: int) -> None:

@@ -9,16 +9,14 @@ import logging
 import time
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Executor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.contracts.group import ENDLESS, NO_RESPONSE, Verdict
+from megatron_rl.contracts.group import ENDLESS, NO_RESPONSE
 from megatron_rl.contracts.plugins import hide_values
 from megatron_rl.contracts.prompt import Sampling
-from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.routes import RouteError
 from megatron_rl.environments.environment import open_role_turns
 from megatron_rl.environments.episode import Episode, EpisodeRules
@@ -38,6 +36,13 @@ from megatron_rl.rollouts.messages import (
     GroupRequest,
     VersionBudget,
 )
+from megatron_rl.rollouts.partials.progress import (
+    NOT_RESTORED,
+    EpisodeProgress,
+    RejectedRollout,
+    ScoredRollout,
+    is_unfinished,
+)
 from megatron_rl.rollouts.rejections import NO_VERDICT
 from megatron_rl.rollouts.repetition import RepetitionStop
 from megatron_rl.rollouts.user_process.attempts import EpisodeAttempt
@@ -51,39 +56,6 @@ from sglang_bridge.generation import Generation, GenerationRejected
 RESTARTED = "environment_restarted"
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True)
-class ScoredRollout:
-    """A rollout and its verdict.
-
-    num_generated: tokens that engines sampled and that are part of it.
-    rejected_tokens: tokens of its responses that could not be used and were sampled again, by the
-    reason.
-    generated_at: time of its last response, on the monotonic clock.
-    is_repetitive: its last response was cut off, because it repeated itself.
-    """
-
-    rollout: Rollout
-    verdict: Verdict
-    num_generated: int
-    rejected_tokens: Mapping[str, int]
-    generated_at: float
-    is_repetitive: bool = False
-
-
-@dataclass(frozen=True)
-class RejectedRollout:
-    """The reason why there is no rollout.
-
-    rejected_tokens: tokens that engines sampled for it nevertheless, by the reason why they are not
-    used.
-    environment_error: description of the environment's error, "" for other reasons.
-    """
-
-    reason: str
-    rejected_tokens: Mapping[str, int]
-    environment_error: str = ""
 
 
 class EpisodeRunner:
@@ -129,11 +101,9 @@ class EpisodeRunner:
         self._rest = asyncio.Event()  # set whenever an episode ends or a response is parked
         self.engines.on_parking = self._rest.set
 
-    def announce(self, request: GroupRequest) -> None:
-        """Count the episodes of a request as playing, from now on."""
-        first = request.first_sample
-        indices = set(range(first, first + request.num_samples))
-        self._playing[request.group_id, request.attempt] = indices
+    def announce(self, request: GroupRequest, indices: Collection[int]) -> None:
+        """Count episodes of a request as playing, from now on. indices: places in the group."""
+        self._playing[request.group_id, request.attempt] = set(indices)
         if request.budget is not None:
             self._budgets[request.group_id, request.attempt] = request.budget
 
@@ -167,12 +137,22 @@ class EpisodeRunner:
             self._rest.clear()
             await self._rest.wait()
 
-    async def run(self, request: GroupRequest, index: int) -> ScoredRollout | RejectedRollout:
+    async def run(
+        self, request: GroupRequest, index: int, progress: EpisodeProgress | None = None
+    ) -> ScoredRollout | RejectedRollout:
         """Run one episode and return its rollout with a verdict, or why there is none.
 
-        index: place of the rollout in its group.
+        index: place of the rollout in its group. progress: follows the episode, and has what a
+        checkpoint had of it.
         Raises `PluginError` if a user-defined class fails too often.
         """
+        progress = progress or EpisodeProgress()
+        progress.outcome = await self._play(request, index, progress)
+        return progress.outcome
+
+    async def _play(
+        self, request: GroupRequest, index: int, progress: EpisodeProgress
+    ) -> ScoredRollout | RejectedRollout:
         episodes: list[Episode] = []
         stops: list[RepetitionStop | None] = []
 
@@ -180,8 +160,9 @@ class EpisodeRunner:
             # The limit covers the environment alone: responses have deadlines of their own.
             limit = TimeLimit(self._configuration.environment.timeout_s)
             stops.append(self._open_stop(request))
-            episodes.append(self._open_episode(request, index, limit, stops[-1]))
-            return EpisodeAttempt(limit, episodes[-1])
+            progress.episode = self._open_episode(request, index, limit, progress, stops[-1])
+            episodes.append(progress.episode)
+            return EpisodeAttempt(limit, progress.episode)
 
         subject = f"group {request.group_id}, rollout {index}"
         try:
@@ -192,6 +173,7 @@ class EpisodeRunner:
             self._count_end(request, index)
         *lost_episodes, episode = episodes
         episode.rejected_tokens += _tokens_of(lost_episodes)
+        episode.rejected_tokens += Counter({NOT_RESTORED: progress.drop_stored()})
         if outcome.ending is not Ending.RETURNED:
             return self._reject(episode, *self._describe(outcome), outcome.error)
         is_repetitive = stops[-1] is not None and stops[-1].has_stopped
@@ -232,12 +214,18 @@ class EpisodeRunner:
         return RepetitionStop.from_settings(self._configuration.rollout)
 
     def _open_episode(
-        self, request: GroupRequest, index: int, limit: TimeLimit, stop: RepetitionStop | None
+        self,
+        request: GroupRequest,
+        index: int,
+        limit: TimeLimit,
+        progress: EpisodeProgress,
+        stop: RepetitionStop | None,
     ) -> Episode:
         """Open an episode.
 
-        limit: that of the environment. It pauses while a response is sampled. stop: ends responses
-        that repeat themselves.
+        limit: that of the environment. It pauses while a response is sampled. progress: has the
+        responses that are stored, and receives the pieces of others. stop: ends responses that
+        repeat themselves.
         """
         routes = None if request.evaluation else self._configuration.routes
         rollout_id = f"{request.group_id}/{index}"
@@ -249,6 +237,11 @@ class EpisodeRunner:
                 # An environment that ignored its cancellation gets no further response. An
                 # exception could make it ask again and again, which would block the event loop.
                 await asyncio.get_running_loop().create_future()
+            turn = next(turns)
+            generation = progress.take_stored(token_ids, rejected_tokens)
+            if generation is not None and not is_unfinished(generation):
+                return generation
+            progress.pieces = [] if generation is None else [generation]
             limit.pause()
             try:
                 return await self.engines.generate(
@@ -257,11 +250,13 @@ class EpisodeRunner:
                     rid=rollout_id,
                     return_routes=routes is not None,
                     rejected_tokens=rejected_tokens,
-                    seed=_response_seed(self._configuration.seed, rollout_id, next(turns)),
+                    seed=_response_seed(self._configuration.seed, rollout_id, turn),
                     budget=lambda: self._budgets.get((request.group_id, request.attempt)),
+                    pieces=progress.pieces,
                     stop=stop,
                 )
             finally:
+                progress.pieces = []  # the episode has them
                 limit.restart()
 
         rules = EpisodeRules(

@@ -71,6 +71,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     evaluation: return verdicts only. No rollout is kept and no routes are requested.
     extension: the collector samples the rest of the group by itself, if this rule says so. None: it
     does not. attempt: how often the request was sent before. The answer repeats it.
+    start: what a checkpoint has of the group. Its rollouts have come before, as `SavedRollout`.
     """
 
     group_id: str
@@ -81,6 +82,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     evaluation: bool = False
     attempt: Count = 0
     budget: VersionBudget | None = None
+    start: Group | None = None
     extension: Extension | None = None
 
     def rest(self) -> GroupRequest:
@@ -93,7 +95,16 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
             num_samples=self.extension.group_size - self.num_samples,
             first_sample=self.num_samples,
             extension=None,
+            start=None,
         )
+
+
+class SavedRollout(msgspec.Struct, frozen=True, tag="saved_rollout"):
+    """A rollout of a checkpoint, for the next request of its group. data: encoded (`codec`)."""
+
+    group_id: str
+    sample_index: Count
+    data: bytes
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
@@ -158,6 +169,15 @@ class LiftBudgets(msgspec.Struct, frozen=True, tag="lift_budgets"):
     """Sample the responses of all requests so far to their end, whatever their budget is."""
 
 
+class StorePartials(msgspec.Struct, frozen=True, tag="store_partials"):
+    """Store what there is of all requests. The answer is `Partials`.
+
+    number: the answer repeats it. `Release` frees each group by its `partial_name`.
+    """
+
+    number: Count
+
+
 class Proceed(msgspec.Struct, frozen=True, tag="proceed"):
     """Send requests again, and continue those that were interrupted."""
 
@@ -175,13 +195,15 @@ class GroupDone(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
 
     generated_tokens: tokens that engines sampled for it. attempt: that of the request.
     seconds: since the collector received the request. is_extended: the collector has begun with
-    the rest of the group.
+    the rest of the group. engines_idle: seconds in which its engines worked on no request since
+    its start, as a mean over them.
     """
 
     group: Group
     generated_tokens: Count
     attempt: Count = 0
     seconds: float = 0.0
+    engines_idle: float = 0.0
     is_extended: bool = False
 
 
@@ -218,13 +240,24 @@ class Held(msgspec.Struct, frozen=True, tag="held"):
 
     num_partials, num_tokens: the responses that were interrupted, and their tokens.
     num_sampled: all tokens that this collector has received from engines. number: that of the
-    `Settle` which it answers, 0 for a `Hold`.
+    `Settle` which it answers, 0 for a `Hold`. engines_idle: as in `GroupDone`.
     """
 
     num_partials: Count
     num_tokens: Count
     num_sampled: Count = 0
     number: Count = 0
+    engines_idle: float = 0.0
+
+
+class Partials(msgspec.Struct, frozen=True, tag="partials"):
+    """The state of all requests for rollouts to train on.
+
+    groups: some may be finished, and their `GroupDone` on its way. number: that of `StorePartials`.
+    """
+
+    number: Count
+    groups: tuple[Group, ...]
 
 
 class CallAbandoned(msgspec.Struct, frozen=True, tag="call_abandoned"):
@@ -255,12 +288,27 @@ ToCollector = (
     | Hold
     | Settle
     | LiftBudgets
+    | SavedRollout
+    | StorePartials
     | Proceed
     | Stop
 )
 FromCollector = (
-    Alive | GroupDone | GroupAborted | AbortRequest | EngineLeftOut | Held | CallAbandoned | Failed
+    Alive
+    | GroupDone
+    | GroupAborted
+    | AbortRequest
+    | EngineLeftOut
+    | Held
+    | Partials
+    | CallAbandoned
+    | Failed
 )
+
+
+def partial_name(number: int, group_id: str) -> str:
+    """Return the name under which a collector stores what there is of a group."""
+    return f"partials-{number}/{group_id}"
 
 
 def extension_id(group_id: str, first_sample: int) -> str:

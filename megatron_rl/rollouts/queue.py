@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -21,6 +21,7 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import NEVER_SENT, STALE, Group, RolloutRef
 from megatron_rl.credit.group_kinds import kind_of
 from megatron_rl.records.reminder import Reminder
+from megatron_rl.rollouts.generation.idle_time import IdleEngines
 from megatron_rl.rollouts.hub import CollectorConnected, CollectorGone, CollectorHub, Event
 from megatron_rl.rollouts.messages import (
     AbortGroups,
@@ -36,20 +37,25 @@ from megatron_rl.rollouts.messages import (
     Held,
     Hold,
     LiftBudgets,
+    Partials,
     Proceed,
     Release,
     RemoveEngine,
     Settle,
     SetVersion,
     Stop,
+    StorePartials,
     ToCollector,
     Withdraw,
     first_id,
+    partial_name,
 )
+from megatron_rl.rollouts.partials.saved_groups import NOTHING_SAVED, SavedGroup, SavedGroups
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineError
 
 _HOLD_POLL_SECONDS = 0.5
+_SAVED_NODE = -1  # the "node" of rollouts that rank 0 holds itself
 # An engine aborts a request within a step. A longer wait would cost more than the surplus.
 _ABORT_SECONDS = 30.0
 
@@ -101,13 +107,15 @@ class _Outstanding:
     """A request that was not answered yet. since: on the monotonic clock.
 
     node: of the collector that has it, None while no collector is connected. attempt: how often it
-    was sent before. is_aborted: its group is of no use, and it is not sent to another collector.
+    was sent before. start: what a checkpoint has of the group.
+    is_aborted: its group is of no use, and it is not sent to another collector.
     """
 
     request: GroupRequest
     since: float
     node: int | None = None
     attempt: int = 0
+    start: SavedGroup | None = None
     is_aborted: bool = False
 
 
@@ -115,13 +123,14 @@ class _Outstanding:
 class _Holder:
     """The collector that holds the rollouts of a delivered group, and the request for them.
 
-    generated_tokens: tokens that engines sampled for it.
+    generated_tokens: tokens that engines sampled for it. saved_tokens: those of a checkpoint.
     """
 
     node: int
     epoch: int
     request: GroupRequest
     generated_tokens: int
+    saved_tokens: int = 0
 
 
 @dataclass
@@ -138,6 +147,18 @@ class _Holding:
     num_settles: int = 0
     answers: dict[int, Held] = field(default_factory=dict)
     num_sampled: Counter[tuple[int, int]] = field(default_factory=Counter)
+
+
+@dataclass
+class _Partials:
+    """Holds what there is of open groups.
+
+    saved_groups: in a checkpoint. number, answers: of the last `StorePartials`, by node.
+    """
+
+    saved_groups: SavedGroups = NOTHING_SAVED
+    number: int = 0
+    answers: dict[int, Partials] = field(default_factory=dict)
 
 
 @dataclass
@@ -165,7 +186,8 @@ class RolloutQueue:
     Each request goes to the node with the fewest outstanding rollouts. It waits while no collector
     is connected. If the last engine of a node leaves, its requests go to nodes that have one.
 
-    num_repeated: requests that were sent again, because their collector was gone.
+    num_repeated: requests that were sent again, because their collector was gone, or because what a
+    checkpoint had of them did not fit.
     engines_left_out: URLs of engines that collectors do not use, because they failed.
     observer: learns of engines and collectors that failed, if set.
     on_arrival: gets the answer to each request, and the seconds since it was submitted, if set.
@@ -195,10 +217,12 @@ class RolloutQueue:
         self._engines: dict[str, Engine] = {}  # by URL, those that were added
         self._epochs: dict[int, int] = {}  # by node, the epoch of the collector that is configured
         self._outstanding: dict[str, _Outstanding] = {}
-        self._ready: deque[Group] = deque()  # groups that `as_completed` has not yielded yet
+        self._ready = deque[Group]()  # groups that `as_completed` has not yielded yet
         self._loads = Counter[int]()  # outstanding rollouts by node
         self._holders: dict[str, _Holder] = {}  # by id of a group that is not released yet
         self._holding = _Holding()
+        self._partials = _Partials()
+        self._idle_engines = IdleEngines()
         self._dropped = _DroppedRequests()
         # By id: the rest of groups that a collector has begun with, until it is submitted here
         self._begun_requests: dict[str, GroupRequest] = {}
@@ -247,10 +271,25 @@ class RolloutQueue:
                 raise ValueError(
                     f"group {request.group_id} was submitted already: a group is delivered once"
                 )
+            start = self._partials.saved_groups.take(request)
+            if start is not None and start.is_finished:
+                self._deliver_saved(request, start)
+                continue
             attempt = max(self._dropped.next_attempts.pop(id_, 0) for id_ in _ids_of(request))
-            outstanding = _Outstanding(request, time.monotonic(), attempt=attempt)
+            outstanding = _Outstanding(request, time.monotonic(), attempt=attempt, start=start)
             self._outstanding[request.group_id] = outstanding
             self._assign(outstanding)
+        self.num_repeated += self._partials.saved_groups.count_misfits()
+
+    def restore(self, groups: SavedGroups) -> None:
+        """Continue the groups of a checkpoint once they are submitted, instead of new ones."""
+        self._partials.saved_groups = groups
+
+    def _deliver_saved(self, request: GroupRequest, start: SavedGroup) -> None:
+        group_id = request.group_id
+        tokens = start.num_tokens
+        self._holders[group_id] = _Holder(_SAVED_NODE, 0, request, tokens, tokens)
+        self._ready.append(self._partials.saved_groups.store(start))
 
     def as_completed(
         self,
@@ -376,9 +415,31 @@ class RolloutQueue:
         self._handle_events()
         return [group_id for group_id in group_ids if self._is_lost(group_id)]
 
+    def count_in_flight(self) -> int:
+        """Return the number of rollouts to train on whose group has not arrived."""
+        self._handle_events()
+        requests = [outstanding.request for outstanding in self._outstanding.values()]
+        return sum(request.num_samples for request in requests if not request.evaluation)
+
+    def engines_idle_seconds(self) -> float:
+        """Return the seconds in which engines were idle since the last call, as a mean over nodes.
+
+        As far as collectors have reported it: with each group, and when they hold requests.
+        """
+        self._handle_events()
+        return self._idle_engines.take(self._epochs)
+
+    def _note_idle_engines(self, node: int, message: Event) -> None:
+        if isinstance(message, GroupDone | Held) and node in self._epochs:
+            self._idle_engines.note(node, self._epochs[node], message.engines_idle)
+
     def tokens_of(self, group_id: str) -> int:
         """Return the tokens that engines sampled for a delivered group that is not released."""
         return self._holders[group_id].generated_tokens
+
+    def saved_tokens_of(self, group_id: str) -> int:
+        """Return those of `tokens_of` that a checkpoint had."""
+        return self._holders[group_id].saved_tokens
 
     def request_again(self, group_ids: Sequence[str]) -> None:
         """Request delivered groups again, under the same ids. Their rollouts are released."""
@@ -493,8 +554,57 @@ class RolloutQueue:
         for node in self.connected_nodes:
             self._send(node, Proceed())
 
+    def arrived_groups(self, group_ids: Collection[str]) -> list[Group]:
+        """Return those of these groups that nobody has taken yet and that are not lost."""
+        self._handle_events()
+        return [g for g in self._ready if g.group_id in group_ids and not self._is_lost(g.group_id)]
+
+    def store_partials(
+        self, *, timeout_seconds: float, idle: Callable[[], None] | None = None
+    ) -> list[Group]:
+        """Let collectors store what there is of all requests, until `release_partials`.
+
+        What a collector does not store in time is left out. idle: called about every half second.
+
+        Raises `CollectorFailed`.
+        """
+        self._handle_events()
+        self._partials.number += 1
+        self._partials.answers = {}
+        for node in self.connected_nodes:
+            self._send(node, StorePartials(self._partials.number))
+        deadline = time.monotonic() + timeout_seconds
+        while waiting_nodes := set(self.connected_nodes) - self._partials.answers.keys():
+            if time.monotonic() > deadline:
+                self._write_log(
+                    f"warning: node(s) {sorted(waiting_nodes)} did not store their open rollouts "
+                    f"within {timeout_seconds:g} s: a resumed run samples them anew"
+                )
+                break
+            if idle is not None:
+                idle()
+            self._wait_for_events(_HOLD_POLL_SECONDS)
+        return [
+            group
+            for node, partials in self._partials.answers.items()
+            for group in partials.groups
+            if self._is_outstanding(node, group.group_id)
+        ]
+
+    def release_partials(self) -> None:
+        """Free what `store_partials` has stored."""
+        for node, partials in self._partials.answers.items():
+            names = [partial_name(partials.number, group.group_id) for group in partials.groups]
+            self._send(node, Release(tuple(names)))
+        self._partials.answers = {}
+
+    def _is_outstanding(self, node: int, group_id: str) -> bool:
+        outstanding = self._outstanding.get(group_id)
+        return outstanding is not None and outstanding.node == node
+
     def release(self, group_ids: Sequence[str]) -> None:
         """Free the rollouts of delivered groups."""
+        self._partials.saved_groups.release(group_ids)
         ids_by_node: dict[int, list[str]] = {}
         for group_id in group_ids:
             is_lost = self._is_lost(group_id)
@@ -540,7 +650,14 @@ class RolloutQueue:
         node = min(nodes, key=lambda n: (self._loads[n], n))
         outstanding.node = node
         self._loads[node] += outstanding.request.num_samples
-        request = msgspec.structs.replace(outstanding.request, attempt=outstanding.attempt)
+        start = outstanding.start
+        for rollout in () if start is None else start.messages():
+            self._send(node, rollout)
+        request = msgspec.structs.replace(
+            outstanding.request,
+            attempt=outstanding.attempt,
+            start=None if start is None else start.group,
+        )
         self._send(node, request)
         self._send_settle(node)
 
@@ -585,7 +702,9 @@ class RolloutQueue:
 
     def _is_lost(self, group_id: str) -> bool:
         holder = self._holders.get(group_id)
-        return holder is not None and self._epochs.get(holder.node) != holder.epoch
+        if holder is None or holder.node == _SAVED_NODE:
+            return False
+        return self._epochs.get(holder.node) != holder.epoch
 
     def _wait_for_events(self, seconds: float) -> None:
         """Wait for an event, and handle all that have arrived."""
@@ -604,6 +723,7 @@ class RolloutQueue:
 
     def _handle(self, node: int, message: Event) -> Group | None:
         """Process a message and return the group that it delivers, if any."""
+        self._note_idle_engines(node, message)
         match message:
             case CollectorConnected(epoch):
                 self._welcome(node, epoch)
@@ -615,6 +735,9 @@ class RolloutQueue:
                 self._handle_news(message)
             case Held():
                 self._take_held(node, message)
+            case Partials(number):
+                if number == self._partials.number:  # an earlier one may come late
+                    self._partials.answers[node] = message
             case GroupDone() if self._is_expected(node, message):
                 return self._take(node, message)
             case GroupAborted():
@@ -660,6 +783,7 @@ class RolloutQueue:
         if self._epochs.get(node) == epoch:
             del self._epochs[node]
         self._holding.answers.pop(node, None)
+        self._partials.answers.pop(node, None)
         self._dropped.ids.pop(node, None)
         self._detach(node)
         self._assign_waiting()
@@ -683,7 +807,8 @@ class RolloutQueue:
             tokens = message.generated_tokens
             # Whoever samples a lost probe again does not decide again whether to extend it
             whole_request = msgspec.structs.replace(request, extension=None)
-            holder = _Holder(node, self._epochs[node], whole_request, tokens)
+            saved_tokens = 0 if outstanding.start is None else outstanding.start.num_tokens
+            holder = _Holder(node, self._epochs[node], whole_request, tokens, saved_tokens)
             self._holders[message.group.group_id] = holder
         # An evaluation measures the current weights, so its rollouts may not be older.
         staleness = 0 if request.evaluation else self._max_staleness

@@ -115,6 +115,7 @@ class ModelCommands:
                     keep_values=command.keep_values,
                     max_norm=command.max_norm,
                     check_weights=command.check_weights,
+                    version=command.version,
                 )
             except RolloutsLost as error:  # on every rank
                 return LostRollouts(error.rollout_ids)

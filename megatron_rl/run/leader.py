@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import math
 from collections import deque
-from collections.abc import Iterator
-from dataclasses import InitVar, dataclass, field
+from collections.abc import Iterator, Mapping
+from dataclasses import InitVar, dataclass, field, replace
 from statistics import fmean
 
 import msgspec
@@ -21,6 +21,7 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.contracts.commands import Save, Train
 from megatron_rl.contracts.exit_codes import Failure
+from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.run_state import LoopState
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.credit.account import account, demonstrations, usage
@@ -107,6 +108,8 @@ class Leader:
     _is_untrained: bool = False  # the current step has trained nothing
     _has_rolled_back: bool = False  # since the last sync
     _unevaluated_metrics: dict[str, float] | None = None
+    _uncompared_tokens: int = 0  # sampled for the next record before the checkpoint
+    _num_in_flight: int = 0  # rollouts of later steps when the step had its own
     _audit_obstacle_logged: bool = False
     _unchanged_weights: UnchangedWeightsAlarm = field(default_factory=UnchangedWeightsAlarm)
     _balance: ZeroVarianceBalanceAlarm = field(default_factory=ZeroVarianceBalanceAlarm)
@@ -183,6 +186,55 @@ class Leader:
             fallback = msgspec.structs.replace(state, selection=place, steps_ahead=())
         return SavePoint(state, self.steps_ahead.batches_after(step), fallback)
 
+    def _save(
+        self, step: int, point: SavePoint | None = None, *, last: bool = True
+    ) -> dict[str, float]:
+        """Save a checkpoint of `step` with what there is of later steps; returns its metrics.
+
+        point: the state after that step, None: the present one.
+        Raises `CheckpointNotSaved`, `CollectorFailed`.
+        """
+        assert self.checkpoints is not None
+        watch = Stopwatch()
+        with watch.section("checkpoint"):
+            open_groups = self._open_groups(step)
+        try:
+            point = self._with_open_groups(point or self.save_point(step), open_groups)
+            values = self.checkpoints.save(point, last=last)
+            seconds = watch.seconds["time/checkpoint"]
+            return values | {"time/checkpoint": values["time/checkpoint"] + seconds}
+        finally:
+            self._on_update.after_save()
+
+    def _open_groups(self, step: int) -> Mapping[int, tuple[Group, ...]]:
+        """Return what a checkpoint of `step` holds of open steps, by step.
+
+        Raises `CollectorFailed`, but not if the run has to stop: it then saves the rest.
+        """
+        is_stopping = self._is_stop_requested()
+        try:
+            return self._on_update.before_save(self.parts.rollouts, is_stopping=is_stopping)
+        except CollectorFailed as failure:
+            if not is_stopping:
+                raise
+            text = f"the checkpoint of step {step} holds no open rollouts: {failure}"
+            self.records.progress.log(f"warning: {text}")
+            return {}
+
+    def _with_open_groups(
+        self, point: SavePoint, open_groups: Mapping[int, tuple[Group, ...]]
+    ) -> SavePoint:
+        """Return a point that also holds what there is of the groups of open steps, by step."""
+        state = msgspec.structs.replace(
+            point.state,
+            open_steps=tuple(open_groups),
+            uncompared_tokens=self._uncompared_tokens + self._on_update.num_uncounted,
+        )
+        fallback = point.fallback
+        if fallback is None and not point.batches:
+            fallback = point.state
+        return replace(point, state=state, open_groups=open_groups, fallback=fallback)
+
     def train_step(self, step: int, values: dict[str, float]) -> None:
         """Sample, credit, plan, train and sync. Adds the metrics of the step to `values`."""
         watch = Stopwatch()
@@ -193,7 +245,7 @@ class Leader:
         self._expire_sync()
         with self._next_rollouts(watch):
             num_new_tokens = self._on_update.before_sync(self.parts.rollouts)
-        values |= batch.metrics() | credit.metrics() | self._age_metrics(batch)
+        values |= batch.metrics() | credit.metrics() | self._ahead_metrics(batch)
         with watch.section("account"):
             values |= self._training_metrics(batch, credit, plan, outcome)
             self.compare_with_engines(values, num_new_tokens)
@@ -215,8 +267,11 @@ class Leader:
         with self._next_rollouts(watch):
             self._on_update.after_sync(self.parts.rollouts)
 
-    def _age_metrics(self, batch: RolloutBatch) -> dict[str, float]:
-        """Return metrics of ages. Raises RuntimeError for one above `rollout.max_staleness`."""
+    def _ahead_metrics(self, batch: RolloutBatch) -> dict[str, float]:
+        """Return metrics of sampling ahead.
+
+        Raises RuntimeError for an age above `rollout.max_staleness`.
+        """
         if not self.steps_ahead.is_used:
             return {}
         metrics = batch.age_metrics(self._version)
@@ -226,6 +281,8 @@ class Leader:
                 f"rollouts of age {age:g} were trained, and the bound is "
                 f"rollout.max_staleness={self.steps_ahead.max_staleness}: please report it"
             )
+        metrics["rollout/in_flight"] = float(self._num_in_flight)
+        metrics["time/engines_idle"] = self.holder.engines_idle_seconds()
         return metrics
 
     @property
@@ -257,6 +314,8 @@ class Leader:
         self.steps_ahead.begin_open(step, last_step, self._version, source)
         batch, trouble = self._take_batch(step)
         self.steps_ahead.begin_next(step, last_step, source)
+        if self.steps_ahead.is_used:
+            self._num_in_flight = self.holder.count_in_flight()
         return batch, trouble
 
     def _take_batch(self, step: int) -> tuple[RolloutBatch, Trouble | None]:
@@ -324,6 +383,7 @@ class Leader:
                     keep_values=keep_values,
                     max_norm=self._guards.max_norm,
                     check_weights=self._guards.nonfinite.checks_weights,
+                    version=self._version if self.steps_ahead.is_used else None,
                 )
             )
         if isinstance(result, TrainOutcome):
@@ -430,6 +490,7 @@ class Leader:
         self._mismatch.state = state.bf16_mismatch
         self._accuracies = deque(state.accuracies)
         self._unevaluated_metrics = _from_storable(state.unevaluated_metrics)
+        self._uncompared_tokens = state.uncompared_tokens
         self.parts.rollouts.restore(state.selection)
         if self.curriculum is not None and state.phase is not None:
             self.curriculum.restore(state.phase)
@@ -526,7 +587,7 @@ class Leader:
         """
         if self.curriculum is None:
             return
-        if self.steps_ahead.has_begun(step, self.parts.rollouts):
+        if self.steps_ahead.is_under_way(step, self.parts.rollouts):
             self.parts = self.curriculum.open_phase(step, self.parts)
         else:
             self.parts = self.curriculum.enter(step, self.parts)
@@ -602,8 +663,10 @@ class Leader:
         if self.token_counter is not None:
             comparison = self.token_counter.compare(counted_tokens)
         if comparison is not None:
+            earlier_tokens = self._uncompared_tokens
+            self._uncompared_tokens = 0
             tokens_by_name = {
-                "account/engine_tokens": comparison.engine_tokens,
+                "account/engine_tokens": earlier_tokens + comparison.engine_tokens,
                 "account/unaccounted": comparison.uncounted_tokens,
             }
             for name, tokens in tokens_by_name.items():
@@ -650,9 +713,7 @@ class Leader:
         if self.checkpoints is None:
             return
         if self.checkpoints.is_due(step, last=last):
-            if not self._is_stop_requested():
-                self.steps_ahead.complete_for_save(self.parts.rollouts)
-            self._pending_metrics |= self.checkpoints.save(self.save_point(step), last=last)
+            self._pending_metrics |= self._save(step, last=last)
         if not last:
             self._exit_if_requested(step)  # the request may have come during the save
 
@@ -665,7 +726,7 @@ class Leader:
             return
         self.checkpoints.wait_for_save()
         if self.checkpoints.last_saved_step != step:
-            self._pending_metrics |= self.checkpoints.save(point or self.save_point(step))
+            self._pending_metrics |= self._save(step, point)
         self.checkpoints.raise_if_stop_requested()
 
     def _abortable(self) -> contextlib.AbstractContextManager[None]:

@@ -47,6 +47,14 @@ class RolloutHolder(Protocol):
         """Return False while nothing samples rollouts."""
         ...
 
+    def count_in_flight(self) -> int:
+        """Return the number of rollouts to train on that are being sampled or scored."""
+        ...
+
+    def engines_idle_seconds(self) -> float:
+        """Return the seconds in which engines were idle since the last call."""
+        ...
+
     def stop(self) -> None: ...
 
 

@@ -35,6 +35,8 @@ class MicroBatch:
     cu_seqlens: int32 [B + 1], bounds of each sequence's trained tokens. A sequence without trained
     tokens is empty.
     entropy_advantages, weights: float32 [T], of the token's sequence; see `StepPlan`.
+    versions: int64 [T] on the host, of the weights that sampled the token. -1 for tokens that were
+    not sampled.
     """
 
     inputs: PackedBatch
@@ -46,6 +48,7 @@ class MicroBatch:
     cu_seqlens: torch.Tensor
     entropy_advantages: torch.Tensor
     weights: torch.Tensor
+    versions: np.ndarray
 
 
 class Batcher:
@@ -129,6 +132,7 @@ class Batcher:
             cu_seqlens=self._tensor(_offsets(num_trained)),
             entropy_advantages=self._per_token(entropy_advantages, num_trained, default=0.0),
             weights=self._per_token(weights, num_trained, default=1.0),
+            versions=_concatenate([s.versions for s in sequences], np.int64),
         )
 
     def _per_token(
@@ -216,7 +220,7 @@ class _Sequence:
     """One rollout of n tokens as a training sequence of n - 1 inputs.
 
     trained_rows: rows of `inputs` whose next token is trained.
-    targets, logprobs, advantages: of these next tokens.
+    targets, logprobs, advantages, versions: of these next tokens.
     """
 
     inputs: np.ndarray
@@ -224,6 +228,7 @@ class _Sequence:
     targets: np.ndarray
     logprobs: np.ndarray
     advantages: np.ndarray
+    versions: np.ndarray
 
     @classmethod
     def from_rollout(cls, rollout: Rollout, advantage: float) -> _Sequence:
@@ -233,6 +238,9 @@ class _Sequence:
         logprobs = np.concatenate(
             [np.full(len(s.tokens), np.nan) if s.logprobs is None else s.logprobs for s in segments]
         )
+        versions = np.concatenate(
+            [np.full(len(s.tokens), -1 if s.logprobs is None else s.version) for s in segments]
+        )
         trained_rows = np.flatnonzero(is_trainable[1:])
         return cls(
             inputs=tokens[:-1],
@@ -240,6 +248,7 @@ class _Sequence:
             targets=tokens[1:][trained_rows],
             logprobs=logprobs[1:][trained_rows],
             advantages=np.full(len(trained_rows), advantage, np.float32),
+            versions=versions[1:][trained_rows],
         )
 
 

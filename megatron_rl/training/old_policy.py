@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from megatron_rl.contracts.step_plan import Denominators
-from megatron_rl.losses import LossResult, Objective, ResponseTokens, mean_of, rollout_mismatch
+from megatron_rl.losses import (
+    LossResult,
+    Objective,
+    ResponseTokens,
+    mean_of,
+    mismatch_by_age,
+    rollout_mismatch,
+)
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.training.entropy_advantages import advantage_sizes, token_advantages
 from megatron_rl.training.metric_sums import MetricSums
@@ -52,9 +60,15 @@ class BatchObjective:
 
 
 def compute_old_policy(
-    policy: Policy, batches: Sequence[MicroBatch], metrics: MetricSums
+    policy: Policy,
+    batches: Sequence[MicroBatch],
+    metrics: MetricSums,
+    *,
+    version: int | None = None,
 ) -> list[BatchObjective]:
     """Run a forward-only pass over all micro-batches of a step and return their objectives.
+
+    version: of the trainer's weights, for metrics by the age of tokens. None: without these.
 
     Returns an empty list unless this rank is of the last pipeline stage.
     """
@@ -70,6 +84,8 @@ def compute_old_policy(
         for batch, (logprob, entropy) in zip(batches, outputs, strict=False)
     ]
     _add_metrics(policy, batches, responses, metrics)
+    if version is not None:
+        _add_mismatch_by_age(batches, responses, metrics, version)
     objectives = []
     for response in map(policy.correction.apply, responses):
         objectives.append(BatchObjective(policy.loss.prepare(response), response))
@@ -115,3 +131,14 @@ def _add_metrics(
         metrics.add({"policy/entropy": mean_of(response.old_entropies)})
         metrics.add(rollout_mismatch(response.old_logprobs, response.rollout_logprobs))
         metrics.add(policy.correction.metrics(response))
+
+
+def _add_mismatch_by_age(
+    batches: Sequence[MicroBatch],
+    responses: Sequence[ResponseTokens],
+    metrics: MetricSums,
+    version: int,
+) -> None:
+    for batch, response in zip(batches, responses, strict=False):
+        ages = np.where(batch.versions < 0, -1, version - batch.versions)
+        metrics.add(mismatch_by_age(response.old_logprobs, response.rollout_logprobs, ages))

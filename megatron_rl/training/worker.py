@@ -120,11 +120,12 @@ class Worker:
         keep_values: bool = False,
         max_norm: float | None = None,
         check_weights: bool = False,
+        version: int | None = None,
     ) -> TrainOutcome:
         """Run one planned step. The metrics are merged over all ranks, on all ranks.
 
         keep_values: hold the values of trained tokens for `gather_samples`. max_norm,
-        check_weights: see the command `Train`.
+        check_weights, version: see the command `Train`.
         Raises on all ranks: `ReplayError` if one of them replayed routes other than the recorded
         ones, `RoutesDisagree` if the recorded routes are implausible.
         """
@@ -143,10 +144,10 @@ class Worker:
             global_metrics,
             keep_values=keep_values,
             max_norm=max_norm,
+            version=version,
         )
         applied_steps = [result for result in results if result.is_applied]
-        if applied_steps:
-            global_metrics["train/lr"] = applied_steps[-1].lr
+        global_metrics |= _learning_rate(applied_steps)
         merged_metrics = self._merge(metrics, global_metrics)
         spike = next((result.grad_norm for result in results if result.is_spike), None)
         is_finite = spike is not None or len(applied_steps) == len(plan.optimizer_steps)
@@ -233,6 +234,7 @@ class Worker:
         *,
         keep_values: bool,
         max_norm: float | None,
+        version: int | None,
     ) -> list[StepResult]:
         """Run the passes and return the results of the optimizer steps, until one is not applied.
 
@@ -243,7 +245,7 @@ class Worker:
         if not batches:
             return []
         with stopwatch.section("old_policy"):
-            objectives = compute_old_policy(self.policy, batches, metrics)
+            objectives = compute_old_policy(self.policy, batches, metrics, version=version)
         if keep_values:
             self._token_values = TokenValues(plan, self.layout.dp_rank, objectives)
             objectives = self._token_values.observed_objectives()
@@ -392,3 +394,8 @@ def gather_receivers(layout: RankLayout, moe_rows: tuple[int, ...]) -> list[Rece
     this_rank = Receiver(dp_rank=layout.dp_rank, node=layout.node, moe_rows=moe_rows)
     receivers = gather_bytes(msgspec.msgpack.encode(this_rank), layout.control_group)
     return [msgspec.msgpack.decode(data, type=Receiver) for data in receivers]
+
+
+def _learning_rate(steps: Sequence[StepResult]) -> dict[str, float]:
+    """Return the learning rate of the last optimizer step as a metric, if there is one."""
+    return {"train/lr": steps[-1].lr} if steps else {}

@@ -1,12 +1,18 @@
 """Runs whose rollouts are sampled ahead repeat bit for bit, also after a kill."""
 
 import json
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launch.testbed.jobs import kill, process_tree, start_job, wait_for_step
+from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.contracts.group import Group
+from megatron_rl.rollouts.recording.format import batch_directory
+from megatron_rl.rollouts.recording.reader import read_groups
 from megatron_rl.run.checkpoints.state_file import read_state
 from tests.support.comparable import assert_same_weights, metrics_of_any_engines
 from tests.support.exactness import EXACT
@@ -93,24 +99,101 @@ def test_a_killed_run_that_samples_ahead_resumes_bit_for_bit(
     assert saved.position.steps_ahead == (5,)
 
 
+def read_open_groups(run: Path, step: int) -> list[Group]:
+    """Return what the checkpoint of a step has of the groups of open steps."""
+    folder = run / f"checkpoints/iter_{step:07d}"
+    position = read_state(folder).position
+    directories = [batch_directory(folder / "rollouts", open_) for open_ in position.open_steps]
+    return [group for directory in directories for group, _ in read_groups(directory)]
+
+
+def assert_accounted(run: Path, max_age: float) -> None:
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert max(record.get("rollout/age/max", 0.0) for record in records) == max_age
+    assert all(record.get("rollout/rejected", 0.0) == 0.0 for record in records)
+    # With open requests, the record of step 1 counts the tokens of the evaluation of step 0
+    assert all(record["account/unaccounted"] == 0.0 for record in records[1:])
+    assert all(record["time/engines_idle"] >= 0.0 for record in records[1:])
+    for age in range(int(max_age) + 1):
+        assert any(f"mismatch/age/{age}/k3_kl" in record for record in records)
+
+
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
-def test_a_killed_run_with_budgets_resumes_bit_for_bit(tmp_path: Path, dtype: str) -> None:
+def test_a_killed_run_with_budgets_equals_one_without_checkpoints_bit_for_bit(
+    tmp_path: Path, dtype: str
+) -> None:
     """The killed run has one engine, so its responses end at other times."""
     settings = (
         f"model.dtype={dtype}",
         "rollout.max_staleness=2",
         "rollout.on_update=budget",
         "rollout.tokens_per_version=2",
+        "rollout.max_new_tokens=8",
         f"train.total_steps={STEPS}",
-        "run.checkpoint_every=2",
         "run.save_weights=true",
     )
     whole = run_whole(tmp_path / "whole", *settings, "engine.count=2")
-    killed = run_killed(tmp_path / "killed", 3, *settings, "engine.max_running_requests=5")
+    saves = ("run.checkpoint_every=2", "run.keep_checkpoints=9", "engine.max_running_requests=5")
+    killed = run_killed(tmp_path / "killed", 3, *settings, *saves)
     assert_same_weights(killed, whole, STEPS)
-    assert read_state(whole / "checkpoints/iter_0000004").position.steps_ahead == (5, 6)
+    assert metrics_of_any_engines(killed) == metrics_of_any_engines(whole)
     for run in (whole, killed):
-        records = read_records(run)
-        ages = [record.get("rollout/age/max", 0.0) for record in records]
-        assert max(ages) == 2.0
-        assert all(record["account/unaccounted"] == 0.0 for record in records)
+        assert_accounted(run, 2.0)
+    state = read_state(killed / "checkpoints/iter_0000002")
+    assert (state.position.steps_ahead, state.position.open_steps) == ((), (3, 4))
+    groups = read_open_groups(killed, 2)
+    open_rollouts = [
+        rollout
+        for group in groups
+        for rollout in group.rollouts
+        if rollout.sample_index in group.open_samples
+    ]
+    assert open_rollouts, "the checkpoint has no rollout in the middle"
+
+
+@pytest.mark.nightly
+def test_a_run_that_interrupts_responses_is_stopped_and_continues_them(tmp_path: Path) -> None:
+    settings = (
+        "rollout.max_staleness=2",
+        "rollout.on_update=resume",
+        "rollout.max_new_tokens=64",
+        f"train.total_steps={STEPS}",
+        "run.checkpoint_every=100",
+    )
+    job = start_job(tmp_path, *settings)
+    run = tmp_path / "job"
+    wait_for_step(run, 2, job)
+    job.send_signal(signal.SIGTERM)
+    output, _ = job.communicate(timeout=300)
+    assert job.returncode == ExitCode.REQUEUE, output[-4000:]
+    (checkpoint,) = (run / "checkpoints").glob("iter_*")
+    step = read_state(checkpoint).step
+    position = read_state(checkpoint).position
+    assert position.open_steps == tuple(range(step + 1, min(step + 2, STEPS) + 1))
+    saved_ids = {
+        rollout.rollout_id: rollout.tokens_by_version
+        for group in read_open_groups(run, step)
+        for rollout in group.rollouts
+    }
+    assert saved_ids
+    run_whole(tmp_path, *settings, "run.resume=auto", "logger.save_rollouts_every=1")
+    assert_accounted(run, 2.0)
+    assert_continued(run, position.open_steps, saved_ids)
+
+
+def assert_continued(
+    run: Path, steps: Sequence[int], versions: dict[str, tuple[tuple[int, int], ...]]
+) -> None:
+    """Check that no token was sampled again of what a checkpoint had of open steps.
+
+    versions: by rollout, (weight version, tokens) in the checkpoint. Groups of equal rewards are
+    not trained, so their rollouts are not recorded.
+    """
+    num_found = 0
+    for step in steps:
+        for group, _ in read_groups(batch_directory(run / "rollouts", step)):
+            for rollout in group.rollouts:
+                earlier = versions.get(rollout.rollout_id, ())
+                assert earlier[:-1] == rollout.tokens_by_version[: max(0, len(earlier) - 1)]
+                num_found += bool(earlier)
+    assert num_found

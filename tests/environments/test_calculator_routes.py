@@ -20,8 +20,9 @@ from megatron_rl.contracts.rollout import Role, Rollout
 from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.planning.rank_view import RankView
 from megatron_rl.rollouts.codec import decode, encode, select_layers
-from megatron_rl.rollouts.episode_runner import EpisodeRunner, ScoredRollout
+from megatron_rl.rollouts.episode_runner import EpisodeRunner
 from megatron_rl.rollouts.messages import FromCollector, GroupRequest
+from megatron_rl.rollouts.partials.progress import ScoredRollout
 from megatron_rl.training.micro_batches import Batcher, MicroBatch
 from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine, reply
 from tests.support.scripted_model import EOS, PROMPT, TOKENIZER

@@ -2,12 +2,13 @@
 
 import math
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.losses import rollout_mismatch
+from megatron_rl.losses import mismatch_by_age, rollout_mismatch
 from megatron_rl.losses.mismatch import k3
 
 
@@ -78,3 +79,27 @@ def test_extreme_ratios_stay_finite() -> None:
 def test_different_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match=r"must be \[T\]"):
         rollout_mismatch(torch.zeros(2), torch.zeros(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_mismatch_of_each_age_is_that_of_its_tokens(dtype: torch.dtype) -> None:
+    """The fourth token was not sampled: it has no log-probability, and no age."""
+    old = torch.tensor([-1.0, -1.2, -2.0, -1.0, -3.0]).to(dtype)
+    rollout = torch.tensor([-1.1, -1.0, -2.5, math.nan, -3.25]).to(dtype)
+    sums = mismatch_by_age(old, rollout, np.array([0, 2, 0, -1, 2]))
+    assert sums.keys() == {
+        f"mismatch/age/{age}/{name}" for age in (0, 2) for name in ("logprob_abs_mean", "k3_kl")
+    }
+    for age, places in ((0, [0, 2]), (2, [1, 4])):
+        same_tokens = rollout_mismatch(old[places], rollout[places])
+        for name in ("logprob_abs_mean", "k3_kl"):
+            pair = sums[f"mismatch/age/{age}/{name}"]
+            assert pair.dtype == torch.float32
+            assert pair.tolist() == same_tokens[f"mismatch/{name}"].tolist()
+            assert pair[0] > 0 and pair[1] == 2
+
+
+def test_without_sampled_tokens_there_is_no_age() -> None:
+    assert mismatch_by_age(torch.zeros(0), torch.zeros(0), np.zeros(0, np.int64)) == {}
+    nothing = torch.full((1,), math.nan)
+    assert mismatch_by_age(torch.zeros(1), nothing, np.array([-1])) == {}

@@ -3,7 +3,9 @@
 import numpy as np
 import pytest
 
-from megatron_rl.contracts.prompt import Sampling
+from megatron_rl.contracts.prompt import Prompt, Sampling
+from megatron_rl.contracts.routes import RouteShape
+from megatron_rl.environments.rollout_builder import RolloutBuilder
 from megatron_rl.rollouts.generation.partial_response import PartialResponse
 from sglang_bridge.generation import FinishReason, Generation, VersionSpan
 
@@ -18,6 +20,7 @@ def piece(
     *,
     reason: FinishReason = FinishReason.ABORT,
     version: str = "4",
+    retractions: int = 0,
 ) -> Generation:
     """A piece whose rows of routes hold its first token. num_rows: None without routes."""
     routes = None if num_rows is None else np.full((num_rows, 2, 1), tokens[0], np.int32)
@@ -28,7 +31,7 @@ def piece(
         finish_reason=reason,
         version_spans=(VersionSpan(version, 0, len(tokens)),),
         cached_tokens=0,
-        retractions=0,
+        retractions=retractions,
     )
 
 
@@ -90,3 +93,16 @@ def test_pieces_without_routes_are_joined_without_them() -> None:
     response.add(piece([5], None))
     response.add(piece([EOS], None, reason=FinishReason.STOP))
     assert response.generation().routes is None
+
+
+def test_a_retraction_of_one_piece_leaves_the_routes_of_the_others_alone() -> None:
+    """So a response of two versions is not rejected as one whose routes were written again."""
+    response = PartialResponse(PROMPT, SAMPLING)
+    response.add(piece([5, 6], 4, version="4", retractions=1))
+    response.add(piece([EOS], 1, version="5", reason=FinishReason.STOP))
+    prompt = Prompt(id="p", token_ids=PROMPT, answer="", task="")
+    shape = RouteShape(moe_layers=(0, 1), num_hidden_layers=2, num_experts=10, topk=1)
+    builder = RolloutBuilder("r", prompt, 0, shape)
+    builder.sample(response.generation())
+    rollout = builder.rollout(FinishReason.STOP, trainable=True)
+    assert [segment.version for segment in rollout.segments] == [4, 4, 5]

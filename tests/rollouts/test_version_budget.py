@@ -4,6 +4,7 @@ import asyncio
 import base64
 from collections import Counter
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -60,14 +61,30 @@ async def ignore(message: FromCollector) -> None:
     """Drop a report."""
 
 
+class AbortedEngine(VersionedEngine):
+    """Somebody aborts its first request after one token."""
+
+    def __call__(self, n: int, body: Reply) -> Reply:
+        if n:
+            return super().__call__(n, body)
+        cut_body = {**body, "sampling_params": {**body["sampling_params"], "max_new_tokens": 1}}
+        reply = super().__call__(n, cut_body)
+        reply["meta_info"]["finish_reason"] = {"type": "abort"}
+        return reply
+
+
 async def sample(
-    budget: VersionBudget | None, versions: list[int], *, max_new_tokens: int = 16
+    budget: VersionBudget | None,
+    versions: list[int],
+    *,
+    max_new_tokens: int = 16,
+    engine: VersionedEngine | None = None,
 ) -> tuple[Generation, VersionedEngine, list[int]]:
     """Sample a response while the engine gets these versions, each once the response is parked.
 
     Returns it, the engine, and the number of parked responses before each new version.
     """
-    engine = VersionedEngine()
+    engine = engine or VersionedEngine()
     parked: list[int] = []
     async with fake_engine(engine) as url:
         pool = EnginePool([Engine(url=url)], EngineSettings(), FORM, ignore)
@@ -137,6 +154,19 @@ def test_a_budget_of_no_tokens_waits_at_once() -> None:
     assert spans(generation) == [("1", 0, 6)] and engine.limits == [16] and parked == [1]
 
 
+def test_a_response_that_is_aborted_gets_the_rest_of_its_budget_alone() -> None:
+    generation, engine, _ = asyncio.run(sample(VersionBudget(2, 2), [1, 2], engine=AbortedEngine()))
+    assert spans(generation) == [("0", 0, 2), ("1", 2, 4), ("2", 4, 6)]
+    assert engine.limits == [1, 1, 2, 12]
+
+
+async def next_held(outbox: asyncio.Queue[FromCollector]) -> Held:
+    """Return the next message, without the time of idle engines."""
+    message = await asyncio.wait_for(outbox.get(), 5)
+    assert isinstance(message, Held)
+    return msgspec.structs.replace(message, engines_idle=0.0)
+
+
 def test_a_collector_settles_once_every_response_has_ended_or_waits() -> None:
     """Also for requests that have just arrived, and for responses that have just been let go."""
     sampling = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
@@ -152,17 +182,17 @@ def test_a_collector_settles_once_every_response_has_ended_or_waits() -> None:
             await collector.handle(SetVersion(0))
             await collector.handle(request)
             await collector.handle(Settle(1))
-            assert await asyncio.wait_for(outbox.get(), 5) == Held(3, 6, 6, 1)
+            assert await next_held(outbox) == Held(3, 6, 6, 1)
             engine.version = 1
             await collector.handle(SetVersion(1))
             await collector.handle(Settle(2))
-            assert await asyncio.wait_for(outbox.get(), 5) == Held(3, 12, 12, 2)
+            assert await next_held(outbox) == Held(3, 12, 12, 2)
             engine.version = 2
             await collector.handle(SetVersion(2))
-            done = await asyncio.wait_for(outbox.get(), 5)
+            answer = await asyncio.wait_for(outbox.get(), 5)
             await collector.handle(Settle(3))
-            assert await asyncio.wait_for(outbox.get(), 5) == Held(0, 0, 18, 3)
-            assert_two_tokens_of_each_version(done)
+            assert await next_held(outbox) == Held(0, 0, 18, 3)
+            assert_two_tokens_of_each_version(answer)
             await collector.close()
 
     asyncio.run(run())
@@ -186,7 +216,7 @@ def test_a_collector_does_not_wait_for_requests_that_were_withdrawn() -> None:
             )
             await collector.handle(Withdraw(("g",)))
             await collector.handle(Settle(4))
-            assert await asyncio.wait_for(outbox.get(), 5) == Held(0, 0, 0, 4)
+            assert await next_held(outbox) == Held(0, 0, 0, 4)
             await collector.close()
 
     asyncio.run(run())

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from megatron_rl.contracts.commands import Checkpoint, Command
@@ -13,6 +14,7 @@ from megatron_rl.rollouts.rejections import UserClassFailed
 from megatron_rl.rollouts.rollout_batch import TooManyRejected
 from megatron_rl.run.checkpoints.saving import SaveResult
 from tests.support.checkpoint_managers import FakeRanks, make_manager
+from tests.support.groups import group
 from tests.support.leaders import ScriptedParts, lead
 
 
@@ -41,6 +43,39 @@ def test_what_was_trained_before_failed_rollouts_is_saved(
     resumed_parts = lead(ScriptedParts(), tmp_path, steps=4, resume_state=state)
     assert "sample step-4" in resumed_parts.calls
     assert "sample step-3" not in resumed_parts.calls
+
+
+def test_failed_rollouts_of_a_later_step_end_the_run_once_the_steps_before_are_trained(
+    tmp_path: Path,
+) -> None:
+    """The rollouts of step 4 fail while step 3 trains. Step 3 is trained, synced and saved."""
+    current = group(1.0, 0.0, name="g")
+    rollouts = [msgspec.structs.replace(r, tokens_by_version=()) for r in current.rollouts]
+    current = msgspec.structs.replace(current, rollouts=tuple(rollouts))
+    ranks = FakeRanks()
+    parts = ScriptedParts(on_sample=fail_at(4), groups=[current])
+    manager = make_manager(ranks, checkpoint_every=5)
+    with pytest.raises(TooManyRejected):
+        lead(parts, tmp_path, steps=9, max_staleness=1, checkpoints=manager)
+    first = parts.calls.index("sample step-3")
+    assert parts.calls[first:] == [
+        "sample step-3",
+        "sync 2",
+        "train 3",
+        "sample step-4",
+        "sync 3",
+    ]
+    assert list(parts.metrics) == [0, 1, 2, 3]
+    assert ranks.steps == [3]
+    state = ranks.states[0].position
+    assert state.selection.prompts.position == 3, "the prompts of step 4 are sampled again"
+    assert (state.weights_synced, state.steps_ahead, state.open_steps) == (True, (), ())
+    resumed_parts = ScriptedParts(groups=[current])
+    lead(resumed_parts, tmp_path, steps=5, max_staleness=1, resume_state=state)
+    assert [call for call in resumed_parts.calls if call.startswith("sample")] == [
+        "sample step-4",
+        "sample step-5",
+    ]
 
 
 def test_a_save_in_the_background_ends_before_a_run_with_failed_rollouts(tmp_path: Path) -> None:

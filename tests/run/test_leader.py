@@ -72,6 +72,16 @@ def test_the_next_step_is_sampled_before_the_engines_get_new_weights(tmp_path: P
     # Of the evaluation, of two steps, and of one step each
     assert parts.counted_tokens == [5, 16, 8, 0, 5]
     assert parts.metrics[3]["account/unfinished"] == 0.0
+    for step in (1, 2, 3):
+        assert parts.metrics[step]["rollout/in_flight"] == 5.0
+        assert parts.metrics[step]["time/engines_idle"] == 0.25
+    assert parts.train_versions == [0, 1, 2]
+
+
+def test_a_run_that_samples_nothing_ahead_has_no_metrics_of_it(tmp_path: Path) -> None:
+    parts = lead(ScriptedParts(), tmp_path, steps=1)
+    assert not {"rollout/in_flight", "time/engines_idle"} & parts.metrics[1].keys()
+    assert parts.train_versions == [None]
 
 
 def test_a_rollout_above_the_bound_is_not_trained_in_silence(tmp_path: Path) -> None:

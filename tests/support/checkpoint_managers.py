@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from megatron_rl.config.schema import RunSettings
-from megatron_rl.contracts.commands import Checkpoint, Command
+from megatron_rl.contracts.commands import BatchAhead, Checkpoint, Command
 from megatron_rl.contracts.run_state import RunState
 from megatron_rl.records.progress import Progress
 from megatron_rl.run.checkpoints.manager import CheckpointManager
@@ -22,6 +22,7 @@ class FakeRanks:
 
     def __init__(self, *problems: str) -> None:
         self.states: list[RunState] = []
+        self.batches: list[tuple[BatchAhead, ...]] = []  # of each save
         self.calls: list[str] = []
         self._problems = iter(problems)
 
@@ -32,6 +33,7 @@ class FakeRanks:
     def run(self, command: Command) -> SaveResult | None:
         if isinstance(command, Checkpoint):
             self.states.append(msgspec.json.decode(command.state, type=RunState))
+            self.batches.append(command.batches)
             self.calls.append(f"{'begin' if command.background else 'save'} {command.step}")
             if command.background:
                 return None

@@ -17,8 +17,11 @@ def metrics_of(run: Path) -> list[dict[str, Any]]:
 
 
 def metrics_of_any_engines(run: Path) -> list[dict[str, Any]]:
-    """Return the records of a run, without times and without what counts engines."""
-    counts = ("sync/audit_compared", "sync/bytes", "sync/engines")
+    """Return the records of a run, without times and without what their engines decide.
+
+    The number of rollouts in flight is read at a moment, so it tells how fast engines are.
+    """
+    counts = ("sync/audit_compared", "sync/bytes", "sync/engines", "rollout/in_flight")
     return [
         {name: value for name, value in record.items() if not name.startswith(counts)}
         for record in metrics_of(run)

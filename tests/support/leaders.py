@@ -34,6 +34,7 @@ from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.records.run_records import RunRecords
 from megatron_rl.rollouts.evaluation import Accuracy
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.steps.on_update import OnUpdate
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 from megatron_rl.run.checkpoints.manager import CheckpointManager
 from megatron_rl.run.curriculum import Curriculum
@@ -78,6 +79,7 @@ class ScriptedParts:
     released_groups: list[str] = field(default_factory=list, init=False)
     counted_tokens: list[int] = field(default_factory=list, init=False)
     begun_steps: list[int] = field(default_factory=list, init=False)
+    train_versions: list[int | None] = field(default_factory=list, init=False)
     audits: list[int] = field(default_factory=list, init=False)
     num_refreshes: int = field(default=0, init=False)
     audit_obstacle = ""
@@ -124,6 +126,9 @@ class ScriptedParts:
     def drop_open(self) -> int:
         return 0
 
+    def open_groups(self, partials: Sequence[Group]) -> dict[int, tuple[Group, ...]]:
+        return {step: tuple(partials) for step in self.open_steps}
+
     def lift_budgets(self) -> None:
         pass
 
@@ -138,15 +143,21 @@ class ScriptedParts:
     def refresh(self) -> None:
         self.num_refreshes += 1
 
+    def count_in_flight(self) -> int:
+        return 5
+
+    def engines_idle_seconds(self) -> float:
+        return 0.25
+
     def can_sample(self) -> bool:
         return True
 
     def sample(self, step: int) -> RolloutBatch:
+        self.calls.append(f"sample step-{step}")
+        self.on_sample(step)
         position = self.cursor.position + 1
         self.cursor = msgspec.structs.replace(self.cursor, position=position)
-        self.calls.append(f"sample step-{step}")
         self._num_tokens += 8
-        self.on_sample(step)
         parts = {group.group_id: group for group in self._groups}
         return RolloutBatch(self._groups, 8, delivered_ids=tuple(parts), parts=parts)
 
@@ -189,6 +200,7 @@ class ScriptedParts:
                 return {"sync/version": float(version)}
             case Train(plan):
                 self.calls.append(f"train {plan.step}")
+                self.train_versions.append(command.version)
                 self.on_train(plan.step)
                 if lost_rollouts := next(self._lost_rollouts, ()):
                     return LostRollouts(lost_rollouts)
@@ -248,6 +260,14 @@ _NO_GUARD = GuardSettings()
 _ENGINE = EngineSettings()
 
 
+def eval_settings(changes: dict[str, Any]) -> EvalSettings:
+    return EvalSettings(**({"every": 0} | changes))
+
+
+def train_settings(steps: int, changes: dict[str, Any]) -> TrainSettings:
+    return TrainSettings(total_steps=steps, optimizer_steps_per_batch=1, **changes)
+
+
 def lead(
     parts: ScriptedParts,
     tmp_path: Path,
@@ -265,14 +285,16 @@ def lead(
     guard: GuardSettings = _NO_GUARD,
     engine: EngineSettings = _ENGINE,
     max_staleness: int = 0,
+    on_update: OnUpdate | None = None,
     **train: Any,
 ) -> ScriptedParts:
     """Run a leader over `parts` to its end.
 
     sets: evaluations of sets by name. stream: takes the progress lines. samples: a keeper.
+    on_update: None waits for responses.
     """
     stand_in: Any = parts
-    settings = TrainSettings(total_steps=steps, optimizer_steps_per_batch=1, **train)
+    settings = train_settings(steps, train)
     step_parts = assemble(stand_in, settings, credit, sets)
 
     def open_parts(c: Configuration) -> StepParts:
@@ -282,7 +304,7 @@ def lead(
     progress = Progress(steps, enabled=stream is not None, stream=stream)
     leader = Leader(
         train=settings,
-        eval=EvalSettings(**({"every": 0} | (evals or {}))),
+        eval=eval_settings(evals or {}),
         sync=SyncSettings(when=when),  # type: ignore[arg-type]
         run=RunSettings(),
         parts=step_parts,
@@ -297,6 +319,7 @@ def lead(
         guard=guard,
         engine=engine,
         steps_ahead=StepsAhead(max_staleness),
+        on_update=on_update,
         resume_state=resume_state,
     )
     leader.lead()

@@ -358,7 +358,7 @@ class SimulatedRun:
         self._audited_starts: set[tuple[str, int, int]] = set()
         self._remaining_seconds = 0.0
         self._is_healthy = False
-        self._num_submitted = 0
+        self.num_submitted = 0
         self._probe_results: list[ProbeResult] = []
         self._patches = self._open_patches()
         self.router = FakeRouter(self)
@@ -380,9 +380,9 @@ class SimulatedRun:
         """Request groups."""
         requests = []
         for _ in range(num_groups):
-            self._num_submitted += 1
-            name = f"g{self._num_submitted}"
-            requests.append(request(name, 1 + self._num_submitted % 3, evaluation=evaluation))
+            self.num_submitted += 1
+            name = f"g{self.num_submitted}"
+            requests.append(request(name, 1 + self.num_submitted % 3, evaluation=evaluation))
         self.pending_groups |= {new.group_id: new for new in requests}
         self.queue.submit(requests)
 

@@ -119,6 +119,26 @@ def test_trained_tokens_that_were_not_sampled_have_nan_logprobs() -> None:
         True
     ] * 2
     assert batch.rollout_logprobs.dtype == torch.float32
+    assert batch.versions.tolist() == [0] * 3 + [-1] * 2
+
+
+def test_each_trained_token_has_the_version_that_sampled_it() -> None:
+    rollout = make_rollout(
+        (Role.PROMPT, [1, 2], False, None),
+        (Role.RESPONSE, [3, 4], True, [-0.3, -0.4]),
+        (Role.TOOL, [5], False, None),
+        (Role.RESPONSE, [6], True, [-0.6]),
+    )
+    prompt, first, tool, last = rollout.segments
+    segments = (
+        prompt,
+        replace(first, version=4),
+        replace(tool, version=9),
+        replace(last, version=6),
+    )
+    batch = pack([FIVE, replace(rollout, segments=segments)], [1.0, 1.0])
+    assert batch.versions.tolist() == [0, 0, 0, 4, 4, 6]
+    assert pack([], []).versions.tolist() == []
 
 
 def test_the_first_token_is_never_a_target() -> None:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -135,6 +136,31 @@ def test_the_first_optimizer_step_measures_the_noise_of_its_ratios(policy: Polic
     assert noisy.values()["policy/first_ratio_deviation"] == pytest.approx(
         -math.expm1(-1e-3), rel=1e-3
     )
+
+
+def test_the_mismatch_by_age_counts_each_sampled_token_and_does_not_wait(
+    policy: Policy, waits: list[str]
+) -> None:
+    batches = make_batches(2)
+    batches[0].versions = np.array([7, 7, 5, 5, -1])
+    batches[1].versions = np.array([7, 5, 5, 5, 6])
+    metrics = MetricSums()
+    compute_old_policy(policy, batches, metrics, version=7)
+    assert not waits
+    values = metrics.values()
+    difference = torch.cat([b.logprobs - b.rollout_logprobs for b in batches]).as_subclass(
+        torch.Tensor
+    )
+    places_by_age = {0: [0, 1, 5], 1: [9], 2: [2, 3, 6, 7, 8]}
+    for age, places in places_by_age.items():
+        size = float(difference[places].abs().mean())
+        name = f"mismatch/age/{age}/logprob_abs_mean"
+        assert values[name] == pytest.approx(size, rel=1e-6)
+        assert f"mismatch/age/{age}/k3_kl" in values
+    assert len([name for name in values if name.startswith("mismatch/age/")]) == 6
+    without = MetricSums()
+    compute_old_policy(policy, batches, without)
+    assert not [name for name in without.values() if name.startswith("mismatch/age/")]
 
 
 def test_later_optimizer_steps_do_not_measure_the_noise(policy: Policy) -> None:

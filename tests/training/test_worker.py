@@ -88,7 +88,9 @@ class Passes:
         monkeypatch.setattr(module, "with_update_routes", lambda steps, *_: steps)
         monkeypatch.setattr(module, "update_policy", self._update)
 
-    def _old_policy(self, policy: Any, batches: Sequence[str], metrics: MetricSums) -> list[str]:
+    def _old_policy(
+        self, policy: Any, batches: Sequence[str], metrics: MetricSums, *, version: int | None
+    ) -> list[str]:
         metrics.add_mean("mismatch/route_disagreement", self._differing, 100)
         return [f"objective of {batch}" for batch in batches]
 

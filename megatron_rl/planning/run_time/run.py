@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from statistics import fmean
 
 from megatron_rl.config.schema import RolloutSettings
+from megatron_rl.contracts.group import Group as RolloutGroup
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
 from megatron_rl.planning.run_time.cluster import Cluster, Group, Machines
 from megatron_rl.planning.run_time.engine import Response
@@ -15,7 +16,7 @@ from megatron_rl.planning.run_time.lengths import Workload
 from megatron_rl.rollouts.messages import VersionBudget
 from megatron_rl.rollouts.queue import HeldRequests
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
-from megatron_rl.rollouts.steps.on_update import OnUpdate, open_steps_ahead
+from megatron_rl.rollouts.steps.on_update import OnUpdate, StoredPartials, open_steps_ahead
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 
 
@@ -230,6 +231,9 @@ class _SimulatedSource:
     def lift_budgets(self) -> None:
         raise RuntimeError("a simulated run saves no checkpoint")
 
+    def open_groups(self, partials: Sequence[RolloutGroup]) -> dict[int, tuple[RolloutGroup, ...]]:
+        raise RuntimeError("a simulated run saves no checkpoint")
+
 
 @dataclass(frozen=True)
 class _SimulatedControl:
@@ -252,3 +256,9 @@ class _SimulatedControl:
     def settle(self, idle: Callable[[], None]) -> HeldRequests:
         self.cluster.settle()
         return HeldRequests(0, 0)
+
+    def store_partials(self, idle: Callable[[], None]) -> StoredPartials:
+        raise RuntimeError("a simulated run saves no checkpoint")
+
+    def release_partials(self) -> None:
+        raise RuntimeError("a simulated run saves no checkpoint")

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.group import NEVER_SENT, STALE
 from megatron_rl.contracts.prompt import Sampling
+from megatron_rl.rollouts.generation.idle_time import IdleTime
 from megatron_rl.rollouts.generation.partial_response import PartialResponse
 from megatron_rl.rollouts.generation.slots import Slots
 from megatron_rl.rollouts.messages import (
@@ -175,8 +176,18 @@ class EnginePool:
         # Responses that wait for other weights, and the rollout of each
         self._parked: dict[PartialResponse, str] = {}
         self.on_parking: Callable[[], None] = lambda: None
+        self._idle_time = IdleTime()
         for engine in engines:
             self.add(engine)
+
+    @property
+    def idle_seconds(self) -> float:
+        """The seconds in which engines worked on no request so far, as a mean over the engines."""
+        return self._idle_time.seconds
+
+    def _note_idle_engines(self) -> None:
+        members = self._usable_members()
+        self._idle_time.note(sum(not member.in_flight for member in members), len(members))
 
     def set_version(self, version: int) -> None:
         """Use responses of these weights alone, from now on."""
@@ -205,6 +216,7 @@ class EnginePool:
         )
         self._members[engine.url] = _Member(client, engine.tp)
         self._slots.add(self._slots_per_engine)
+        self._note_idle_engines()
         self._announce_change()
 
     async def remove(self, url: str) -> None:
@@ -223,6 +235,7 @@ class EnginePool:
         rejected_tokens: Counter[str],
         seed: int | None = None,
         budget: Callable[[], VersionBudget | None] = lambda: None,
+        pieces: list[Generation] | None = None,
         stop: RepetitionStop | None = None,
     ) -> Generation:
         """Sample one response. Raises `EngineError` and `GenerationRejected`.
@@ -235,10 +248,10 @@ class EnginePool:
         by the reason. The tokens of a request without a reply are unknown.
         budget: returns the present one. A response that has used it up waits for other weights, or
         for another budget.
+        pieces: what there is of the response already. It receives further pieces as they arrive.
         stop: cuts a response off that repeats itself. Its finish reason is then LENGTH.
         """
-
-        response = PartialResponse(token_ids, sampling)
+        response = PartialResponse(token_ids, sampling, [] if pieces is None else pieces)
         attempts = _Attempts(self._settings.retries, rejected_tokens)
         self._responses.add(response)
         try:
@@ -322,6 +335,8 @@ class EnginePool:
             if not self._is_interrupted(piece, attempts):
                 return _joined(response, piece)
             response.add(piece)
+            if limit is not None and not response.is_complete:
+                return None  # less is left of its budget
         return response.generation()
 
     def _limit(self, response: PartialResponse, budget: VersionBudget | None) -> int | None:
@@ -470,6 +485,7 @@ class EnginePool:
         member = self._members.pop(url, None)
         if member is not None:
             self._slots.remove(self._slots_per_engine)
+            self._note_idle_engines()
             member.removed.set()
         return member
 
@@ -493,12 +509,14 @@ class EnginePool:
         end = asyncio.get_running_loop().create_future()
         request = _RunningRequest(member.client.url, _group_of(rid), end)
         member.in_flight += 1
+        self._note_idle_engines()
         self._running.add(request)
         self._idle.clear()
         try:
             yield
         finally:
             member.in_flight -= 1
+            self._note_idle_engines()
             self._running.remove(request)
             end.set_result(None)
             if not self._running:

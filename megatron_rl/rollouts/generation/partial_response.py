@@ -95,7 +95,8 @@ class PartialResponse:
             finish_reason=self._finish_reason,
             version_spans=self._version_spans(),
             cached_tokens=self.pieces[0].cached_tokens,
-            retractions=sum(piece.retractions for piece in self.pieces),
+            # One within a single version overwrites no rows that another version has recorded
+            retractions=sum(p.retractions for p in self.pieces if len(p.version_spans) > 1),
         )
 
     @property

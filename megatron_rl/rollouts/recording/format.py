@@ -33,6 +33,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     num_repeated, selection_metrics, unused_tokens: as in `RolloutBatch`. None stands for NaN and
     Inf.
     parts: names of the parts without file extensions.
+    is_open: only in checkpoints: the groups are what there was of an open step.
     """
 
     step: Count
@@ -45,6 +46,7 @@ class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):
     selection_metrics: dict[str, float | None] = {}
     unused_tokens: dict[str, Count] = {}
     parts: tuple[str, ...]
+    is_open: bool = False
     format: str = FORMAT
     version: int = VERSION
 
@@ -87,7 +89,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a part: a prompt with its rollouts on one node.
 
-    index: the group's place in the batch.
+    index: the group's place in the batch. open_samples: as in `Group`.
     """
 
     index: Count
@@ -99,6 +101,7 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     generated_at: float
     scored_at: float
     rollouts: tuple[RolloutRecord, ...]
+    open_samples: tuple[Count, ...] = ()
 
 
 def batch_directory(root: Path, step: int) -> Path:

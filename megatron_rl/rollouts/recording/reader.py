@@ -111,6 +111,7 @@ def _read_part(stem: Path) -> Iterator[tuple[int, Group, list[Rollout]]]:
             weight=record.weight,
             generated_at=record.generated_at,
             scored_at=record.scored_at,
+            open_samples=record.open_samples,
         )
         yield record.index, group, rollouts
 

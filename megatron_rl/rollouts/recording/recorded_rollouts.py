@@ -16,6 +16,7 @@ from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.routes import RouteError, RouteShape, validate_stored_routes
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
 from megatron_rl.rollouts.messages import VersionBudget
+from megatron_rl.rollouts.partials.saved_groups import SavedGroup
 from megatron_rl.rollouts.recording.format import BATCH_FILE
 from megatron_rl.rollouts.recording.reader import (
     RecordingUnreadable,
@@ -72,6 +73,10 @@ def load_batch(
     routes, vocab_size: as in `fit_rollout`. Raises `RecordingUnreadable` and `UnfitRollout`.
     """
     record = read_batch_record(directory)
+    if record.is_open:
+        raise RecordingUnreadable(
+            f"{directory} holds rollouts of a step that was not sampled whole"
+        )
     recorded_groups = read_groups(directory)
     rollouts_by_group = [
         [_fit(rollout, directory, routes, vocab_size) for rollout in rollouts]
@@ -97,6 +102,23 @@ def load_batch(
         },
         unused_tokens=record.unused_tokens,
     )
+
+
+def load_open_groups(
+    directory: Path, routes: RouteShape | None, vocab_size: int
+) -> list[SavedGroup]:
+    """Read what a checkpoint has of the groups of an open step.
+
+    routes, vocab_size: as in `fit_rollout`. Raises `RecordingUnreadable` and `UnfitRollout`.
+    """
+    return [
+        SavedGroup(
+            # The clock of the collector that measured these has ended
+            msgspec.structs.replace(group, generated_at=0.0, scored_at=0.0),
+            [_fit(rollout, directory, routes, vocab_size) for rollout in rollouts],
+        )
+        for group, rollouts in read_groups(directory)
+    ]
 
 
 def _fit(rollout: Rollout, directory: Path, routes: RouteShape | None, vocab_size: int) -> Rollout:
@@ -208,6 +230,10 @@ class RecordedRollouts:
         self._num_tokens = 0
         return num_tokens
 
+    def open_groups(self, partials: Sequence[Group]) -> dict[int, tuple[Group, ...]]:
+        """Return nothing: no step is open."""
+        return {}
+
     def lift_budgets(self) -> None:
         """Do nothing: no response is open."""
 
@@ -231,6 +257,14 @@ class RecordedRollouts:
 
     def refresh(self) -> None:
         """Do nothing: no engine fails or joins."""
+
+    def count_in_flight(self) -> int:
+        """Return 0: the batches are there."""
+        return 0
+
+    def engines_idle_seconds(self) -> float:
+        """Return 0: there is no engine."""
+        return 0.0
 
     def can_sample(self) -> bool:
         """Return True: the batches are there."""

@@ -91,6 +91,7 @@ class _Part:
             generated_at=group.generated_at,
             scored_at=group.scored_at,
             rollouts=records,
+            open_samples=group.open_samples,
         )
         self.lines.append(msgspec.json.encode(record) + b"\n")
 

@@ -1,14 +1,26 @@
-"""Handles responses that are open when the engines get other weights."""
+"""Handles responses that are open when the engines get other weights, or a checkpoint is saved."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_rl.config.schema import RolloutSettings
+from megatron_rl.contracts.group import Group
 from megatron_rl.rollouts.queue import HeldRequests
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead, StepSource
+
+
+@dataclass(frozen=True)
+class StoredPartials:
+    """The state of all requests, in the memory of collectors.
+
+    num_new_tokens: tokens that collectors have received since the last hold.
+    """
+
+    groups: tuple[Group, ...]
+    num_new_tokens: int
 
 
 class ResponseControl(Protocol):
@@ -30,6 +42,14 @@ class ResponseControl(Protocol):
         """Wait until every response has ended or has used up its budget."""
         ...
 
+    def store_partials(self, idle: Callable[[], None]) -> StoredPartials:
+        """Stop all responses, store what there is of them until `release_partials`, and go on."""
+        ...
+
+    def release_partials(self) -> None:
+        """Free what `store_partials` has stored."""
+        ...
+
 
 class OnUpdate(Protocol):
     """Handles responses that are open when the engines get other weights.
@@ -48,6 +68,24 @@ class OnUpdate(Protocol):
         """Let engines work on what is open."""
         ...
 
+    def before_save(
+        self, source: StepSource, *, is_stopping: bool
+    ) -> Mapping[int, tuple[Group, ...]]:
+        """Return what there is of the groups of open steps, by step, for a checkpoint.
+
+        is_stopping: the run ends after the checkpoint, and has little time.
+        """
+        ...
+
+    def after_save(self) -> None:
+        """Free what `before_save` has stored."""
+        ...
+
+    @property
+    def num_uncounted(self) -> int:
+        """The sampled tokens that the next `before_sync` will count, as far as they are known."""
+        ...
+
 
 @dataclass(frozen=True)
 class WaitForResponses:
@@ -60,6 +98,7 @@ class WaitForResponses:
     steps_ahead: StepsAhead
     can_sample: Callable[[], bool]
     is_quiet: bool = True
+    num_uncounted: int = 0
 
     def before_sync(self, source: StepSource) -> int:
         self.steps_ahead.complete(source, self.can_sample)
@@ -68,43 +107,86 @@ class WaitForResponses:
     def after_sync(self, source: StepSource) -> None:
         self.steps_ahead.complete(source)
 
+    def before_save(
+        self, source: StepSource, *, is_stopping: bool
+    ) -> Mapping[int, tuple[Group, ...]]:
+        """Complete the open step, if there is time for it. Nothing is open then."""
+        if not is_stopping:
+            self.steps_ahead.complete_for_save(source)
+        return {}
 
-@dataclass(frozen=True)
-class ParkResponses:
-    """Waits until each response has ended or used up its budget. The next weights continue it."""
+    def after_save(self) -> None:
+        """Do nothing: nothing is stored."""
+
+
+@dataclass
+class _OpenResponses:
+    """Responses that go on under other weights.
+
+    stores_partials: a checkpoint holds them. If not, they are sampled to their end before one.
+    """
 
     control: ResponseControl
     idle: Callable[[], None]
+    steps_ahead: StepsAhead
+    stores_partials: bool
     is_quiet: bool = False
+    num_uncounted: int = 0
+
+    def before_save(
+        self, source: StepSource, *, is_stopping: bool
+    ) -> Mapping[int, tuple[Group, ...]]:
+        """Store what there is of open responses, or complete them if there is time for it."""
+        if self.stores_partials:
+            if not source.open_steps:
+                return {}
+            partials = self.control.store_partials(self.idle)
+            self.num_uncounted += partials.num_new_tokens
+            return source.open_groups(partials.groups)
+        if not is_stopping:
+            self.steps_ahead.complete_for_save(source)
+        return {}
+
+    def after_save(self) -> None:
+        self.control.release_partials()
+
+    def _count(self, requests: HeldRequests) -> int:
+        num_tokens = self.num_uncounted + requests.num_new_tokens
+        self.num_uncounted = 0
+        return num_tokens
+
+
+class ParkResponses(_OpenResponses):
+    """Waits until each response has ended or used up its budget. The next weights continue it."""
 
     def before_sync(self, source: StepSource) -> int:
-        return self.control.settle(self.idle).num_new_tokens
+        return self._count(self.control.settle(self.idle))
 
     def after_sync(self, source: StepSource) -> None:
         """Do nothing: the new version continues the responses."""
 
 
-@dataclass(frozen=True)
-class InterruptResponses:
+class InterruptResponses(_OpenResponses):
     """Stops responses in the middle. The next weights continue them, on any engine."""
 
-    control: ResponseControl
-    idle: Callable[[], None]
-    is_quiet: bool = False
-
     def before_sync(self, source: StepSource) -> int:
-        return self.control.interrupt(self.idle).num_new_tokens
+        return self._count(self.control.interrupt(self.idle))
 
     def after_sync(self, source: StepSource) -> None:
         self.control.proceed()
 
 
 def open_steps_ahead(
-    settings: RolloutSettings, control: ResponseControl, idle: Callable[[], None]
+    settings: RolloutSettings,
+    control: ResponseControl,
+    idle: Callable[[], None],
+    *,
+    stores_partials: bool = True,
 ) -> tuple[StepsAhead, OnUpdate]:
     """Make both parts of sampling ahead from the settings.
 
-    idle: called regularly while responses come to rest.
+    idle: called regularly while responses come to rest. stores_partials: what there is of a rollout
+    can be stored.
     """
     steps_ahead = StepsAhead(
         settings.max_staleness,
@@ -113,7 +195,7 @@ def open_steps_ahead(
     )
     on_update: OnUpdate = WaitForResponses(steps_ahead, control.can_sample)
     if settings.on_update == "budget":
-        on_update = ParkResponses(control, idle)
+        on_update = ParkResponses(control, idle, steps_ahead, stores_partials)
     elif settings.on_update == "resume":
-        on_update = InterruptResponses(control, idle)
+        on_update = InterruptResponses(control, idle, steps_ahead, stores_partials)
     return steps_ahead, on_update

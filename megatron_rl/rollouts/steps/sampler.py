@@ -122,6 +122,23 @@ class RolloutSampler:
         self._num_tokens = 0
         return num_tokens
 
+    def open_groups(self, partials: Sequence[Group]) -> dict[int, tuple[Group, ...]]:
+        """Return what there is of all groups of open steps, finished or not, by step.
+
+        partials: what there is of those that are not finished.
+        """
+        return {
+            step: self._open_groups(sampling, partials) for step, sampling in self._open.items()
+        }
+
+    def _open_groups(self, sampling: StepSampling, partials: Sequence[Group]) -> tuple[Group, ...]:
+        lost_ids = set(self.queue.lost_groups(tuple(sampling.parts)))
+        groups = {id_: part for id_, part in sampling.parts.items() if id_ not in lost_ids}
+        for group in (*partials, *self.queue.arrived_groups(sampling.requested_ids)):
+            if group.group_id in sampling.requested_ids:
+                groups[group.group_id] = group
+        return tuple(groups.values())
+
     def lift_budgets(self) -> None:
         """Let the responses of all open steps be sampled to their end."""
         self.queue.lift_budgets()
@@ -188,7 +205,7 @@ class RolloutSampler:
             for part in self._arrivals(sampling.requested_ids, can_continue):
                 num_tokens = self.queue.tokens_of(part.group_id)
                 sampling.generated_tokens += num_tokens
-                self._num_tokens += num_tokens
+                self._num_tokens += num_tokens - self.queue.saved_tokens_of(part.group_id)
                 self._submit(sampling, sampling.take(part))
                 if sampling.selection.num_needed() is not None:
                     self._drop_surplus(sampling)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
 from megatron_rl.contracts.exit_codes import Failure
+from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.rollouts.messages import VersionBudget
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
@@ -47,6 +48,13 @@ class StepSource(Protocol):
         """Return the tokens that were sampled since the last call."""
         ...
 
+    def open_groups(self, partials: Sequence[Group]) -> dict[int, tuple[Group, ...]]:
+        """Return what there is of all groups of open steps, finished or not, by step.
+
+        partials: what there is of those that are not finished.
+        """
+        ...
+
     def lift_budgets(self) -> None:
         """Let the responses of all open steps be sampled to their end."""
         ...
@@ -84,6 +92,7 @@ class StepsAhead:
         # By step with a batch: the place among the prompts before it, if it is known
         self._states_before: dict[int, SelectorState] = {}
         self._failures: dict[int, Failure] = {}  # by step
+        self._saved_steps: frozenset[int] = frozenset()  # those that were open in a checkpoint
 
     @property
     def max_staleness(self) -> int:
@@ -112,13 +121,20 @@ class StepsAhead:
         """Return the place among the prompts before a step with a batch, if it is known."""
         return self._states_before.get(step)
 
-    def restore(self, batches: Mapping[int, RolloutBatch]) -> None:
-        """Continue with the batches of a checkpoint."""
+    def restore(
+        self, batches: Mapping[int, RolloutBatch], open_steps: Collection[int] = ()
+    ) -> None:
+        """Continue with the batches of a checkpoint. open_steps: those that were open there."""
         self._batches = dict(batches)
+        self._saved_steps = frozenset(open_steps)
 
     def has_begun(self, step: int, source: StepSource) -> bool:
         """Return True for a step whose rollouts were requested already."""
         return step in self._batches or step in self._failures or step in source.open_steps
+
+    def is_under_way(self, step: int, source: StepSource) -> bool:
+        """Return True for a step that has begun, here or before the checkpoint."""
+        return self.has_begun(step, source) or step in self._saved_steps
 
     def begin_open(self, step: int, last_step: int, version: int, source: StepSource) -> None:
         """Begin the steps that may be sampled with the present weights, before `step` is taken.
@@ -198,6 +214,7 @@ class StepsAhead:
         self._batches = {}
         self._states_before = {}
         self._failures = {}
+        self._saved_steps = frozenset()
         return group_ids, num_tokens
 
     def _budget(self, num_ahead: int, version: int) -> VersionBudget | None:

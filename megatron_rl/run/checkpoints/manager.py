@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 from megatron_rl.config.schema import RunSettings
 from megatron_rl.contracts.commands import BatchAhead, Checkpoint, RollBack, WaitForSave
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.contracts.group import Group, sampled_tokens
 from megatron_rl.contracts.run_state import LoopState, RunState
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.stopwatch import Stopwatch
@@ -41,13 +42,15 @@ class StoppedAfterSave(Failure):
 class SavePoint:
     """The content of a checkpoint apart from tensors.
 
-    batches: the rollouts that were sampled before their step, by step. fallback: the state without
-    them, in case that they are gone. None: there is none.
+    batches: the rollouts that were sampled before their step, by step. open_groups: what there is
+    of the groups of open steps, by step. fallback: the state without both, in case that they are
+    gone. None: there is none.
     """
 
     state: LoopState
     batches: Mapping[int, RolloutBatch] = field(default_factory=dict)
     fallback: LoopState | None = None
+    open_groups: Mapping[int, tuple[Group, ...]] = field(default_factory=dict)
 
 
 @dataclass
@@ -154,8 +157,9 @@ class CheckpointManager:
             reference=self.reference,
             best=best,
         )
-        batches = tuple(_batch_ahead(step, batch) for step, batch in point.batches.items())
-        return Checkpoint(state.step, encode_state(state), in_background, best, batches)
+        batches = [_batch_ahead(step, batch) for step, batch in point.batches.items()]
+        batches += [_open_step(step, groups) for step, groups in point.open_groups.items()]
+        return Checkpoint(state.step, encode_state(state), in_background, best, tuple(batches))
 
     def wait_for_save(self) -> dict[str, float]:
         """Wait for the save in the background, if there is one; returns its metrics.
@@ -232,4 +236,18 @@ def _batch_ahead(step: int, batch: RolloutBatch) -> BatchAhead:
         num_repeated=batch.num_repeated,
         selection_metrics=dict(batch.selection_metrics),
         unused_tokens=dict(batch.unused_tokens),
+    )
+
+
+def _open_step(step: int, groups: Sequence[Group]) -> BatchAhead:
+    return BatchAhead(
+        step=step,
+        groups=tuple(groups),
+        num_stopped=0,
+        num_surplus=0,
+        generated_tokens=sum(map(sampled_tokens, groups)),
+        engines_left_out=0,
+        num_repeated=0,
+        selection_metrics={},
+        is_open=True,
     )

@@ -124,11 +124,12 @@ class ResumePoint:
         if self.state is None:
             return []
         changes = _changes(self.state.settings, flat_configuration(c))
-        num_ahead = len(self.state.position.steps_ahead)
+        position = self.state.position
+        num_ahead = len(position.steps_ahead) + len(position.open_steps)
         if num_ahead > c.rollout.max_staleness and not c.is_measurement:
             raise CheckpointOfOtherRun(
                 f"rollout.max_staleness={c.rollout.max_staleness}: {self.checkpoint} holds the "
-                f"rollouts of {num_ahead} step(s) that were sampled ahead. Give at least "
+                f"rollouts of {num_ahead} step(s) that are sampled ahead. Give at least "
                 f"{num_ahead}"
             )
         fixed_keys = _FIXED_KEYS_OF_MEASUREMENTS if c.is_measurement else _FIXED_KEYS

@@ -1,4 +1,4 @@
-"""The rollouts in a checkpoint: batches that were sampled before their step."""
+"""The rollouts in a checkpoint: those that were sampled before their step, and open ones."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ from megatron_rl.contracts.commands import BatchAhead
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.routes import RouteShape
+from megatron_rl.rollouts.partials.saved_groups import SavedGroup
 from megatron_rl.rollouts.recording.format import BatchRecord, batch_directory
 from megatron_rl.rollouts.recording.reader import RecordingUnreadable
-from megatron_rl.rollouts.recording.recorded_rollouts import UnfitRollout, load_batch
+from megatron_rl.rollouts.recording.recorded_rollouts import (
+    UnfitRollout,
+    load_batch,
+    load_open_groups,
+)
 from megatron_rl.rollouts.recording.writer import write_batch, write_parts
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.store import RolloutGone, RolloutStore, read_rollout
@@ -24,7 +29,7 @@ _FOLDER = "rollouts"
 
 @dataclass(frozen=True)
 class LocalBatch:
-    """The part of a batch that one node stores.
+    """The part of a batch that one node stores. It may be of a step that is still sampled.
 
     groups: (place in the batch, group, its rollouts).
     """
@@ -53,6 +58,7 @@ class LocalBatch:
             },
             unused_tokens=batch.unused_tokens,
             parts=tuple(names),
+            is_open=batch.is_open,
         )
         directory = self._directory(checkpoint)
         directory.mkdir(parents=True, exist_ok=True)
@@ -97,3 +103,23 @@ def load_batches(
         }
     except (RecordingUnreadable, UnfitRollout) as error:
         raise ValueError(f"its rollouts cannot be used: {error}") from error
+
+
+def load_open_steps(
+    checkpoint: Path, steps: Sequence[int], routes: RouteShape | None, vocab_size: int
+) -> list[SavedGroup]:
+    """Load what a checkpoint has of the groups of open steps.
+
+    routes, vocab_size: of the model. Raises ValueError when they are damaged, or another model has
+    sampled them.
+    """
+    try:
+        return [
+            group
+            for step in steps
+            for group in load_open_groups(
+                batch_directory(checkpoint / _FOLDER, step), routes, vocab_size
+            )
+        ]
+    except (RecordingUnreadable, UnfitRollout) as error:
+        raise ValueError(f"its open rollouts cannot be used: {error}") from error

@@ -9,18 +9,20 @@ from megatron_rl.config.evaluations import best_metric
 from megatron_rl.config.schema import Configuration
 from megatron_rl.credit.assign import Credit
 from megatron_rl.engines.connections import EngineConnections
+from megatron_rl.environments.environment import is_replayable
 from megatron_rl.models.route_shape import route_shape
 from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.prompts.selection.factory import credit_warning, open_selector
 from megatron_rl.records.run_directory import STOP_FILE
 from megatron_rl.rollouts.evaluation import Evaluation
+from megatron_rl.rollouts.partials.saved_groups import SavedGroups
 from megatron_rl.rollouts.steps.on_update import open_steps_ahead
 from megatron_rl.rollouts.steps.sampler import RolloutSampler
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 from megatron_rl.run.checkpoints.best import BestCheckpoint
 from megatron_rl.run.checkpoints.manager import CheckpointManager
 from megatron_rl.run.checkpoints.resume import explained_load_errors, flat_configuration
-from megatron_rl.run.checkpoints.rollouts import load_batches
+from megatron_rl.run.checkpoints.rollouts import load_batches, load_open_steps
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.run.curriculum import Curriculum
 from megatron_rl.run.leader import Leader
@@ -55,7 +57,12 @@ class TrainingMode:
             log = self.setup.progress.log
             curriculum = Curriculum(phases_of(c), open_parts, parts.dispatcher, log)
         state = self.setup.resume_point.state
-        steps_ahead, on_update = open_steps_ahead(c.rollout, parts.connections, parts.idle)
+        steps_ahead, on_update = open_steps_ahead(
+            c.rollout,
+            parts.connections,
+            parts.idle,
+            stores_partials=is_replayable(c.environment),
+        )
         self._restore_rollouts(steps_ahead, parts.connections)
         loop = RecordingLeader if c.mode == "rollout_only" else Leader
         return loop(
@@ -80,19 +87,21 @@ class TrainingMode:
         )
 
     def _restore_rollouts(self, steps_ahead: StepsAhead, connections: EngineConnections) -> None:
-        """Load the batches that were sampled ahead before the checkpoint."""
+        """Load the rollouts that were sampled ahead before the checkpoint."""
         c = self.setup.configuration
         point = self.setup.resume_point
         if point.state is not None and point.checkpoint is not None:
+            position = point.state.position
+            routes = route_shape(self.setup.shape) if c.train.replay == "rollout" else None
+            vocab_size = self.setup.shape.vocab_size
             with explained_load_errors(point.checkpoint):
                 batches = load_batches(
-                    point.checkpoint,
-                    point.state.position.steps_ahead,
-                    connections.store,
-                    route_shape(self.setup.shape) if c.train.replay == "rollout" else None,
-                    self.setup.shape.vocab_size,
+                    point.checkpoint, position.steps_ahead, connections.store, routes, vocab_size
                 )
-            steps_ahead.restore(batches)
+                groups = load_open_steps(point.checkpoint, position.open_steps, routes, vocab_size)
+            steps_ahead.restore(batches, position.open_steps)
+            log = self.setup.progress.log
+            connections.queue.restore(SavedGroups(groups, connections.store, log))
 
     def _log_prompts(self) -> None:
         prompts = self.setup.run_data.training_prompts

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,15 +18,18 @@ from megatron_rl.config.schema import DataSettings, RolloutSettings, SelectionSe
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.selection.factory import open_selector
+from megatron_rl.prompts.selection.selector import Selector
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.rollouts.messages import GroupRequest, VersionBudget
+from megatron_rl.rollouts.partials.saved_groups import SavedGroup, SavedGroups
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, TooManyRejected
 from megatron_rl.rollouts.steps.sampler import RolloutSampler
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 from tests.support.rollouts import make_rollout
 
 PROMPTS = [Prompt(id=f"p{n}", token_ids=(1, 2), answer="3", task="t") for n in range(40)]
-REF = make_ref(make_rollout(2, 3))
+ROLLOUT = make_rollout(2, 3)
+REF = make_ref(ROLLOUT)
 
 
 class NothingArrives(Exception):
@@ -49,25 +52,41 @@ class SimulatedQueue:
     engines_left_out: tuple[str, ...] = ()
     lost_ids: set[str] = field(default_factory=set)
     deliveries: Counter[str] = field(default_factory=Counter)
+    checkpoint: SavedGroups = field(default_factory=SavedGroups)
+    _ready: list[Group] = field(default_factory=list)  # that have arrived
     _outstanding: dict[str, GroupRequest] = field(default_factory=dict)
     _delivered: dict[str, GroupRequest] = field(default_factory=dict)
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         for request in requests:
             assert request.group_id not in self._outstanding | self._delivered
-            self._outstanding[request.group_id] = request
+            checkpoint = self.checkpoint.take(request)
+            if checkpoint is not None and checkpoint.is_finished:
+                self._delivered[request.group_id] = request
+                self._ready.append(checkpoint.group)
+            else:
+                self._outstanding[request.group_id] = request
 
     def as_completed(
         self, idle: Callable[[], None], *, is_wanted: Callable[[str], bool]
     ) -> Iterator[Group]:
-        while wanted_ids := sorted(filter(is_wanted, self._outstanding)):
+        while True:
+            while ready := [group for group in self._ready if is_wanted(group.group_id)]:
+                self._ready.remove(ready[0])
+                yield ready[0]
+            if not any(map(is_wanted, self._outstanding)):
+                return
             idle()
             if not self.serves:
                 raise NothingArrives
-            yield self._answer(self.order.choice(wanted_ids))
+            # Groups of later steps arrive meanwhile
+            self._ready.append(self._answer(self.order.choice(sorted(self._outstanding))))
 
     def tokens_of(self, group_id: str) -> int:
         return 3 * self._delivered[group_id].num_samples
+
+    def saved_tokens_of(self, group_id: str) -> int:
+        return 0
 
     def lost_groups(self, group_ids: Sequence[str]) -> list[str]:
         return [group_id for group_id in group_ids if group_id in self.lost_ids]
@@ -85,9 +104,27 @@ class SimulatedQueue:
         for group_id in group_ids:
             self._outstanding.pop(group_id, None)
             self._delivered.pop(group_id, None)
+            self._ready = [group for group in self._ready if group.group_id != group_id]
 
     def lift_budgets(self) -> None:
         self.num_lifts += 1
+
+    def arrived_groups(self, group_ids: Collection[str]) -> list[Group]:
+        wanted_ids = set(group_ids) - self.lost_ids
+        return [group for group in self._ready if group.group_id in wanted_ids]
+
+    def partials(self) -> list[Group]:
+        """Return the state of some open groups: all their rollouts are open, and have no token."""
+        return [
+            Group(
+                group_id=group_id,
+                prompt=request.prompt,
+                rollouts=(),
+                open_samples=tuple(range(request.num_samples)),
+            )
+            for group_id, request in self._outstanding.items()
+            if self.order.random() < 0.5
+        ]
 
     @property
     def held_ids(self) -> list[str]:
@@ -148,6 +185,8 @@ class SimulatedRun:
                     self.ahead.complete_for_save(self.sampler)
                 if fault == "rollback":
                     self._drop()
+                if fault == "kill":
+                    self._resume()
             else:
                 self._wait_and_sync(fault)
         return self
@@ -157,6 +196,32 @@ class SimulatedRun:
         group_ids, _ = self.ahead.drop(self.sampler)
         self.queue.release(group_ids)
         assert self.queue.held_ids == [] and self.queue.is_empty
+
+    def _resume(self) -> None:
+        """End everything but a checkpoint, and go on from there."""
+        open_groups = self.sampler.open_groups(self.queue.partials())
+        assert tuple(open_groups) == self.sampler.open_steps
+        batches = self.ahead.batches
+        state = self.sampler.state()
+        queue = SimulatedQueue(
+            self.queue.order, self.queue.version, deliveries=self.queue.deliveries
+        )
+        queue.checkpoint = SavedGroups(
+            SavedGroup(group, [ROLLOUT] * len(group.rollouts))
+            for groups in open_groups.values()
+            for group in groups
+        )
+        for batch in batches.values():
+            queue._delivered |= {id_: self.queue._delivered[id_] for id_ in batch.delivered_ids}
+        self.queue = queue
+        scripted_queue: Any = queue
+        settings = self.sampler.settings
+        self.sampler = RolloutSampler(
+            scripted_queue, settings, make_selector("uniform", settings), (1,), lambda: None
+        )
+        self.sampler.restore(state)
+        self.ahead = StepsAhead(settings.max_staleness, continues_responses=True)
+        self.ahead.restore(batches, tuple(open_groups))
 
     def _with_all_rollouts(self, batch: RolloutBatch) -> RolloutBatch:
         lost_ids = self.queue.lost_groups(batch.delivered_ids)
@@ -181,12 +246,16 @@ class SimulatedRun:
         self.queue.release(batch.delivered_ids)
 
 
+def make_selector(name: str, rollout: RolloutSettings) -> Selector:
+    source = PromptSource(PROMPTS, PROMPTS[:1], DataSettings(source="column_addition"))
+    return open_selector(source, rollout, SelectionSettings(name=name, probe_samples=2), seed=0)
+
+
 def make_run(name: str, *, max_staleness: int, seed: int, continues: bool = False) -> SimulatedRun:
     rollout = RolloutSettings(
         max_new_tokens=8, prompts_per_step=4, samples_per_prompt=4, max_staleness=max_staleness
     )
-    source = PromptSource(PROMPTS, PROMPTS[:1], DataSettings(source="column_addition"))
-    selector = open_selector(source, rollout, SelectionSettings(name=name, probe_samples=2), seed=0)
+    selector = make_selector(name, rollout)
     queue: Any = SimulatedQueue(random.Random(seed))
     sampler = RolloutSampler(queue, rollout, selector, (1,), lambda: None)
     ahead = StepsAhead(max_staleness, continues_responses=continues)
@@ -205,9 +274,9 @@ def make_run(name: str, *, max_staleness: int, seed: int, continues: bool = Fals
 def test_every_group_is_trained_once_and_never_too_old(
     name: str, max_staleness: int, seed: int, faults: dict[int, str]
 ) -> None:
-    undisturbed = make_run(name, max_staleness=max_staleness, seed=0).run(12, {})
+    calm_run = make_run(name, max_staleness=max_staleness, seed=0).run(12, {})
     run = make_run(name, max_staleness=max_staleness, seed=seed).run(12, faults)
-    assert run.trained == undisturbed.trained
+    assert run.trained == calm_run.trained
     ids = [rollout_id for ids in run.trained.values() for rollout_id in ids]
     assert len(ids) == len(set(ids))
     assert max(run.ages) <= min(max_staleness, 1)
@@ -223,18 +292,20 @@ def test_every_group_is_trained_once_and_never_too_old(
     seed=st.integers(0, 2**20),
     faults=st.dictionaries(
         st.integers(1, 12),
-        st.sampled_from(["checkpoint", "collector ends", "rollback"]),
+        st.sampled_from(["checkpoint", "collector ends", "rollback", "kill"]),
         max_size=5,
     ),
 )
 def test_responses_that_continue_are_trained_once_and_never_too_old(
     max_staleness: int, seed: int, faults: dict[int, str]
 ) -> None:
-    undisturbed = make_run("uniform", max_staleness=0, seed=0).run(12, {})
+    calm_run = make_run("uniform", max_staleness=0, seed=0).run(12, {})
     run = make_run("uniform", max_staleness=max_staleness, seed=seed, continues=True)
     run.run(12, faults)
     if "rollback" not in faults.values():
-        assert run.trained == undisturbed.trained
+        assert run.trained == calm_run.trained
+    if not {"rollback", "collector ends"} & set(faults.values()):
+        assert set(run.queue.deliveries.values()) == {1}, "what a checkpoint has is sampled again"
     ids = [rollout_id for ids in run.trained.values() for rollout_id in ids]
     assert len(ids) == len(set(ids)) == 12 * 16
     for step, rollout_ids in run.trained.items():
@@ -278,6 +349,21 @@ def test_no_step_is_sampled_beyond_the_last_one() -> None:
     run.ahead.take(3, run.sampler)
     run.ahead.begin_next(3, 3, run.sampler)
     assert run.sampler.open_steps == ()
+
+
+def test_groups_of_a_step_that_is_aborted_are_kept_unless_they_are_lost() -> None:
+    run = make_run("uniform", max_staleness=1, seed=0)
+    run.sampler.begin_step(1)
+    arrivals = iter([True, True, True, False])
+    assert run.sampler.finish_step(lambda: next(arrivals)) is None
+    (last_id,) = run.sampler._open[1].requested_ids
+    known_ids = {group.group_id for group in run.sampler.open_groups([])[1]}
+    assert known_ids == set(run.queue.held_ids) and len(known_ids) == 3
+    run.queue.lost_ids = {run.queue.held_ids[0]}
+    partial = Group(group_id=last_id, prompt=PROMPTS[0], rollouts=(), open_samples=(0,))
+    groups = run.sampler.open_groups([partial])[1]
+    assert {group.group_id for group in groups} == (known_ids - run.queue.lost_ids) | {last_id}
+    assert run.sampler.state().prompts.position == 0  # a resumed run selects the same prompts
 
 
 def test_without_an_engine_the_next_step_stays_open() -> None:

@@ -1,0 +1,207 @@
+"""Groups while a collector samples them, from the start that a checkpoint had of them."""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from megatron_rl.contracts.group import Group, Verdict
+from megatron_rl.contracts.prompt import Prompt, Sampling
+from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.contracts.routes import RouteShape
+from megatron_rl.environments.episode import Episode
+from megatron_rl.rollouts.generation.partial_response import PartialResponse
+from megatron_rl.rollouts.partials.stored_responses import StoredResponse, responses_of
+from sglang_bridge.generation import FinishReason, Generation
+
+# Tokens of a stored rollout that its environment did not ask for when it played it again
+NOT_RESTORED = "not_restored"
+NO_VERDICT_YET = Verdict(reward=None, correctness=None)
+
+
+@dataclass(frozen=True)
+class ScoredRollout:
+    """A rollout and its verdict.
+
+    num_generated: tokens that engines sampled and that are part of it.
+    rejected_tokens: tokens of its responses that could not be used and were sampled again, by the
+    reason.
+    generated_at: time of its last response, on the monotonic clock. 0 for one of a checkpoint.
+    is_repetitive: its last response was cut off, because it repeated itself.
+    """
+
+    rollout: Rollout
+    verdict: Verdict
+    num_generated: int
+    rejected_tokens: Mapping[str, int]
+    generated_at: float
+    is_repetitive: bool = False
+
+
+@dataclass(frozen=True)
+class RejectedRollout:
+    """The reason why there is no rollout.
+
+    rejected_tokens: tokens that engines sampled for it nevertheless, by the reason why they are not
+    used.
+    environment_error: description of the environment's error, "" for other reasons.
+    """
+
+    reason: str
+    rejected_tokens: Mapping[str, int]
+    environment_error: str = ""
+
+
+@dataclass(eq=False)
+class EpisodeProgress:
+    """The state of one rollout.
+
+    stored_responses: those of a checkpoint that its environment has not asked for yet.
+    episode: the one that is played, None before it begins. pieces: of the response that is being
+    sampled. outcome: None until it is scored or rejected.
+    """
+
+    stored_responses: deque[StoredResponse] = field(default_factory=deque)
+    episode: Episode | None = None
+    pieces: list[Generation] = field(default_factory=list)
+    outcome: ScoredRollout | RejectedRollout | None = None
+
+    @property
+    def is_changing(self) -> bool:
+        """True while the episode takes a response."""
+        is_adding = self.episode is not None and self.episode.is_adding
+        return is_adding or bool(self.stored_responses)
+
+    def take_stored(
+        self, token_ids: Sequence[int], rejected_tokens: Counter[str]
+    ) -> Generation | None:
+        """Return the stored response to these tokens, None without one.
+
+        rejected_tokens: receives the tokens of stored responses that are dropped, because the
+        environment asks for another one.
+        """
+        responses = self.stored_responses
+        if responses and responses[0].input_ids == list(token_ids):
+            return responses.popleft().generation
+        rejected_tokens += Counter({NOT_RESTORED: self.drop_stored()})
+        return None
+
+    def drop_stored(self) -> int:
+        """Drop all stored responses. Returns the number of their tokens."""
+        num_tokens = sum(response.num_tokens for response in self.stored_responses)
+        self.stored_responses.clear()
+        return num_tokens
+
+    def rollout_so_far(self, sampling: Sampling) -> Rollout | None:
+        """Return everything up to the last sampled token, None before the first one."""
+        if self.episode is None:
+            return None
+        response = None
+        if self.pieces:
+            response = PartialResponse((), sampling, self.pieces).generation()
+        return self.episode.rollout_so_far(response)
+
+
+class GroupProgress:
+    """The state of a group.
+
+    indices: sample indices of its request. start: what a checkpoint had of it, None without one.
+    rollouts: those of `start`, by sample index. shape: of the engines' routes.
+    first_results: the finished rollouts of `start`. episodes: the others, by sample index.
+    """
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        sampling: Sampling,
+        indices: Iterable[int],
+        *,
+        start: Group | None = None,
+        rollouts: Mapping[int, Rollout] | None = None,
+        shape: RouteShape | None = None,
+    ) -> None:
+        self._prompt = prompt
+        self._sampling = sampling
+        self.first_results: list[ScoredRollout] = []
+        self.rejections = Counter[str]()
+        self.rejected_tokens = Counter[str]()
+        self.environment_error = ""
+        self.episodes: dict[int, EpisodeProgress] = {}
+        if start is None:
+            self.episodes = {index: EpisodeProgress() for index in indices}
+        else:
+            self._restore(start, rollouts or {}, shape)
+
+    @property
+    def is_changing(self) -> bool:
+        """True while an episode takes a response. It does not tell then what there is of it."""
+        return any(progress.is_changing for progress in self.episodes.values())
+
+    @property
+    def outcomes(self) -> list[ScoredRollout | RejectedRollout]:
+        """The outcomes of all episodes that have one."""
+        outcomes = (progress.outcome for progress in self.episodes.values())
+        return [outcome for outcome in outcomes if outcome is not None]
+
+    def results(self) -> list[ScoredRollout]:
+        """Return all rollouts with their verdicts, by sample index."""
+        results = [outcome for outcome in self.outcomes if isinstance(outcome, ScoredRollout)]
+        return sorted(self.first_results + results, key=lambda result: result.rollout.sample_index)
+
+    def count_rejections(self) -> dict[str, int]:
+        """Return the number of rejected rollouts, by reason."""
+        reasons = (o.reason for o in self.outcomes if isinstance(o, RejectedRollout))
+        return dict(self.rejections + Counter(reasons))
+
+    def count_rejected_tokens(self) -> Counter[str]:
+        """Return the tokens that are not used, by reason. Those of open episodes are not known."""
+        tokens = Counter(self.rejected_tokens)
+        for outcome in self.outcomes:
+            tokens.update(outcome.rejected_tokens)
+        return tokens
+
+    def first_environment_error(self) -> str:
+        """Return the first error of the environment, "" without one."""
+        errors = [o.environment_error for o in self.outcomes if isinstance(o, RejectedRollout)]
+        return next((error for error in [self.environment_error, *errors] if error), "")
+
+    def open_samples(self) -> tuple[int, ...]:
+        """Return the sample indices without an outcome."""
+        return tuple(i for i, progress in self.episodes.items() if progress.outcome is None)
+
+    def open_rollouts(self) -> list[Rollout]:
+        """Return the open rollouts that have sampled tokens."""
+        rollouts = (self.episodes[i].rollout_so_far(self._sampling) for i in self.open_samples())
+        return [rollout for rollout in rollouts if rollout is not None]
+
+    def tokens_rejected_in_open_episodes(self) -> Counter[str]:
+        """Return the tokens of open episodes that are not used, by reason."""
+        tokens = Counter[str]()
+        for index in self.open_samples():
+            episode = self.episodes[index].episode
+            if episode is not None:
+                tokens.update(episode.rejected_tokens)
+        return tokens
+
+    def _restore(
+        self, start: Group, rollouts: Mapping[int, Rollout], shape: RouteShape | None
+    ) -> None:
+        self.rejections.update(start.rejections)
+        self.rejected_tokens.update(start.rejected_tokens)
+        self.environment_error = start.environment_error
+        for index in start.open_samples:
+            responses = responses_of(rollouts[index], shape) if index in rollouts else []
+            self.episodes[index] = EpisodeProgress(deque(responses))
+        for ref in start.rollouts:
+            if ref.sample_index not in self.episodes:
+                self.first_results.append(
+                    ScoredRollout(
+                        rollouts[ref.sample_index], ref.verdict, ref.num_generated, {}, 0.0
+                    )
+                )
+
+
+def is_unfinished(generation: Generation) -> bool:
+    """Return True for the part that there is of a response."""
+    return generation.finish_reason is FinishReason.ABORT

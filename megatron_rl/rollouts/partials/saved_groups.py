@@ -1,0 +1,112 @@
+"""The groups of open steps that a checkpoint has, on rank 0 of a resumed run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from megatron_rl.contracts.group import Group, sampled_tokens
+from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.rollouts import codec
+from megatron_rl.rollouts.messages import MAX_MESSAGE_BYTES, GroupRequest, SavedRollout
+from megatron_rl.rollouts.store import RolloutStore
+
+_ENVELOPE_BYTES = 1024  # of a message around a rollout
+
+
+@dataclass(frozen=True)
+class SavedGroup:
+    """The state of a group in a checkpoint. rollouts: those of `group.rollouts`, in their order."""
+
+    group: Group
+    rollouts: Sequence[Rollout]
+
+    @property
+    def is_finished(self) -> bool:
+        return not self.group.open_samples
+
+    @property
+    def num_tokens(self) -> int:
+        """The tokens that engines sampled for it."""
+        return sampled_tokens(self.group)
+
+    def messages(self) -> Iterator[SavedRollout]:
+        """Yield the rollouts for a collector."""
+        for rollout in self.rollouts:
+            data = codec.encode(rollout)
+            yield SavedRollout(self.group.group_id, rollout.sample_index, data)
+
+    def fits(self, request: GroupRequest) -> bool:
+        """Return True if it is a group of this request, and a collector can be sent it."""
+        group = self.group
+        indices = range(request.first_sample, request.first_sample + request.num_samples)
+        samples = {*group.open_samples, *(ref.sample_index for ref in group.rollouts)}
+        num_known = len(samples) + sum(group.rejections.values())
+        return (
+            group.prompt.id == request.prompt.id
+            and group.prompt.token_ids == request.prompt.token_ids
+            and num_known == request.num_samples
+            and samples <= set(indices)
+            and max(map(_nbytes, self.rollouts), default=0) < MAX_MESSAGE_BYTES - _ENVELOPE_BYTES
+        )
+
+
+class SavedGroups:
+    """Groups of a checkpoint that wait until their step begins again.
+
+    store: of rank 0, for the rollouts of finished groups. log: writes a line for people.
+    """
+
+    def __init__(
+        self,
+        groups: Iterable[SavedGroup] = (),
+        store: RolloutStore | None = None,
+        log: Callable[[str], None] | None = None,
+    ) -> None:
+        self._groups = {start.group.group_id: start for start in groups}
+        self._store = store or RolloutStore(node=0)
+        self._log = log
+        self._num_misfits = 0
+
+    def take(self, request: GroupRequest) -> SavedGroup | None:
+        """Return what there is of a requested group, None for nothing. A group is taken once."""
+        start = self._groups.pop(request.group_id, None)
+        if start is None or start.fits(request):
+            return start
+        self._num_misfits += 1
+        if self._log is not None:
+            self._log(
+                f"{start.num_tokens} tokens of group {request.group_id} in the checkpoint do not "
+                "fit the settings of this run: the group is sampled anew"
+            )
+        return None
+
+    def count_misfits(self) -> int:
+        """Return how many groups did not fit what was requested, since the last call."""
+        num_misfits = self._num_misfits
+        self._num_misfits = 0
+        return num_misfits
+
+    def store(self, start: SavedGroup) -> Group:
+        """Store a finished group's rollouts, where the ranks of all nodes can read them."""
+        locations = self._store.put(start.group.group_id, start.rollouts)
+        refs = [
+            msgspec.structs.replace(ref, location=location)
+            for ref, location in zip(start.group.rollouts, locations, strict=True)
+        ]
+        return msgspec.structs.replace(start.group, rollouts=tuple(refs))
+
+    def release(self, group_ids: Iterable[str]) -> None:
+        """Free the rollouts of finished groups. Others are not known here."""
+        self._store.release(group_ids)
+
+
+NOTHING_SAVED = SavedGroups()
+
+
+def _nbytes(rollout: Rollout) -> int:
+    """Return about how many bytes a rollout is in a message."""
+    routes = 0 if rollout.routes is None else rollout.routes.nbytes
+    return routes + 8 * rollout.num_tokens + 64 * len(rollout.segments)

@@ -1,0 +1,340 @@
+"""Groups that one collector begins and another one finishes, as after a checkpoint."""
+
+import asyncio
+import base64
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from megatron_rl.config.schema import EnvironmentSettings
+from megatron_rl.contracts.group import Group, sampled_tokens
+from megatron_rl.contracts.prompt import Sampling
+from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.rollouts.collector import Collector
+from megatron_rl.rollouts.messages import (
+    FromCollector,
+    GroupDone,
+    GroupRequest,
+    Partials,
+    Release,
+    Settle,
+    SetVersion,
+    StorePartials,
+    VersionBudget,
+)
+from megatron_rl.rollouts.partials.progress import NOT_RESTORED
+from megatron_rl.rollouts.partials.saved_groups import SavedGroup
+from megatron_rl.rollouts.store import RolloutGone, read_rollout
+from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine
+from tests.support.rollouts import assert_equal
+from tests.support.scripted_model import EOS, PROMPT, TOKENIZER
+
+SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
+BUDGET = VersionBudget(2, 2)
+WHOLE = [*TOKENIZER.encode("04678"), EOS]
+CALL = [*TOKENIZER.encode("a3+8="), EOS]
+SUM = TOKENIZER.encode("11")
+REST = [*TOKENIZER.encode("b12"), EOS]
+REQUEST = GroupRequest(group_id="g", prompt=PROMPT, num_samples=3, sampling=SAMPLING, budget=BUDGET)
+CALCULATOR = EnvironmentSettings(name="calculator")
+
+
+class TrackedEngine:
+    """Answers with the next tokens of a script: what follows the prompt, sums included.
+
+    version: of its weights. num_sampled: the tokens that it has sampled. Expert 0 of a row is the
+    version that has recorded it.
+    """
+
+    def __init__(self, script: list[int], version: int = 0) -> None:
+        self.script = script
+        self.version = version
+        self.num_sampled = 0
+        self.seeds: list[int] = []
+
+    def __call__(self, n: int, body: Reply) -> Reply:
+        self.seeds.append(body["sampling_params"]["sampling_seed"])
+        start = len(body["input_ids"]) - len(PROMPT.token_ids)
+        ids = []
+        for token in self.script[start : start + body["sampling_params"]["max_new_tokens"]]:
+            ids.append(token)
+            if token == EOS:
+                break
+        self.num_sampled += len(ids)
+        num_rows = len(body["input_ids"]) + len(ids) - 1 - body.get("routed_experts_start_len", 0)
+        rows = np.full((num_rows, LAYERS, TOPK), self.version, np.int32)
+        rows[:, :, 1] += 2
+        return {
+            "output_ids": ids,
+            "meta_info": {
+                "finish_reason": {"type": "stop" if ids[-1] == EOS else "length"},
+                "weight_version": str(self.version),
+                "output_token_logprobs": [(-0.25 * token, token, None) for token in ids],
+                "routed_experts": base64.b64encode(rows.tobytes()).decode(),
+            },
+        }
+
+
+class Desk:
+    """A collector and what it sends."""
+
+    def __init__(self, url: str, environment: EnvironmentSettings | None) -> None:
+        self.outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+        self.collector = Collector(0, configuration(url, environment=environment), self.outbox.put)
+
+    async def tell(self, *messages: Any) -> None:
+        for message in messages:
+            await self.collector.handle(message)
+
+    async def hear(self) -> FromCollector:
+        return await asyncio.wait_for(self.outbox.get(), 10)
+
+    async def store(self, number: int = 1) -> tuple[Group, list[Rollout]]:
+        """Return what there is of its only group, once that is at rest."""
+        await self.tell(Settle(number))
+        await self.hear()
+        await self.tell(StorePartials(number))
+        partials = await self.hear()
+        assert isinstance(partials, Partials) and partials.number == number
+        (group,) = partials.groups
+        return group, [read_rollout(ref) for ref in group.rollouts]
+
+
+async def finish(
+    engine: TrackedEngine, environment: EnvironmentSettings | None, versions: range, *messages: Any
+) -> tuple[Group, list[Rollout]]:
+    """Sample a group to its end, under some versions one after the other.
+
+    saved: messages before the request. Returns the group and its rollouts.
+    """
+    async with fake_engine(engine) as url:
+        desk = Desk(url, environment)
+        for version in versions:
+            engine.version = version
+            await desk.tell(SetVersion(version))
+            if version == versions[0]:
+                await desk.tell(*messages)
+            await desk.tell(Settle(version + 1))
+            message = await desk.hear()
+            if version != versions[-1]:
+                assert not isinstance(message, GroupDone)
+        answer = message if isinstance(message, GroupDone) else await desk.hear()
+        assert isinstance(answer, GroupDone)
+        assert answer.generated_tokens == sampled_tokens(answer.group)
+        rollouts = [read_rollout(ref) for ref in answer.group.rollouts]
+        await desk.collector.close()
+    return answer.group, rollouts
+
+
+def assert_same(one: list[Rollout], other: list[Rollout]) -> None:
+    for rollout, twin in zip(one, other, strict=True):
+        assert_equal(rollout, twin)
+
+
+async def begin(
+    engine: TrackedEngine,
+    environment: EnvironmentSettings | None,
+    request: GroupRequest = REQUEST,
+    num_versions: int = 1,
+) -> SavedGroup:
+    """Sample a group under the first versions, and return what there is of it."""
+    async with fake_engine(engine) as url:
+        desk = Desk(url, environment)
+        for version in range(num_versions):
+            engine.version = version
+            await desk.tell(SetVersion(version))
+            if not version:
+                await desk.tell(request)
+            group, rollouts = await desk.store(version + 1)
+        await desk.collector.close()
+    return SavedGroup(group, rollouts)
+
+
+async def resume(
+    engine: TrackedEngine,
+    environment: EnvironmentSettings | None,
+    versions: range,
+    partial: SavedGroup,
+    request: GroupRequest = REQUEST,
+) -> tuple[Group, list[Rollout]]:
+    """Sample a group to its end with another collector."""
+    request = msgspec.structs.replace(request, start=partial.group)
+    return await finish(engine, environment, versions, *partial.messages(), request)
+
+
+async def sample_twice(
+    engines: list[TrackedEngine], environment: EnvironmentSettings | None, num_versions: int
+) -> tuple[SavedGroup, list[tuple[Group, list[Rollout]]]]:
+    """Sample a group with the first engine, and again with the two others, one after the other.
+
+    num_versions: those of the second engine. Returns what there was of the group then, and both
+    groups.
+    """
+    whole = await finish(engines[0], environment, range(3), REQUEST)
+    partial = await begin(engines[1], environment, num_versions=num_versions)
+    second = await resume(engines[2], environment, range(num_versions - 1, 3), partial)
+    return partial, [whole, second]
+
+
+@pytest.mark.parametrize(
+    ("environment", "script"),
+    [(None, WHOLE), (CALCULATOR, [*CALL, *SUM, *REST])],
+    ids=["single_turn", "calculator"],
+)
+@pytest.mark.parametrize("num_versions", [1, 2])
+def test_another_collector_continues_a_group_bit_for_bit(
+    environment: EnvironmentSettings | None, script: list[int], num_versions: int
+) -> None:
+    engines = [TrackedEngine(script) for _ in range(3)]
+    partial, groups = asyncio.run(sample_twice(engines, environment, num_versions))
+    (whole, whole_rollouts), (second, resumed_rollouts) = groups
+    assert_stored(partial, 3 * 2 * num_versions)
+    assert_same(resumed_rollouts, whole_rollouts)
+    assert without_times(second) == without_times(whole)
+    whole_tokens, first_tokens, last_tokens = (engine.num_sampled for engine in engines)
+    assert first_tokens == partial.num_tokens
+    assert first_tokens + last_tokens == whole_tokens == sampled_tokens(whole)
+    assert set(engines[1].seeds) | set(engines[2].seeds) == set(engines[0].seeds)
+
+
+def assert_stored(partial: SavedGroup, num_tokens: int) -> None:
+    """Check that three rollouts are open in the middle."""
+    assert partial.group.open_samples == (0, 1, 2)
+    assert [rollout.finish_reason for rollout in partial.rollouts] == ["abort"] * 3
+    assert partial.fits(REQUEST) and not partial.is_finished
+    assert partial.num_tokens == num_tokens
+
+
+def without_times(group: Group) -> Group:
+    """Return a group without times, and without rollouts."""
+    return msgspec.structs.replace(group, generated_at=0.0, scored_at=0.0, rollouts=())
+
+
+def test_a_turn_that_has_ended_is_not_sampled_again() -> None:
+    """The calculator plays it again, and the second turn goes on."""
+    rest = [*TOKENIZER.encode("b123456"), EOS]
+    script = [*CALL, *SUM, *rest]
+    request = msgspec.structs.replace(REQUEST, budget=VersionBudget(len(CALL), 1))
+    engine = TrackedEngine(script)
+    next_engine = TrackedEngine(script)
+
+    async def run() -> tuple[SavedGroup, list[Rollout]]:
+        partial = await begin(engine, CALCULATOR, request)
+        _, second = await resume(next_engine, CALCULATOR, range(2), partial, request)
+        return partial, second
+
+    partial, second = asyncio.run(run())
+    assert partial.group.open_samples == (0, 1, 2)
+    assert engine.num_sampled == 3 * (len(CALL) + len(CALL))
+    assert next_engine.num_sampled == 3 * (len(rest) - len(CALL))
+    tokens = [t for segment in second[0].segments for t in segment.tokens.tolist()]
+    assert tokens == [*PROMPT.token_ids, *script]
+    assert [segment.version for segment in second[0].segments] == [0, 0, 0, 0, 1]
+
+
+def test_finished_rollouts_keep_their_verdicts_and_rejected_ones_stay_rejected() -> None:
+    """Rollout 0 is finished, rollout 1 was rejected and rollout 2 is open."""
+
+    async def run() -> None:
+        engine = TrackedEngine(WHOLE)
+        whole, whole_rollouts = await finish(engine, None, range(3), REQUEST)
+        ref = msgspec.structs.replace(
+            whole.rollouts[0],
+            verdict=msgspec.structs.replace(whole.rollouts[0].verdict, reward=0.25),
+        )
+        saved_group = Group(
+            group_id="g",
+            prompt=PROMPT,
+            rollouts=(ref,),
+            rejections={"engine": 1},
+            rejected_tokens={"engine": 4},
+            open_samples=(2,),
+        )
+        partial = SavedGroup(saved_group, whole_rollouts[:1])
+        assert partial.fits(REQUEST)
+        request = msgspec.structs.replace(REQUEST, start=saved_group)
+        next_engine = TrackedEngine(WHOLE)
+        group, rollouts = await finish(next_engine, None, range(3), *partial.messages(), request)
+        assert_same(rollouts, [whole_rollouts[0], whole_rollouts[2]])
+        assert [r.verdict.reward for r in group.rollouts] == [
+            0.25,
+            whole.rollouts[2].verdict.reward,
+        ]
+        assert group.rejections == {"engine": 1}
+        assert group.rejected_tokens == {"engine": 4}
+        assert next_engine.num_sampled == len(WHOLE)
+
+    asyncio.run(run())
+
+
+def test_tokens_that_the_environment_does_not_ask_for_are_counted_as_rejected() -> None:
+    """The prompt of the run has changed since, so its episodes read other tokens."""
+
+    async def run() -> None:
+        engine = TrackedEngine(WHOLE)
+        async with fake_engine(engine) as url:
+            desk = Desk(url, None)
+            await desk.tell(SetVersion(0), REQUEST)
+            group, rollouts = await desk.store()
+            await desk.collector.close()
+        other_prompt = msgspec.structs.replace(PROMPT, token_ids=PROMPT.token_ids[::-1])
+        request = msgspec.structs.replace(REQUEST, prompt=other_prompt, start=group)
+        partial = SavedGroup(group, rollouts)
+        assert not partial.fits(msgspec.structs.replace(REQUEST, prompt=other_prompt))
+        next_engine = TrackedEngine(WHOLE)
+        second, _ = await finish(next_engine, None, range(3), *partial.messages(), request)
+        assert second.rejected_tokens == {NOT_RESTORED: 6}
+        assert next_engine.num_sampled == 3 * len(WHOLE)
+
+    asyncio.run(run())
+
+
+def test_stored_partials_are_freed_and_their_group_goes_on() -> None:
+    async def run() -> None:
+        engine = TrackedEngine(WHOLE)
+        async with fake_engine(engine) as url:
+            desk = Desk(url, None)
+            await desk.tell(SetVersion(0), REQUEST)
+            group, _ = await desk.store(7)
+            await desk.tell(Release(("partials-7/g",)))
+            with pytest.raises(RolloutGone):
+                read_rollout(group.rollouts[0])
+            for version in (1, 2):
+                engine.version = version
+                await desk.tell(SetVersion(version), Settle(version))
+                message = await desk.hear()
+            answer = message if isinstance(message, GroupDone) else await desk.hear()
+            assert isinstance(answer, GroupDone) and len(answer.group.rollouts) == 3
+            await desk.collector.close()
+
+    asyncio.run(run())
+
+
+def test_evaluations_are_not_stored() -> None:
+    async def run() -> None:
+        async with fake_engine(lambda n, body: None) as url:
+            desk = Desk(url, None)
+            await desk.tell(msgspec.structs.replace(REQUEST, evaluation=True))
+            await desk.tell(StorePartials(3))
+            assert await desk.hear() == Partials(3, ())
+            await desk.collector.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"num_samples": 4},
+        {"num_samples": 2},
+        {"first_sample": 1},
+        {"prompt": msgspec.structs.replace(PROMPT, id="other")},
+    ],
+)
+def test_a_saved_group_fits_its_own_request_alone(changes: dict[str, Any]) -> None:
+    group = Group(group_id="g", prompt=PROMPT, rollouts=(), open_samples=(0, 1, 2))
+    partial = SavedGroup(group, ())
+    assert partial.fits(REQUEST)
+    assert not partial.fits(msgspec.structs.replace(REQUEST, **changes))

@@ -1,0 +1,138 @@
+"""The rollouts in a checkpoint: what was written is loaded, and damage is named."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from launch.testbed.rollout_refs import make_ref
+from megatron_rl.contracts.commands import BatchAhead
+from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.rollout import FinishReason, Rollout
+from megatron_rl.contracts.routes import RouteShape
+from megatron_rl.rollouts.recording.recorded_rollouts import BadRecording, RecordedRollouts
+from megatron_rl.rollouts.store import RolloutStore
+from megatron_rl.run.checkpoints.rollouts import (
+    load_batches,
+    load_open_steps,
+    read_local_batches,
+)
+from tests.support.rollouts import assert_equal, make_rollout
+
+SHAPE = RouteShape(moe_layers=(0, 1, 2), num_hidden_layers=3, num_experts=8, topk=2)
+PROMPT = Prompt(id="p", token_ids=(1, 2), answer="3", task="t")
+
+
+def make_rollouts() -> list[Rollout]:
+    """A finished rollout, and one in the middle. Their experts are all different in a row."""
+    rollouts = []
+    for number, reason in enumerate((FinishReason.STOP, FinishReason.ABORT)):
+        rollout = make_rollout(2, 3 + number)
+        assert rollout.routes is not None
+        routes = rollout.routes.copy()
+        routes[..., 1] = (routes[..., 0] + 1) % SHAPE.num_experts
+        rollouts.append(
+            replace(
+                rollout, prompt_id="p", sample_index=number, finish_reason=reason, routes=routes
+            )
+        )
+    return rollouts
+
+
+def write_checkpoint(root: Path, *, is_open: bool = True) -> list[Rollout]:
+    """Write a checkpoint with one group of step 5: rollouts 0 and 1, and 3 that has no token."""
+    rollouts = make_rollouts()
+    store = RolloutStore(node=0)
+    locations = store.put("partials-1/g", rollouts)
+    refs = [
+        msgspec.structs.replace(make_ref(rollout), location=location, num_generated=3)
+        for rollout, location in zip(rollouts, locations, strict=True)
+    ]
+    group = Group(
+        group_id="g",
+        prompt=PROMPT,
+        rollouts=tuple(refs),
+        rejections={"engine": 1},
+        rejected_tokens={"engine": 2},
+        generated_at=3.0,
+        scored_at=4.0,
+        open_samples=(1, 3),
+    )
+    batch = BatchAhead(
+        step=5,
+        groups=(group,),
+        num_stopped=0,
+        num_surplus=0,
+        generated_tokens=8,
+        engines_left_out=0,
+        num_repeated=0,
+        selection_metrics={},
+        is_open=is_open,
+    )
+    (local,) = read_local_batches([batch], 0)
+    local.complete(root, local.write(root, 0))
+    store.release(["partials-1/g"])
+    return rollouts
+
+
+def test_open_groups_are_loaded_as_they_were(tmp_path: Path) -> None:
+    rollouts = write_checkpoint(tmp_path)
+    (partial,) = load_open_steps(tmp_path, [5], SHAPE, 48)
+    for rollout, original in zip(partial.rollouts, rollouts, strict=True):
+        assert_equal(rollout, original)
+    group = partial.group
+    assert (group.open_samples, group.rejections) == ((1, 3), {"engine": 1})
+    assert partial.num_tokens == 3 + 3 + 2
+    assert (group.generated_at, group.scored_at) == (0.0, 0.0)  # their clock has ended
+    assert not partial.is_finished
+    assert not [file for file in tmp_path.rglob("*") if file.suffix in (".pkl", ".pt")]
+
+
+def test_open_rollouts_of_another_model_are_refused_by_name(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    other = msgspec.structs.replace(SHAPE, topk=3)
+    with pytest.raises(ValueError, match=r"its open rollouts cannot be used: .*step-0000005, roll"):
+        load_open_steps(tmp_path, [5], other, 48)
+    with pytest.raises(ValueError, match="a token id is outside"):
+        load_open_steps(tmp_path, [5], SHAPE, 2)
+
+
+@pytest.mark.parametrize("name", ["batch.json", "*.jsonl", "*.safetensors"])
+@pytest.mark.parametrize("is_removed", [False, True])
+def test_damaged_open_rollouts_are_refused_by_name(
+    tmp_path: Path, name: str, is_removed: bool
+) -> None:
+    write_checkpoint(tmp_path)
+    (file,) = tmp_path.rglob(name)
+    if is_removed:
+        file.unlink()
+    else:
+        file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+    with pytest.raises(ValueError, match=r"its open rollouts cannot be used: .*step-0000005"):
+        load_open_steps(tmp_path, [5], SHAPE, 48)
+
+
+def test_open_groups_are_no_batch_to_train_on(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match="a step that was not sampled whole"):
+        load_batches(tmp_path, [5], RolloutStore(node=0), SHAPE, 48)
+    rollouts = RecordedRollouts(
+        tmp_path / "rollouts", node=0, batches=1, routes=SHAPE, vocab_size=48
+    )
+    with pytest.raises(BadRecording, match="a step that was not sampled whole"):
+        rollouts.sample(1)
+
+
+def test_recordings_of_an_older_version_have_no_open_groups(tmp_path: Path) -> None:
+    write_checkpoint(tmp_path, is_open=False)
+    (file,) = tmp_path.rglob("batch.json")
+    record = json.loads(file.read_text())
+    del record["is_open"]
+    file.write_text(json.dumps(record))
+    batches = load_batches(tmp_path, [5], RolloutStore(node=0), SHAPE, 48)
+    assert list(batches) == [5]

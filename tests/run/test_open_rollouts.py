@@ -1,0 +1,152 @@
+"""Checkpoints of a leader while rollouts of later steps are open."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+from megatron_rl.contracts.group import Group
+from megatron_rl.engines.token_counter import TokenComparison
+from megatron_rl.rollouts.queue import CollectorFailed
+from megatron_rl.rollouts.steps.steps_ahead import StepSource
+from megatron_rl.run.checkpoints.manager import StoppedAfterSave
+from megatron_rl.run.supervision.stop_request import StepAborted
+from tests.support.checkpoint_managers import FakeRanks, make_manager, make_stop_request
+from tests.support.groups import group
+from tests.support.leaders import ScriptedParts, lead
+
+OPEN = (group(1.0, 0.0, name="open"),)
+
+
+@dataclass
+class StoredResponses:
+    """Stores a group of the next two steps in each checkpoint, and notes the calls.
+
+    num_new_tokens: tokens of each save that no record has yet. failure: raised by each save.
+    """
+
+    num_new_tokens: int = 0
+    failure: Exception | None = None
+    is_quiet: bool = False
+    num_uncounted: int = 0
+    calls: list[str] = field(default_factory=list)
+
+    def before_sync(self, source: StepSource) -> int:
+        num_tokens = self.num_uncounted
+        self.num_uncounted = 0
+        return num_tokens + 8
+
+    def after_sync(self, source: StepSource) -> None: ...
+
+    def before_save(
+        self, source: StepSource, *, is_stopping: bool
+    ) -> Mapping[int, tuple[Group, ...]]:
+        self.calls.append("stop" if is_stopping else "save")
+        if self.failure is not None:
+            raise self.failure
+        self.num_uncounted += self.num_new_tokens
+        return {7: OPEN, 8: OPEN}
+
+    def after_save(self) -> None:
+        self.calls.append("free")
+
+
+def test_a_checkpoint_holds_what_there_is_of_open_steps(tmp_path: Path) -> None:
+    ranks = FakeRanks()
+    on_update = StoredResponses(num_new_tokens=3)
+    lead(
+        ScriptedParts(),
+        tmp_path,
+        steps=4,
+        checkpoints=make_manager(ranks),
+        on_update=on_update,
+    )
+    assert on_update.calls == ["save", "free"] * 2
+    for state, batches in zip(ranks.states, ranks.batches, strict=True):
+        assert state.position.open_steps == (7, 8)
+        assert [(batch.step, batch.is_open, batch.groups) for batch in batches] == [
+            (7, True, OPEN),
+            (8, True, OPEN),
+        ]
+        assert state.position.uncompared_tokens == 3
+
+
+def test_the_next_record_counts_tokens_that_were_sampled_before_the_checkpoint(
+    tmp_path: Path,
+) -> None:
+    ranks = FakeRanks()
+    lead(
+        ScriptedParts(),
+        tmp_path,
+        steps=2,
+        checkpoints=make_manager(ranks),
+        on_update=StoredResponses(num_new_tokens=3),
+    )
+    comparisons: list[TokenComparison | None] = [None, TokenComparison(20, 1)]
+    parts = ScriptedParts(comparisons=comparisons)
+    lead(
+        parts,
+        tmp_path,
+        steps=5,
+        resume_state=ranks.states[0].position,
+        on_update=StoredResponses(),
+    )
+    assert "account/engine_tokens" not in parts.metrics[3]
+    assert parts.metrics[4]["account/engine_tokens"] == 3 + 20
+    assert parts.metrics[4]["account/unaccounted"] == 1.0
+
+
+@pytest.mark.parametrize("aborts_step", [False, True])
+def test_a_stop_request_saves_open_rollouts_too(tmp_path: Path, aborts_step: bool) -> None:
+    ranks = FakeRanks()
+    stop = make_stop_request()
+
+    def on_sample(step: int) -> None:
+        if step == 3:
+            stop.handle_signal(signal.SIGUSR1)
+            if aborts_step:
+                raise StepAborted
+
+    on_update = StoredResponses()
+    with pytest.raises(StoppedAfterSave):
+        lead(
+            ScriptedParts(on_sample=on_sample),
+            tmp_path,
+            steps=9,
+            checkpoints=make_manager(ranks, stop, checkpoint_every=100),
+            on_update=on_update,
+        )
+    assert on_update.calls == ["stop", "free"]
+    assert ranks.steps == [2 if aborts_step else 3]
+    assert ranks.states[0].position.open_steps == (7, 8)
+    assert len(ranks.batches[0]) == 2
+
+
+def test_a_collector_that_fails_prevents_no_checkpoint_of_a_stop_request(tmp_path: Path) -> None:
+    ranks = FakeRanks()
+    stop = make_stop_request()
+
+    def on_train(step: int) -> None:
+        stop.handle_signal(signal.SIGUSR1)
+
+    on_update = StoredResponses(failure=CollectorFailed("it is gone"))
+    with pytest.raises(StoppedAfterSave):
+        lead(
+            ScriptedParts(on_train=on_train),
+            tmp_path,
+            checkpoints=make_manager(ranks, stop, checkpoint_every=100),
+            on_update=on_update,
+        )
+    assert (ranks.steps, ranks.states[0].position.open_steps) == ([1], ())
+    with pytest.raises(CollectorFailed):
+        lead(
+            ScriptedParts(),
+            tmp_path,
+            steps=3,
+            checkpoints=make_manager(FakeRanks()),
+            on_update=on_update,
+        )
