@@ -74,12 +74,7 @@ def build_argv(
         argv.append("--enable-return-routed-experts")
         if place.device == "cuda":
             argv.append(f"--moe-runner-backend={RECORDING_RUNNER}")
-    if place.load_format is not None or place.quantization is not None:
-        # The files hold no quantized weights. The first weight update brings them.
-        argv.append("--load-format=dummy")
-    else:
-        # Version 0 is the start checkpoint. Its rollouts may be scored before any weight update.
-        argv.append("--weight-version=0")
+    argv.append(_start_weights(place))
     if place.memory_fraction is not None:
         argv += ["--enable-memory-saver", f"--mem-fraction-static={place.memory_fraction:g}"]
     if place.num_servers > 1:
@@ -87,6 +82,15 @@ def build_argv(
     if place.device == "cpu":
         argv += _CPU_ARGS
     return [*argv, *settings.extra_args]
+
+
+def _start_weights(place: ServerPlace) -> str:
+    """The argument that says which weights a server starts with."""
+    if place.load_format is not None or place.quantization is not None:
+        # The files hold no quantized weights. The first weight update brings them.
+        return "--load-format=dummy"
+    # Version 0 is the start checkpoint. Its rollouts may be scored before any weight update.
+    return "--weight-version=0"
 
 
 def _node_arguments(place: ServerPlace, meeting: str | None) -> tuple[str, ...]:
@@ -136,12 +140,20 @@ def build_environment(
     if parent.get("PYTHONPATH"):
         search.append(parent["PYTHONPATH"])
     environment["PYTHONPATH"] = os.pathsep.join(search)
-    if place.host in _LOOPBACK:
-        environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    elif place.num_servers > 1 and (interface := interface_of(place.host)) is not None:
-        # By itself, gloo would use the address of the node's name, which may be a loopback one
+    interface = _gloo_interface(place)
+    if interface is not None:
         environment.setdefault("GLOO_SOCKET_IFNAME", interface)
     return environment
+
+
+def _gloo_interface(place: ServerPlace) -> str | None:
+    """The interface on which the ranks of an engine meet. None: the one that gloo chooses."""
+    if place.host in _LOOPBACK:
+        return "lo"
+    if place.num_servers == 1:
+        return None
+    # By itself, gloo would use the address of the node's name, which may be a loopback one
+    return interface_of(place.host)
 
 
 def _any_core(ranks: int) -> str:
