@@ -1,4 +1,4 @@
-"""Held-out accuracy of complete runs over rollout tokens, as a table and as a plot."""
+"""Held-out accuracy of complete runs over rollout tokens and seconds, as a table and as a plot."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ class Curve:
     half_width: half the width of the last accuracy's 95 % interval.
     parseable: share of answers in the first evaluation that can be parsed.
     seconds: duration of all steps and evaluations.
+    times: seconds of all steps and evaluations before the end of each one in `points`.
     clipped_share: share of the tokens whose ratio was clipped, so that they had no gradient; the
         mean over steps, 0 without any step.
     """
@@ -30,6 +31,7 @@ class Curve:
     half_width: float
     parseable: float
     seconds: float
+    times: list[float]
     clipped_share: float = 0.0
 
     @property
@@ -42,12 +44,16 @@ def read_curve(directory: Path, seed: int) -> Curve:
     """Read the evaluations of a run. Raises `RunUnreadable`."""
     records = read_metrics(directory)
     tokens = 0.0
+    seconds = 0.0
     points = []
+    times = []
     for record in records:
         tokens += record.get("rollout/tokens") or 0.0
+        seconds += (record.get("time/step") or 0.0) + (record.get("time/eval") or 0.0)
         accuracy = record.get("eval/accuracy")
         if accuracy is not None:
             points.append((tokens, accuracy))
+            times.append(seconds)
     if not points:
         raise RunUnreadable(
             f"{directory / 'metrics.jsonl'} holds no evaluation. Move that run away, or run again"
@@ -57,7 +63,8 @@ def read_curve(directory: Path, seed: int) -> Curve:
         points=points,
         half_width=_first(record.get("eval/accuracy_ci95") for record in reversed(records)),
         parseable=_first(record.get("eval/parseable") for record in records),
-        seconds=sum((r.get("time/step") or 0.0) + (r.get("time/eval") or 0.0) for r in records),
+        seconds=seconds,
+        times=times,
         clipped_share=mean_clipped_share(records),
     )
 
@@ -104,17 +111,32 @@ def with_range(text: str, values: Sequence[float], form: str) -> str:
 
 
 def plot(results: Mapping[str, Sequence[Curve]], file: Path) -> None:
-    """Plot the mean accuracy of each variant over rollout tokens, with the range of its seeds."""
-    with accuracy_over_tokens(file) as axes:
+    """Plot the mean accuracy of each variant with the range of its seeds.
+
+    The upper panel is over rollout tokens, the lower one over the seconds of steps and evaluations.
+    """
+    with drawing(file, panels=2, share_x=False) as (tokens, seconds):
+        _label(tokens, "rollout tokens")
+        _label(seconds, "seconds of steps and evaluations")
         for index, (name, curves) in enumerate(results.items()):
-            points = [curve.points for curve in curves]
-            draw_range(axes, points, index=index, label=f"{name} (mean of {len(curves)})")
+            label = f"{name} (mean of {len(curves)})"
+            draw_range(tokens, [curve.points for curve in curves], index=index, label=label)
+            draw_range(seconds, [_over_seconds(curve) for curve in curves], index=index, label=name)
+
+
+def _over_seconds(curve: Curve) -> list[tuple[float, float]]:
+    accuracies = (accuracy for _, accuracy in curve.points)
+    return list(zip(curve.times, accuracies, strict=True))
+
+
+def _label(axes: Any, x: str) -> None:
+    axes.set_xlabel(x)
+    axes.set_ylabel("held-out accuracy (sampled pass@1)")
 
 
 @contextlib.contextmanager
 def accuracy_over_tokens(file: Path) -> Iterator[Any]:
     """Axes of held-out accuracy over rollout tokens, written to a PNG file at the end."""
     with drawing(file) as (axes,):
-        axes.set_xlabel("rollout tokens")
-        axes.set_ylabel("held-out accuracy (sampled pass@1)")
+        _label(axes, "rollout tokens")
         yield axes

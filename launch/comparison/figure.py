@@ -10,15 +10,15 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def drawing(file: Path, panels: int = 1) -> Iterator[list[Any]]:
-    """Panels above each other with one horizontal axis, written to `file` at the end."""
+def drawing(file: Path, panels: int = 1, *, share_x: bool = True) -> Iterator[list[Any]]:
+    """Panels above each other, written to `file` at the end. share_x: they have one axis below."""
     import matplotlib  # slow to import
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     size = (7, 4.2) if panels == 1 else (7, 0.6 + 2.6 * panels)
-    figure, grid = plt.subplots(panels, figsize=size, dpi=150, sharex=True, squeeze=False)
+    figure, grid = plt.subplots(panels, figsize=size, dpi=150, sharex=share_x, squeeze=False)
     yield list(grid[:, 0])
     for axes in grid[:, 0]:
         axes.grid(alpha=0.3)

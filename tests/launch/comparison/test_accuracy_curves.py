@@ -20,6 +20,7 @@ def test_accuracy_over_rollout_tokens(tmp_path: Path) -> None:
     assert curve.points == [(0.0, 0.25), (1000.0, 0.5), (2000.0, 0.75)]
     assert (curve.seed, curve.gain, curve.half_width) == (3, 0.5, 0.125)
     assert (curve.parseable, curve.seconds) == (1.0, 16.0)
+    assert curve.times == [2.0, 9.0, 16.0]
 
 
 def test_tokens_of_steps_without_an_evaluation_count(tmp_path: Path) -> None:
