@@ -512,8 +512,8 @@ class SyncSettings(Section):
     when: Literal["step", "evaluation"] = "step"
     # ipc: engine.colocated=true on GPUs only. Every sync is audited.
     transport: Literal["distributed", "disk", "ipc"] = "distributed"
-    # For transport=distributed: engines that get each bucket in one broadcast. Above 1, a rank
-    # serves many engines faster. If one of them fails, the others of its tree fail too.
+    # For transport=distributed: engines that get each bucket in one broadcast. Above 1, rank 0
+    # collects all weights and sends them. If an engine fails, the others of its tree fail too.
     engines_per_tree: Positive = 1
     # For transport=disk: only the bytes that changed since the last sync travel, compressed. Each
     # node with engines rebuilds the weights on a disk of its own.

@@ -76,7 +76,8 @@ def open_rank_part(
         open_admin=open_admin,
         # The stream of quantized weights checks its own
         dtype_of=dtype_of if engine_settings.quantization is None else None,
-        is_central=settings.delta,
+        # Engines take the broadcasts of several owners in any order, and would wait for each other
+        is_central=settings.delta or settings.engines_per_tree > 1,
         is_everywhere=settings.transport == "ipc",
         free_memory=partial(_free_memory, job.device)
         if engine_settings.colocated
