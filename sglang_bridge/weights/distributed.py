@@ -61,8 +61,7 @@ class DistributedTransport:
         failures = self._unready(admins)
         ready = [admin for admin in admins if admin.url not in failures]
         trees = self._trees(ready)
-        for tree in self._groups.keys() - set(trees):
-            self._groups.pop(tree).close()
+        self._drop_old_trees(trees, ready)
         new_trees = {tree[0]: tree for tree in trees if tree not in self._groups}
         groups: dict[Tree, WeightGroup] = {}
 
@@ -81,6 +80,17 @@ class DistributedTransport:
             if first.url in reasons:
                 failures |= {admin.url: reasons[first.url] for admin in tree}
         return failures
+
+    def _drop_old_trees(self, trees: Sequence[Tree], ready: Sequence[AdminClient]) -> None:
+        """Leave the groups of engines that get another one. Groups of other engines stay."""
+        for tree in list(self._groups):
+            if tree in trees or not any(admin in ready for admin in tree):
+                continue
+            group = self._groups.pop(tree)
+            if all(admin in ready for admin in tree):
+                group.close()
+            else:  # one of them may not answer
+                group.abandon()
 
     def _trees(self, admins: Sequence[AdminClient]) -> list[Tree]:
         size = self._engines_per_tree

@@ -1,0 +1,89 @@
+"""Groups that an owner opens, keeps and drops as engines come and go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import pytest
+
+from sglang_bridge.admin import AdminClient
+from sglang_bridge.weights import distributed
+from sglang_bridge.weights.distributed import DistributedTransport
+from tests.sglang_bridge.weights.group_peer import PeerAdmin
+
+
+class Group:
+    """A group that was formed. log: what happens to groups, with the numbers of their engines."""
+
+    log: ClassVar[list[str]] = []
+
+    def __init__(self, admins: Sequence[AdminClient]) -> None:
+        self.admins = tuple(admins)
+        self._note("open")
+
+    @classmethod
+    def open(cls, admins: Sequence[AdminClient], **options: Any) -> Group:
+        return cls(admins)
+
+    def close(self) -> None:
+        self._note("close")
+
+    def abandon(self) -> None:
+        self._note("abandon")
+
+    def _note(self, what: str) -> None:
+        numbers = "".join(str(admin.address[1]) for admin in self.admins)
+        self.log.append(f"{what} {numbers}")
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(distributed, "WeightGroup", Group)
+    monkeypatch.setattr(Group, "log", [])
+    return Group.log
+
+
+def open_transport(size: int) -> DistributedTransport:
+    return DistributedTransport(backend="gloo", timeout_seconds=5.0, engines_per_tree=size)
+
+
+def engines(count: int) -> list[PeerAdmin]:
+    return [PeerAdmin(f"http://127.0.0.1:{number}", None) for number in range(1, count + 1)]
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_engine_that_joins_leaves_the_groups_of_others_as_they_are(
+    log: list[str], size: int
+) -> None:
+    sender = open_transport(size)
+    one, two, three = engines(3)
+    assert sender.connect([one, two]) == {}
+    log.clear()
+    assert sender.connect([three]) == {}
+    assert sender.connect([one, two, three]) == {}
+    assert log == ["open 3"]
+
+
+def test_an_engine_that_does_not_answer_is_not_asked_to_leave_its_group(log: list[str]) -> None:
+    """It would take the whole time of a request, before the others get anything."""
+    sender = open_transport(2)
+    one, two, three = engines(3)
+    assert sender.connect([one, two, three]) == {}
+    log.clear()
+    two.is_up = False
+    assert sender.connect([one, two, three]).keys() == {two.url}
+    assert log == ["abandon 12", "close 3", "open 13"]
+    log.clear()
+    one.is_up = False
+    assert sender.connect([three]) == {}
+    assert log == ["abandon 13", "open 3"]
+
+
+def test_an_engine_that_is_missing_in_one_update_costs_its_tree_alone(log: list[str]) -> None:
+    sender = open_transport(2)
+    one, two, three, four = engines(4)
+    assert sender.connect([one, two, three, four]) == {}
+    log.clear()
+    assert sender.connect([one, three, four]) == {}
+    assert log == ["abandon 12", "close 34", "open 13", "open 4"]
