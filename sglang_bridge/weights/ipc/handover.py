@@ -17,6 +17,7 @@ from sglang_bridge.weights.calls import TOO_LATE
 
 _POLL_MILLISECONDS = 100
 _FIRST_NOTICE_SECONDS = 10.0
+_LAST_MESSAGE_MILLISECONDS = 1000
 _MAX_WORDS = 2000  # of an engine's error
 
 Share = Callable[[torch.Tensor], tuple[Callable[..., torch.Tensor], tuple[Any, ...]]]
@@ -60,8 +61,7 @@ class Handover:
         """Let the engine map memory, uint8 [bytes], which must live until `finish` returns."""
         words = self._exchange(self._share(memory), "map the memory of the weights")
         if words:
-            self._socket.send(b"")  # the engine waits for it before it fails
-            self._may_send = False
+            self._send_last(b"")  # the engine waits for it before it fails
             raise RequestFailed(f"the engine could not map the memory of the weights: {words}")
 
     def load(self, bucket: Bucket) -> None:
@@ -86,8 +86,13 @@ class Handover:
     def cancel(self, reason: str) -> None:
         """Let the engine end the update with an error, if it can still be told."""
         if self._may_send:
-            self._may_send = False
-            self._socket.send(dumps(RuntimeError(reason)))
+            self._send_last(dumps(RuntimeError(reason)))
+
+    def _send_last(self, data: bytes) -> None:
+        """Send a message that nothing follows, unless the engine has not connected, or is gone."""
+        self._may_send = False
+        if self._socket.poll(_LAST_MESSAGE_MILLISECONDS, zmq.POLLOUT):
+            self._socket.send(data, zmq.NOBLOCK)
 
     def _exchange(self, message: object, task: str) -> str:
         """Send a message, and return the words of the reply."""

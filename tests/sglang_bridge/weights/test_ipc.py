@@ -228,6 +228,25 @@ def test_an_export_that_fails_ends_the_engines_update(worker: Any) -> None:
     assert "NaN in the export" in admin.errors.get(timeout=SECONDS)
 
 
+def test_an_export_that_fails_before_an_engine_connects_does_not_wait_for_it() -> None:
+    class Late(Admin):
+        def update_weights_from_ipc(self, addresses: Any, *, timeout: float) -> None:
+            threading.Event().wait(timeout)
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        raise FloatingPointError("NaN in the export")
+        yield
+
+    results: list[Any] = []
+    admins: list[Admin] = [Late(None, engine_of(0))]
+    thread = threading.Thread(
+        target=lambda: results.extend(run_update(admins, 1, stream)), daemon=True
+    )
+    thread.start()
+    thread.join(SECONDS)
+    assert [type(result) for result in results] == [FloatingPointError]
+
+
 def test_an_engine_on_devices_without_a_rank_is_refused_by_name() -> None:
     admin = Admin(None, engine_of(0, 1))
     (error,) = run_update([admin], 1, lambda: weights_of(2, torch.float32))
