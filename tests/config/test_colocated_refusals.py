@@ -50,12 +50,16 @@ def test_on_cpus_weights_travel_as_usual(checkpoint: Path, transport: str) -> No
     assert c.engine.colocated
 
 
+@pytest.mark.parametrize("variable", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+@pytest.mark.parametrize("value", ["expandable_segments:True", "a:1, expandable_segments: true"])
 def test_segments_that_grow_are_refused_with_ipc(
-    checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Path, monkeypatch: pytest.MonkeyPatch, variable: str, value: str
 ) -> None:
-    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
+    """Torch reads both variables."""
+    monkeypatch.setenv(variable, value)
     (refusal,) = refusals(checkpoint, *COLOCATED, IPC, "engine.count=4", facts=ON_GPUS)
-    assert refusal.key == "sync.transport" and "expandable_segments" in refusal.remedy
+    assert refusal.key == "sync.transport"
+    assert refusal.remedy == f"Remove expandable_segments from {variable}"
 
 
 @pytest.mark.parametrize(

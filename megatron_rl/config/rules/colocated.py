@@ -11,7 +11,8 @@ from megatron_rl.contracts.launch_facts import LaunchFacts
 from sglang_bridge.settings import server_device
 
 _KEY = "engine.colocated"
-_ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+# Torch reads both
+_ALLOCATORS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 # The run sets these, from the memory that the trainer leaves
 _PLANNED_OPTIONS = ("--mem-fraction-static", "--enable-memory-saver")
 
@@ -92,9 +93,17 @@ def _check_gpus(c: Configuration, facts: LaunchFacts) -> Iterator[BrokenRule]:
             "processes on one GPU"
         )
         yield BrokenRule("sync.transport", rule, f"Use sync.transport=ipc, or {_KEY}=false")
-    if "expandable_segments:true" in os.environ.get(_ALLOCATOR, "").lower():
-        rule = (
-            f"{_ALLOCATOR} has expandable_segments, whose memory SGLang's side of "
-            "sync.transport=ipc cannot open"
-        )
-        yield BrokenRule("sync.transport", rule, f"Remove expandable_segments from {_ALLOCATOR}")
+    yield from _check_allocator()
+
+
+def _check_allocator() -> Iterator[BrokenRule]:
+    """Yield broken rules about memory that another process cannot open."""
+    for name in _ALLOCATORS:
+        options = os.environ.get(name, "").lower().replace(" ", "")
+        if "expandable_segments:true" in options:
+            rule = (
+                f"{name} has expandable_segments, whose memory SGLang's side of "
+                "sync.transport=ipc cannot open"
+            )
+            remedy = f"Remove expandable_segments from {name}"
+            yield BrokenRule("sync.transport", rule, remedy)
