@@ -363,6 +363,8 @@ class Leader:
         """Let engines sleep, if they share their devices with the ranks."""
         if not self.engine.colocated or self.weights is None:
             return
+        # An engine that has ended meanwhile cannot sleep, and holds no memory
+        self.holder.refresh()
         task = self.records.progress.task("letting the engines sleep")
         with watch.section("sleep"), task:
             self.weights.sleep()

@@ -514,6 +514,7 @@ def test_colocated_engines_sleep_after_the_rollouts_of_a_step_and_wake_with_its_
     start = parts.calls.index("sample step-1")
     assert parts.calls[start : start + 6] == [*step_1, "sample step-2"]
     assert parts.calls[:start].count("sleep") == 0
+    assert parts.num_refreshes == 5, "one before each sync, one before an engine that ended sleeps"
 
 
 def test_colocated_engines_get_the_weights_again_to_replace_rollouts_that_are_gone(
