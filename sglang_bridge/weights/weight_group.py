@@ -94,9 +94,14 @@ class WeightGroup:
         except RuntimeError as error:  # torch.distributed: a peer left, or the timeout passed
             _raise_refusal(replies)
             raise RequestFailed(f"the process group for weights did not form: {error}") from error
-        for reply in replies.values():
-            reply.result(timeout)
-        return cls(name, admins, store, group, timeout)
+        connection = cls(name, admins, store, group, timeout)
+        del group  # `abandon` drops the last reference
+        try:
+            _require_joins(replies, timeout)
+        except BaseException:
+            connection.abandon()
+            raise
+        return connection
 
     def deliver(self, bucket: Bucket) -> Delivery:
         """Start to broadcast one bucket. It must stay unchanged until the delivery is sent."""
@@ -206,6 +211,16 @@ def _raise_refusal(replies: Mapping[str, Future[None]]) -> None:
     error = _first_refusal(replies)
     if error is not None:
         raise error
+
+
+def _require_joins(replies: Mapping[str, Future[None]], timeout: float) -> None:
+    """Wait until all engines say that they have joined. Raises the error of one that has not."""
+    deadline = time.monotonic() + timeout
+    for reply in replies.values():
+        try:
+            reply.result(max(deadline - time.monotonic(), 0.0))
+        except EngineError:
+            _raise_refusal(replies)
 
 
 def _wait_for_arrival(

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
 
 from sglang_bridge.admin import AdminClient
-from sglang_bridge.weights import distributed
+from sglang_bridge.errors import RequestFailed
+from sglang_bridge.weights import distributed, weight_group
+from sglang_bridge.weights.calls import start_call
 from sglang_bridge.weights.distributed import DistributedTransport
+from sglang_bridge.weights.weight_group import WeightGroup
 from tests.sglang_bridge.weights.group_peer import PeerAdmin
 
 
@@ -66,7 +72,7 @@ def test_an_engine_that_joins_leaves_the_groups_of_others_as_they_are(
 
 
 def test_an_engine_that_does_not_answer_is_not_asked_to_leave_its_group(log: list[str]) -> None:
-    """It would take the whole time of a request, before the others get anything."""
+    """Such a request would take its whole limit before the others get anything."""
     sender = open_transport(2)
     one, two, three = engines(3)
     assert sender.connect([one, two, three]) == {}
@@ -87,3 +93,55 @@ def test_an_engine_that_is_missing_in_one_update_costs_its_tree_alone(log: list[
     log.clear()
     assert sender.connect([one, three, four]) == {}
     assert log == ["abandon 12", "close 34", "open 13", "open 4"]
+
+
+def test_a_group_that_an_engine_refuses_late_is_dropped_and_the_engine_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    dropped: list[object] = []
+    monkeypatch.setattr(
+        weight_group, "open_store", lambda *_, **__: SimpleNamespace(port=1, num_keys=lambda: 1)
+    )
+    monkeypatch.setattr(weight_group, "join_as_source", lambda *_, **__: "group")
+    monkeypatch.setattr(weight_group, "abort", dropped.append)
+    monkeypatch.setattr(weight_group, "start_call", _start_call)
+
+    class Joining(PeerAdmin):
+        def init_weights_update_group(self, **request: Any) -> None:
+            pass
+
+    class Refusing(PeerAdmin):
+        def init_weights_update_group(self, **request: Any) -> None:
+            time.sleep(0.2)
+            raise RequestFailed("not today")
+
+    admins = [Joining("http://127.0.0.1:1", None), Refusing("http://127.0.0.1:2", None)]
+    with pytest.raises(RequestFailed, match=r"^http://127\.0\.0\.1:2: not today$"):
+        WeightGroup.open(admins, backend="gloo", timeout=5.0, joining=threading.Lock())
+    assert dropped == ["group"]
+
+
+def test_engines_that_do_not_say_whether_they_joined_share_one_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(
+        weight_group, "open_store", lambda *_, **__: SimpleNamespace(port=1, num_keys=lambda: 1)
+    )
+    monkeypatch.setattr(weight_group, "join_as_source", lambda *_, **__: "group")
+    monkeypatch.setattr(weight_group, "abort", lambda group: None)
+
+    class Slow(PeerAdmin):
+        def init_weights_update_group(self, **request: Any) -> None:
+            time.sleep(0.6 * int(self.url[-1]))
+
+    admins = [Slow(f"http://127.0.0.1:{number}", None) for number in (1, 2)]
+    with pytest.raises(TimeoutError):
+        WeightGroup.open(admins, backend="gloo", timeout=0.9, joining=threading.Lock())
+
+
+def _start_call(function: Any) -> Any:
+    """Run a call that drops a group at once, and others in a thread."""
+    future = start_call(function)
+    if getattr(function, "__name__", "") == "<lambda>":
+        future.result(5.0)
+    return future
