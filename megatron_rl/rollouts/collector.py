@@ -172,9 +172,9 @@ class Collector:
     async def _come_to_rest(self, message: Hold | Settle | StorePartials) -> None:
         """Do what rank 0 needs before a weight sync or a checkpoint, and answer."""
         match message:
-            case Hold(keep_partials):
+            case Hold(keep_partials, number):
                 await self._runner.engines.hold(keep_partials=keep_partials)
-                await self._report_held(0)
+                await self._report_held(number)
             case Settle(number):
                 await self._runner.settle()
                 await self._report_held(number)
