@@ -89,6 +89,8 @@ class Episode:
         self.rejected_tokens = Counter[str]() if rejected_tokens is None else rejected_tokens
         self._num_empty_responses = 0
         self._is_adding = False
+        # An empty turn after it leaves the last response as it ended
+        self._last_end: FinishReason | None = None
         self._generate = generate
         self._tokenizer = tokenizer
         self._rules = rules
@@ -128,6 +130,7 @@ class Episode:
             )
         finally:
             self._is_adding = False
+        self._last_end = generation.finish_reason
         return self._end_turn(text, generation.finish_reason)
 
     @property
@@ -144,10 +147,10 @@ class Episode:
         if response is not None:
             with contextlib.suppress(RolloutRejected, RouteError):
                 return self._builder.rollout_so_far(FinishReason.ABORT, response)
-        if self.finish_reason is None or not self.sampled_tokens:
+        if self._last_end is None or not self.sampled_tokens:
             return None
         try:
-            return self._builder.rollout_so_far(self.finish_reason)
+            return self._builder.rollout_so_far(self._last_end)
         except RolloutRejected:
             return None
 

@@ -42,7 +42,7 @@ from megatron_rl.rollouts.messages import (
     Withdraw,
     partial_name,
 )
-from megatron_rl.rollouts.partials.progress import NO_VERDICT_YET, GroupProgress, ScoredRollout
+from megatron_rl.rollouts.partials.progress import GroupProgress, ScoredRollout
 from megatron_rl.rollouts.repetition import repetition, sampled_token_ids
 from megatron_rl.rollouts.store import RolloutStore, make_rollout_ref
 
@@ -172,9 +172,9 @@ class Collector:
     async def _come_to_rest(self, message: Hold | Settle | StorePartials) -> None:
         """Do what rank 0 needs before a weight sync or a checkpoint, and answer."""
         match message:
-            case Hold(keep_partials):
+            case Hold(keep_partials, number):
                 await self._runner.engines.hold(keep_partials=keep_partials)
-                await self._report_held(0)
+                await self._report_held(number)
             case Settle(number):
                 await self._runner.settle()
                 await self._report_held(number)
@@ -218,8 +218,7 @@ class Collector:
                 await asyncio.sleep(_CHANGE_SECONDS)
                 continue
             # At once: everything may change while a thread stores the rollouts
-            results = progress.results()
-            open_rollouts = progress.open_rollouts()
+            results = [*progress.results(), *progress.open_results()]
             rejected_tokens = progress.count_rejected_tokens()
             rejected_tokens.update(progress.tokens_rejected_in_open_episodes())
             group = Group(
@@ -231,7 +230,6 @@ class Collector:
                 environment_error=progress.first_environment_error(),
                 open_samples=progress.open_samples(),
             )
-            results += [_open_result(rollout) for rollout in open_rollouts]
             refs = await asyncio.get_running_loop().run_in_executor(
                 self._threads, self._store_results, partial_name(number, group_id), results
             )
@@ -331,12 +329,6 @@ class Collector:
                 )
             )
         return refs
-
-
-def _open_result(rollout: Rollout) -> ScoredRollout:
-    """Return what there is of a rollout as if it had a verdict."""
-    num_sampled = sum(len(s.tokens) for s in rollout.segments if s.logprobs is not None)
-    return ScoredRollout(rollout, NO_VERDICT_YET, num_sampled, {}, 0.0)
 
 
 async def serve(link: CollectorLink, node: int) -> None:

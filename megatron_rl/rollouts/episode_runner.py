@@ -154,13 +154,12 @@ class EpisodeRunner:
         self, request: GroupRequest, index: int, progress: EpisodeProgress
     ) -> ScoredRollout | RejectedRollout:
         episodes: list[Episode] = []
-        stops: list[RepetitionStop | None] = []
 
         def open_attempt() -> EpisodeAttempt:
             # The limit covers the environment alone: responses have deadlines of their own.
             limit = TimeLimit(self._configuration.environment.timeout_s)
-            stops.append(self._open_stop(request))
-            progress.episode = self._open_episode(request, index, limit, progress, stops[-1])
+            progress.stop = self._open_stop(request)
+            progress.episode = self._open_episode(request, index, limit, progress)
             episodes.append(progress.episode)
             return EpisodeAttempt(limit, progress.episode)
 
@@ -176,8 +175,7 @@ class EpisodeRunner:
         episode.rejected_tokens += Counter({NOT_RESTORED: progress.drop_stored()})
         if outcome.ending is not Ending.RETURNED:
             return self._reject(episode, *self._describe(outcome), outcome.error)
-        is_repetitive = stops[-1] is not None and stops[-1].has_stopped
-        return await self._score(request, episode, subject, is_repetitive=is_repetitive)
+        return await self._score(request, episode, subject, is_repetitive=progress.is_repetitive)
 
     async def _score(
         self, request: GroupRequest, episode: Episode, subject: str, *, is_repetitive: bool
@@ -219,18 +217,17 @@ class EpisodeRunner:
         index: int,
         limit: TimeLimit,
         progress: EpisodeProgress,
-        stop: RepetitionStop | None,
     ) -> Episode:
         """Open an episode.
 
         limit: that of the environment. It pauses while a response is sampled. progress: has the
-        responses that are stored, and receives the pieces of others. stop: ends responses that
-        repeat themselves.
+        responses that are stored, and receives the pieces of others.
         """
         routes = None if request.evaluation else self._configuration.routes
         rollout_id = f"{request.group_id}/{index}"
         turns = itertools.count()
         rejected_tokens = Counter[str]()
+        stop = progress.stop
 
         async def generate(token_ids: Sequence[int], sampling: Sampling) -> Generation:
             if limit.has_expired:

@@ -150,10 +150,11 @@ class Hold(msgspec.Struct, frozen=True, tag="hold"):
     """Send no request to an engine until `Proceed`. The answer is `Held`.
 
     keep_partials: rank 0 aborts the running requests on the engines, and they are continued later.
-    If not, they run to their end.
+    If not, they run to their end. number: the answer repeats it.
     """
 
     keep_partials: bool
+    number: Count = 0
 
 
 class Settle(msgspec.Struct, frozen=True, tag="settle"):
@@ -240,7 +241,7 @@ class Held(msgspec.Struct, frozen=True, tag="held"):
 
     num_partials, num_tokens: the responses that were interrupted, and their tokens.
     num_sampled: all tokens that this collector has received from engines. number: that of the
-    `Settle` which it answers, 0 for a `Hold`. engines_idle: as in `GroupDone`.
+    `Hold` or `Settle` which it answers. engines_idle: as in `GroupDone`.
     """
 
     num_partials: Count

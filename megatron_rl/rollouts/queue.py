@@ -138,13 +138,14 @@ class _Holding:
     """The state of a hold.
 
     message: sent to collectors that connect, until `proceed`. settle_numbers: by node, those that
-    were sent while responses settle. answers: by node, to the present hold. num_sampled: by node
-    and epoch, the tokens that the collector had received at the last hold.
+    were sent while responses settle. last_number: of all these messages. answers: by node, to the
+    present hold. num_sampled: by node and epoch, the tokens that the collector had received at the
+    last hold.
     """
 
     message: Hold | None = None
     settle_numbers: dict[int, int] | None = None
-    num_settles: int = 0
+    last_number: int = 0
     answers: dict[int, Held] = field(default_factory=dict)
     num_sampled: Counter[tuple[int, int]] = field(default_factory=Counter)
 
@@ -153,11 +154,13 @@ class _Holding:
 class _Partials:
     """Holds what there is of open groups.
 
-    saved_groups: in a checkpoint. number, answers: of the last `StorePartials`, by node.
+    saved_groups: in a checkpoint. number, answers: of the last `StorePartials`, by node. is_wanted:
+    its answers are not released yet.
     """
 
     saved_groups: SavedGroups = NOTHING_SAVED
     number: int = 0
+    is_wanted: bool = False
     answers: dict[int, Partials] = field(default_factory=dict)
 
 
@@ -465,7 +468,7 @@ class RolloutQueue:
         """
         self._handle_events()
         self._holding.answers = {}
-        self._holding.message = Hold(keep_partials=abort is not None)
+        self._holding.message = Hold(abort is not None, self._next_hold_number())
         for node in self.connected_nodes:
             self._send(node, self._holding.message)
         reminder = Reminder()
@@ -518,16 +521,22 @@ class RolloutQueue:
         """Ask a node, after the requests that it has, to settle. Earlier answers do not count."""
         if self._holding.settle_numbers is None:
             return
-        self._holding.num_settles += 1
-        self._holding.settle_numbers[node] = self._holding.num_settles
+        number = self._next_hold_number()
+        self._holding.settle_numbers[node] = number
         self._holding.answers.pop(node, None)
-        self._send(node, Settle(self._holding.num_settles))
+        self._send(node, Settle(number))
+
+    def _next_hold_number(self) -> int:
+        self._holding.last_number += 1
+        return self._holding.last_number
 
     def _take_held(self, node: int, message: Held) -> None:
         """Take an answer to the present hold. Answers to earlier ones come late."""
-        number = 0
+        number = None
         if self._holding.settle_numbers is not None:
-            number = self._holding.settle_numbers.get(node, -1)
+            number = self._holding.settle_numbers.get(node)
+        elif self._holding.message is not None:
+            number = self._holding.message.number
         if message.number == number:
             self._holding.answers[node] = message
 
@@ -569,8 +578,9 @@ class RolloutQueue:
         Raises `CollectorFailed`.
         """
         self._handle_events()
+        self.release_partials()
         self._partials.number += 1
-        self._partials.answers = {}
+        self._partials.is_wanted = True
         for node in self.connected_nodes:
             self._send(node, StorePartials(self._partials.number))
         deadline = time.monotonic() + timeout_seconds
@@ -594,9 +604,20 @@ class RolloutQueue:
     def release_partials(self) -> None:
         """Free what `store_partials` has stored."""
         for node, partials in self._partials.answers.items():
-            names = [partial_name(partials.number, group.group_id) for group in partials.groups]
-            self._send(node, Release(tuple(names)))
+            self._release_partials_of(node, partials)
         self._partials.answers = {}
+        self._partials.is_wanted = False
+
+    def _release_partials_of(self, node: int, partials: Partials) -> None:
+        names = [partial_name(partials.number, group.group_id) for group in partials.groups]
+        self._send(node, Release(tuple(names)))
+
+    def _take_partials(self, node: int, partials: Partials) -> None:
+        """Keep what a collector has stored, or free what comes too late."""
+        if self._partials.is_wanted and partials.number == self._partials.number:
+            self._partials.answers[node] = partials
+        else:
+            self._release_partials_of(node, partials)
 
     def _is_outstanding(self, node: int, group_id: str) -> bool:
         outstanding = self._outstanding.get(group_id)
@@ -735,9 +756,8 @@ class RolloutQueue:
                 self._handle_news(message)
             case Held():
                 self._take_held(node, message)
-            case Partials(number):
-                if number == self._partials.number:  # an earlier one may come late
-                    self._partials.answers[node] = message
+            case Partials():
+                self._take_partials(node, message)
             case GroupDone() if self._is_expected(node, message):
                 return self._take(node, message)
             case GroupAborted():

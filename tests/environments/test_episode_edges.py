@@ -43,6 +43,15 @@ async def _respond(episode: Episode) -> None:
     await episode.respond()
 
 
+def test_what_is_stored_of_a_rollout_ends_as_its_last_response_did() -> None:
+    """The environment that plays it again asks for the empty turn again."""
+    _, episode, _ = play_turns([Turn.saying("046")], "8", budget=5)
+    assert (episode.text, episode.finish_reason) == ("", FinishReason.LENGTH)
+    stored_rollout = episode.rollout_so_far(None)
+    assert stored_rollout is not None
+    assert stored_rollout.finish_reason is FinishReason.STOP
+
+
 def test_one_token_of_budget_is_requested() -> None:
     cut = Turn(TOKENIZER.encode("0"), (("3", 1),), FinishReason.LENGTH)
     _, _, model = play_turns([cut], budget=1)

@@ -723,7 +723,7 @@ def test_a_collector_that_replaces_another_during_a_hold_is_held_too(
         if not replacements:
             replacements.append(replace_collector(hub, 0))
         elif any(isinstance(message, Hold) for message in replacements[0].receive()):
-            replacements[0].send(Held(0, 0))
+            replacements[0].send(Held(0, 0, number=1))
 
     try:
         held_requests = queue.hold(abort=abort, timeout_seconds=3)

@@ -38,14 +38,14 @@ def test_a_hold_counts_the_partial_responses_of_all_nodes(
     other = Peer(hub, 1)
     hub.wait_for(2, 5)
     aborts: list[float] = []
-    answer_later(peer, Held(2, 30))
-    answer_later(other, Held(1, 4))
+    answer_later(peer, Held(2, 30, number=1))
+    answer_later(other, Held(1, 4, number=1))
     held_requests = queue.hold(abort=lambda: aborts.append(time.monotonic()), timeout_seconds=10)
     assert held_requests == HeldRequests(num_partials=3, num_tokens=34)
     assert aborts
     queue.proceed()
     for collector in (peer, other):
-        assert collector.receive(2) == [Hold(keep_partials=True), Proceed()]
+        assert collector.receive(2) == [Hold(True, 1), Proceed()]
     other.close()
 
 
@@ -54,14 +54,14 @@ def test_groups_that_end_during_a_hold_are_delivered_after_it(
 ) -> None:
     queue.submit([request("a"), request("b")])
     peer.send(group_done("a"))
-    answer_later(peer, Held(0, 0))
+    answer_later(peer, Held(0, 0, number=1))
     queue.hold(abort=None, timeout_seconds=10)
     queue.proceed()
     peer.send(group_done("b"))
     groups = queue.as_completed(lambda: None)
     assert sorted(group.group_id for group in groups) == ["a", "b"]
     messages = [m for m in peer.receive(4) if not isinstance(m, GroupRequest)]
-    assert messages == [Hold(keep_partials=False), Proceed()]
+    assert messages == [Hold(False, 1), Proceed()]
 
 
 def test_a_hold_does_not_wait_for_a_collector_that_is_gone(
@@ -69,7 +69,7 @@ def test_a_hold_does_not_wait_for_a_collector_that_is_gone(
 ) -> None:
     other = Peer(hub, 1)
     hub.wait_for(2, 5)
-    answer_later(peer, Held(1, 2))
+    answer_later(peer, Held(1, 2, number=1))
     threading.Timer(0.3, lambda: other.send_raw(b"junk")).start()
     assert queue.hold(abort=None, timeout_seconds=10) == HeldRequests(1, 2)
     other.close()
@@ -79,6 +79,18 @@ def test_a_hold_has_a_deadline_and_names_the_nodes(queue: RolloutQueue, peer: Pe
     with pytest.raises(HoldTimedOut, match=r"node\(s\) \[0\] .* 0\.3 s") as error:
         queue.hold(abort=None, timeout_seconds=0.3)
     assert error.value.exit_code is ExitCode.ENGINE_FAILED
+
+
+def test_a_late_answer_to_a_hold_that_timed_out_is_none_to_the_next_one(
+    queue: RolloutQueue, peer: Peer
+) -> None:
+    """Its engines came to rest between both, and work on requests again."""
+    with pytest.raises(HoldTimedOut):
+        queue.hold(abort=None, timeout_seconds=0.2)
+    queue.proceed()
+    answer_later(peer, Held(9, 9, number=1))
+    answer_later(peer, Held(1, 2, number=2), 0.5)
+    assert queue.hold(abort=None, timeout_seconds=10) == HeldRequests(1, 2)
 
 
 def test_a_node_that_gets_a_request_has_to_settle_again(

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.config.schema import EngineSettings, RolloutSettings
 from megatron_rl.contracts.prompt import Sampling
-from megatron_rl.contracts.rollout import FinishReason
+from megatron_rl.contracts.rollout import FinishReason, Rollout
 from megatron_rl.rollouts.collector import Collector
 from megatron_rl.rollouts.generation.engine_pool import EnginePool, RequestForm
 from megatron_rl.rollouts.messages import (
@@ -23,9 +23,11 @@ from megatron_rl.rollouts.messages import (
     SetVersion,
     VersionBudget,
 )
+from megatron_rl.rollouts.partials.saved_groups import SavedGroup
 from megatron_rl.rollouts.repetition import RepetitionStop, repetition
+from megatron_rl.rollouts.store import read_rollout
 from sglang_bridge.engine import Engine
-from sglang_bridge.generation import Generation
+from sglang_bridge.generation import Generation, VersionSpan
 from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine
 from tests.support.scripted_model import EOS, PROMPT
 
@@ -174,7 +176,72 @@ def test_a_budget_and_a_stop_hold_together(num_tokens: int) -> None:
     assert generation.output_ids.tolist() == LOOP[:12]
 
 
-def collect(engine: InterruptedEngine, settings: RolloutSettings, **changes: bool) -> GroupDone:
+@pytest.mark.parametrize("num_tokens", range(1, 13))
+def test_a_stored_response_is_cut_off_where_it_would_have_been(num_tokens: int) -> None:
+    """A checkpoint may store it after its last token and before it is looked at."""
+    stop = stop_of()
+
+    async def run() -> Generation:
+        async with fake_engine(InterruptedEngine(LOOP), seconds=0.0) as url:
+            pool = EnginePool([Engine(url=url)], EngineSettings(), FORM, ignore)
+            generation = await pool.generate(
+                PROMPT.token_ids,
+                Sampling(max_new_tokens=24, temperature=1.0, stop_token_ids=(EOS,)),
+                rid="g/0",
+                return_routes=True,
+                rejected_tokens=Counter(),
+                pieces=[stored_piece(LOOP[:num_tokens])],
+                stop=stop,
+            )
+            await pool.close()
+            return generation
+
+    generation = asyncio.run(run())
+    assert generation.output_ids.tolist() == LOOP[:12]
+    assert generation.finish_reason is FinishReason.LENGTH and stop.has_stopped
+
+
+def stored_piece(tokens: list[int]) -> Generation:
+    num_rows = len(PROMPT.token_ids) + len(tokens) - 1
+    rows = np.zeros((num_rows, LAYERS, TOPK), np.int32)
+    rows[:, :, 1] += 2
+    return Generation(
+        output_ids=np.array(tokens, np.int32),
+        logprobs=np.full(len(tokens), -0.5, np.float32),
+        routes=rows,
+        finish_reason=FinishReason.ABORT,
+        version_spans=(VersionSpan("3", 0, len(tokens)),),
+        cached_tokens=0,
+        retractions=0,
+    )
+
+
+@pytest.mark.parametrize("num_open", [0, 1, 2])
+def test_what_was_cut_off_before_a_checkpoint_counts_as_repetitive_after_it(num_open: int) -> None:
+    """A rollout that is cut off stays open until it has a verdict."""
+    rollouts: list[Rollout] = []
+    first = collect(InterruptedEngine(LOOP), SETTINGS, rollouts=rollouts)
+    start = msgspec.structs.replace(first.group, open_samples=(0, 1)[:num_open])
+    engine = InterruptedEngine(LOOP)
+    answer = collect(engine, SETTINGS, saved=SavedGroup(start, rollouts))
+    assert [rollout.is_repetitive for rollout in answer.group.rollouts] == [True, True]
+    assert [rollout.num_generated for rollout in answer.group.rollouts] == [12, 12]
+    assert engine.num_sampled == 0
+
+
+def collect(
+    engine: InterruptedEngine,
+    settings: RolloutSettings,
+    *,
+    rollouts: list[Rollout] | None = None,
+    saved: SavedGroup | None = None,
+    **changes: bool,
+) -> GroupDone:
+    """Let a collector sample a group.
+
+    rollouts: receives its rollouts. saved: what a checkpoint has of the group.
+    """
+
     async def run() -> FromCollector:
         async with fake_engine(engine, seconds=0.0) as url:
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
@@ -185,8 +252,15 @@ def collect(engine: InterruptedEngine, settings: RolloutSettings, **changes: boo
             request = GroupRequest(
                 group_id="g", prompt=PROMPT, num_samples=2, sampling=sampling, **changes
             )
+            if saved is not None:
+                for saved_rollout in saved.messages():
+                    await collector.handle(saved_rollout)
+                request = msgspec.structs.replace(request, start=saved.group)
             await collector.handle(request)
             message = await asyncio.wait_for(outbox.get(), 10)
+            if rollouts is not None:
+                assert isinstance(message, GroupDone)
+                rollouts.extend(read_rollout(ref) for ref in message.group.rollouts)
             await collector.close()
             return message
 

@@ -255,6 +255,10 @@ class EnginePool:
         attempts = _Attempts(self._settings.retries, rejected_tokens)
         self._responses.add(response)
         try:
+            # It may have been stored while it was looked at
+            is_begun = bool(response.pieces) and not response.is_complete
+            if is_begun and stop is not None and await self._is_stopped(response, stop):
+                return _cut_off(response)
             while True:
                 limit = self._limit(response, budget())
                 if limit == 0:
@@ -294,7 +298,7 @@ class EnginePool:
             if generation is not None:
                 return generation
             if stop is not None and await self._is_stopped(response, stop):
-                return replace(response.generation(), finish_reason=FinishReason.LENGTH)
+                return _cut_off(response)
             if response.num_tokens == last_end:
                 return None
 
@@ -615,6 +619,11 @@ def _is_cut(piece: Generation, response: PartialResponse, limit: int | None) -> 
     """Return True for a piece that ends because of `limit` alone."""
     is_at_limit = piece.finish_reason is FinishReason.LENGTH and limit is not None
     return is_at_limit and len(piece.output_ids) < response.num_remaining
+
+
+def _cut_off(response: PartialResponse) -> Generation:
+    """Return a response as if it had all tokens that it may have."""
+    return replace(response.generation(), finish_reason=FinishReason.LENGTH)
 
 
 def _joined(response: PartialResponse, last_piece: Generation) -> Generation:

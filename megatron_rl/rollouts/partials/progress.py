@@ -6,13 +6,14 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from megatron_rl.contracts.group import Group, Verdict
+from megatron_rl.contracts.group import Group, RolloutRef, Verdict
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.environments.episode import Episode
 from megatron_rl.rollouts.generation.partial_response import PartialResponse
 from megatron_rl.rollouts.partials.stored_responses import StoredResponse, responses_of
+from megatron_rl.rollouts.repetition import RepetitionStop
 from sglang_bridge.generation import FinishReason, Generation
 
 # Tokens of a stored rollout that its environment did not ask for when it played it again
@@ -58,12 +59,14 @@ class EpisodeProgress:
     """The state of one rollout.
 
     stored_responses: those of a checkpoint that its environment has not asked for yet.
-    episode: the one that is played, None before it begins. pieces: of the response that is being
-    sampled. outcome: None until it is scored or rejected.
+    episode: the one that is played, None before it begins. stop: ends its responses that repeat
+    themselves. pieces: of the response that is being sampled. outcome: None until it is scored or
+    rejected.
     """
 
     stored_responses: deque[StoredResponse] = field(default_factory=deque)
     episode: Episode | None = None
+    stop: RepetitionStop | None = None
     pieces: list[Generation] = field(default_factory=list)
     outcome: ScoredRollout | RejectedRollout | None = None
 
@@ -72,6 +75,11 @@ class EpisodeProgress:
         """True while the episode takes a response."""
         is_adding = self.episode is not None and self.episode.is_adding
         return is_adding or bool(self.stored_responses)
+
+    @property
+    def is_repetitive(self) -> bool:
+        """True once a response of the episode was cut off, because it repeated itself."""
+        return self.stop is not None and self.stop.has_stopped
 
     def take_stored(
         self, token_ids: Sequence[int], rejected_tokens: Counter[str]
@@ -83,7 +91,10 @@ class EpisodeProgress:
         """
         responses = self.stored_responses
         if responses and responses[0].input_ids == list(token_ids):
-            return responses.popleft().generation
+            response = responses.popleft()
+            if response.is_repetitive and self.stop is not None:
+                self.stop.has_stopped = True
+            return response.generation
         rejected_tokens += Counter({NOT_RESTORED: self.drop_stored()})
         return None
 
@@ -170,10 +181,15 @@ class GroupProgress:
         """Return the sample indices without an outcome."""
         return tuple(i for i, progress in self.episodes.items() if progress.outcome is None)
 
-    def open_rollouts(self) -> list[Rollout]:
-        """Return the open rollouts that have sampled tokens."""
-        rollouts = (self.episodes[i].rollout_so_far(self._sampling) for i in self.open_samples())
-        return [rollout for rollout in rollouts if rollout is not None]
+    def open_results(self) -> list[ScoredRollout]:
+        """Return the open rollouts that have sampled tokens, as if they had a verdict."""
+        results = []
+        for index in self.open_samples():
+            progress = self.episodes[index]
+            rollout = progress.rollout_so_far(self._sampling)
+            if rollout is not None:
+                results.append(_open_result(rollout, is_repetitive=progress.is_repetitive))
+        return results
 
     def tokens_rejected_in_open_episodes(self) -> Counter[str]:
         """Return the tokens of open episodes that are not used, by reason."""
@@ -190,16 +206,27 @@ class GroupProgress:
         self.rejections.update(start.rejections)
         self.rejected_tokens.update(start.rejected_tokens)
         self.environment_error = start.environment_error
-        for index in start.open_samples:
-            responses = responses_of(rollouts[index], shape) if index in rollouts else []
-            self.episodes[index] = EpisodeProgress(deque(responses))
+        self.episodes = {index: EpisodeProgress() for index in start.open_samples}
         for ref in start.rollouts:
-            if ref.sample_index not in self.episodes:
-                self.first_results.append(
-                    ScoredRollout(
-                        rollouts[ref.sample_index], ref.verdict, ref.num_generated, {}, 0.0
-                    )
-                )
+            rollout = rollouts[ref.sample_index]
+            if ref.sample_index in self.episodes:
+                responses = responses_of(rollout, shape, is_repetitive=ref.is_repetitive)
+                self.episodes[ref.sample_index].stored_responses.extend(responses)
+            else:
+                self.first_results.append(_finished_result(rollout, ref))
+
+
+def _finished_result(rollout: Rollout, ref: RolloutRef) -> ScoredRollout:
+    """Return a finished rollout of a checkpoint."""
+    return ScoredRollout(
+        rollout, ref.verdict, ref.num_generated, {}, 0.0, is_repetitive=ref.is_repetitive
+    )
+
+
+def _open_result(rollout: Rollout, *, is_repetitive: bool) -> ScoredRollout:
+    """Return what there is of a rollout as if it had a verdict."""
+    num_sampled = sum(len(s.tokens) for s in rollout.segments if s.logprobs is not None)
+    return ScoredRollout(rollout, NO_VERDICT_YET, num_sampled, {}, 0.0, is_repetitive=is_repetitive)
 
 
 def is_unfinished(generation: Generation) -> bool:

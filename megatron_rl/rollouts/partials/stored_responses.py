@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,22 +16,27 @@ class StoredResponse:
     """A response, or the part that there is of the last one.
 
     input_ids: everything before it. generation: finish reason ABORT if more of it is to follow.
+    is_repetitive: it was cut off, because it repeated itself.
     """
 
     input_ids: list[int]
     generation: Generation
+    is_repetitive: bool = False
 
     @property
     def num_tokens(self) -> int:
         return len(self.generation.output_ids)
 
 
-def responses_of(rollout: Rollout, shape: RouteShape | None) -> list[StoredResponse]:
+def responses_of(
+    rollout: Rollout, shape: RouteShape | None, *, is_repetitive: bool = False
+) -> list[StoredResponse]:
     """Return the sampled responses of a rollout, in order.
 
     Text that was not sampled separates them: two responses without text between them are one.
 
-    shape: of the engines' routes. None: they send none.
+    shape: of the engines' routes. None: they send none. is_repetitive: the last one was cut off,
+    because it repeated itself.
     """
     responses: list[StoredResponse] = []
     earlier_tokens: list[int] = []
@@ -51,6 +56,8 @@ def responses_of(rollout: Rollout, shape: RouteShape | None) -> list[StoredRespo
         end_response(FinishReason.STOP)
         earlier_tokens.extend(segment.tokens.tolist())
     end_response(rollout.finish_reason)
+    if is_repetitive and responses:
+        responses[-1] = replace(responses[-1], is_repetitive=True)
     return responses
 
 

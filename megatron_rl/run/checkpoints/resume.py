@@ -53,6 +53,7 @@ _PATH_KEYS = (
     "data.eval_path",
     "selection.beliefs_from",
 )
+_STALENESS = "rollout.max_staleness"
 _SOURCES = "data.sources."
 # The paths of a mixture's sources, which have names of their own
 _SOURCE_PATH = re.compile(r"data\.sources\.[^.]+\.(train|eval)_path")
@@ -124,14 +125,8 @@ class ResumePoint:
         if self.state is None:
             return []
         changes = _changes(self.state.settings, flat_configuration(c))
-        position = self.state.position
-        num_ahead = len(position.steps_ahead) + len(position.open_steps)
-        if num_ahead > c.rollout.max_staleness and not c.is_measurement:
-            raise CheckpointOfOtherRun(
-                f"rollout.max_staleness={c.rollout.max_staleness}: {self.checkpoint} holds the "
-                f"rollouts of {num_ahead} step(s) that are sampled ahead. Give at least "
-                f"{num_ahead}"
-            )
+        if not c.is_measurement:
+            self._require_staleness(c.rollout.max_staleness)
         fixed_keys = _FIXED_KEYS_OF_MEASUREMENTS if c.is_measurement else _FIXED_KEYS
         refusals = [text for key, text in changes.items() if _is_fixed(key, fixed_keys)]
         if refusals:
@@ -142,6 +137,22 @@ class ResumePoint:
         if c.is_measurement:
             return [text for key, text in changes.items() if key.startswith("data.")]
         return [text for key, text in changes.items() if not key.startswith("run.")]
+
+    def _require_staleness(self, max_staleness: int) -> None:
+        """Raise `CheckpointOfOtherRun` unless all rollouts of later steps may be trained."""
+        assert self.state is not None
+        position = self.state.position
+        least = len(position.steps_ahead)
+        content = f"the rollouts of {least} step(s) that were sampled ahead"
+        if position.open_steps:
+            # How many steps are open does not tell how old their tokens are
+            least = self.state.settings[_STALENESS]
+            content = f"open rollouts of step(s) {list(position.open_steps)}, begun with {least}"
+        if least > max_staleness:
+            raise CheckpointOfOtherRun(
+                f"{_STALENESS}={max_staleness}: {self.checkpoint} holds {content}. Give at least "
+                f"{least}"
+            )
 
 
 @contextlib.contextmanager

@@ -294,6 +294,37 @@ def test_changed_settings_are_listed_or_refused(tmp_path: Path) -> None:
         resume_point.changed_settings(c)
 
 
+@pytest.mark.parametrize("open_steps", [(6,), (6, 7, 8)])
+def test_open_steps_resume_with_the_staleness_that_began_them_and_not_with_less(
+    tmp_path: Path, open_steps: tuple[int, ...]
+) -> None:
+    """A stop request also finds the next step itself open, and may find old tokens in it alone."""
+    ahead = ("rollout.on_update=resume", "train.total_steps=9")
+    begun = make_configuration(tmp_path, *ahead, "rollout.max_staleness=2")
+    state = make_state(5, flat_configuration(begun))
+    position = msgspec.structs.replace(state.position, open_steps=open_steps)
+    resume_point = ResumePoint(tmp_path, msgspec.structs.replace(state, position=position))
+    for staleness in (2, 3):
+        c = make_configuration(tmp_path, *ahead, f"rollout.max_staleness={staleness}")
+        assert len(resume_point.changed_settings(c)) == (staleness != 2)
+    words = r"rollout\.max_staleness=1: .* open rollouts of step\(s\) \[6.*Give at least 2"
+    with pytest.raises(CheckpointOfOtherRun, match=words):
+        resume_point.changed_settings(
+            make_configuration(tmp_path, *ahead, "rollout.max_staleness=1")
+        )
+
+
+def test_steps_ahead_resume_with_as_much_staleness_as_there_are(tmp_path: Path) -> None:
+    ahead = ("rollout.max_staleness=1", "train.total_steps=9")
+    c = make_configuration(tmp_path, *ahead)
+    state = make_state(5, flat_configuration(c))
+    position = msgspec.structs.replace(state.position, steps_ahead=(6,))
+    resume_point = ResumePoint(tmp_path, msgspec.structs.replace(state, position=position))
+    assert resume_point.changed_settings(c) == []
+    with pytest.raises(CheckpointOfOtherRun, match=r"rollouts of 1 step\(s\) .*Give at least 1"):
+        resume_point.changed_settings(make_configuration(tmp_path, "train.total_steps=9"))
+
+
 def mixture_overrides(tmp_path: Path, sources: str) -> tuple[str, ...]:
     (tmp_path / "sums.jsonl").touch()
     return ("data=mixture", f"data.sources={{{sources}}}")
