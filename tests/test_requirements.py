@@ -9,6 +9,9 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
 REQUIREMENTS = Path(__file__).resolve().parents[1] / "requirements"
+# SGLang's extra declares 0.1.2, but its code imports checkpoint_engine.device_utils, which only
+# later versions have. sglang_bridge/weights/ipc speaks the protocol of the pinned one.
+OUTSIDE = {("sglang", "checkpoint-engine")}
 
 
 def pins(name: str) -> dict[str, str]:
@@ -35,7 +38,7 @@ def test_versions_of_the_gpu_image_are_in_declared_ranges(package: str) -> None:
     outside = {
         name: str(specifier)
         for name, specifier in ranges.items()
-        if versions[name] not in specifier
+        if versions[name] not in specifier and (package, name) not in OUTSIDE
     }
     assert outside == {}
 
