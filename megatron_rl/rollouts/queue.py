@@ -369,15 +369,37 @@ class RolloutQueue:
         ids = set(group_ids)
         return [id_ for id_ in self._begun_requests if first_id(id_) in ids and id_ not in ids]
 
-    def abort(self, group_ids: Sequence[str], idle: Callable[[], None]) -> int:
+    def abort(self, group_ids: Sequence[str], idle: Callable[[], None]) -> tuple[int, int]:
         """Drop requests without an answer, and let no engine work on them.
 
-        Returns the tokens that engines have sampled for them. Those of a collector that is gone are
-        unknown, and those of an engine that does not abort within half a minute.
+        Returns the tokens that engines have sampled for them, and how many of these a checkpoint
+        had. Those of a collector that is gone are unknown, and those of an engine that does not
+        abort within half a minute.
 
         idle: called about every half second. Raises `CollectorFailed`, and what `idle` raises.
         """
+        starts = {
+            group_id: self._outstanding[group_id].start
+            for group_id in group_ids
+            if group_id in self._outstanding
+        }
         self._send_aborts(group_ids)
+        self._wait_for_aborts(group_ids, idle)
+        num_tokens = 0
+        num_saved = 0
+        for group_id in group_ids:
+            num_tokens += self._dropped.aborted_tokens.pop(group_id, 0)
+            start = starts.get(group_id)
+            if group_id in self._holders:  # it was complete before it was aborted
+                num_tokens += self.tokens_of(group_id)
+                num_saved += self.saved_tokens_of(group_id)
+            elif start is not None:
+                num_tokens += start.num_tokens
+                num_saved += start.num_tokens
+        self.withdraw(group_ids)
+        return num_tokens, num_saved
+
+    def _wait_for_aborts(self, group_ids: Sequence[str], idle: Callable[[], None]) -> None:
         reminder = Reminder()
         deadline = time.monotonic() + _ABORT_SECONDS
         while any(group_id in self._outstanding for group_id in group_ids):
@@ -388,16 +410,9 @@ class RolloutQueue:
                     f"warning: engines did not abort requests within {_ABORT_SECONDS:g} s. Their "
                     "tokens are in no class of the account"
                 )
-                break
+                return
             if reminder.is_due():
                 self._write_log("waiting for engines to abort the surplus of a step")
-        num_tokens = 0
-        for group_id in group_ids:
-            num_tokens += self._dropped.aborted_tokens.pop(group_id, 0)
-            if group_id in self._holders:  # it was complete before it was aborted
-                num_tokens += self.tokens_of(group_id)
-        self.withdraw(group_ids)
-        return num_tokens
 
     def _send_aborts(self, group_ids: Sequence[str]) -> None:
         ids_by_node: dict[int, list[str]] = {}
@@ -407,7 +422,7 @@ class RolloutQueue:
                 continue
             outstanding.is_aborted = True
             if outstanding.node is None:
-                del self._outstanding[group_id]
+                self._forget(group_id)
             else:
                 ids_by_node.setdefault(outstanding.node, []).append(group_id)
         for node, ids in ids_by_node.items():

@@ -13,6 +13,7 @@ from aiohttp import web
 from megatron_rl.config.schema import EnvironmentSettings
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.rollouts.collector import Collector
+from megatron_rl.rollouts.generation.engine_pool import _ABORT_SECONDS
 from megatron_rl.rollouts.messages import (
     AbortGroups,
     AbortRequest,
@@ -20,6 +21,7 @@ from megatron_rl.rollouts.messages import (
     GroupAborted,
     GroupDone,
     GroupRequest,
+    Withdraw,
 )
 from tests.support.fake_engine import Reply, configuration, reply
 from tests.support.scripted_model import EOS, PROMPT
@@ -172,6 +174,32 @@ def test_a_group_that_was_aborted_can_be_requested_again() -> None:
         message = await asyncio.wait_for(outbox.get(), 5)
         assert isinstance(message, GroupDone) and message.attempt == 1
         assert message.generated_tokens == 8
+
+    run(check)
+
+
+def test_the_next_request_for_a_group_that_was_withdrawn_is_not_aborted() -> None:
+    """The engine had not aborted the first one in time."""
+
+    async def check(
+        collector: Collector, engine: AbortableEngine, outbox: "asyncio.Queue[FromCollector]"
+    ) -> None:
+        abort = engine.abort
+        engine.abort = engine.aborts.append  # type: ignore[method-assign, assignment]
+        await collector.handle(request("g"))
+        await wait_for(lambda: len(engine.names) == 2)
+        await collector.handle(AbortGroups(("g",)))
+        await wait_for(lambda: len(engine.aborts) > 0)
+        await collector.handle(Withdraw(("g",)))
+        await collector.handle(request("g", attempt=1))
+        engine.abort = abort  # type: ignore[method-assign]
+        await wait_for(lambda: len(engine.names) == 4)
+        num_aborts = len(engine.aborts)
+        await asyncio.sleep(3 * _ABORT_SECONDS)
+        assert len(engine.aborts) == num_aborts
+        engine.finish("g/")
+        message = await asyncio.wait_for(outbox.get(), 5)
+        assert isinstance(message, GroupDone) and message.attempt == 1
 
     run(check)
 

@@ -395,11 +395,15 @@ class EnginePool:
         Returns the number of tokens that engines have sent for it, once no engine works on it.
         """
         self._stopped_groups.add(group)
-        while requests := [request for request in self._running if request.group == group]:
+        # Not those of the next request with this id, if the group is forgotten meanwhile
+        while group in self._stopped_groups and (requests := self._requests_of(group)):
             for url in sorted({request.url for request in requests}):
                 await self._abort(url, f"{group}/")
             await asyncio.wait([request.end for request in requests], timeout=_ABORT_SECONDS)
         return self._num_sampled_of[group]
+
+    def _requests_of(self, group: str) -> list[_RunningRequest]:
+        return [request for request in self._running if request.group == group]
 
     def forget(self, group: str) -> None:
         """Count nothing for a group. It may be requested again."""

@@ -219,10 +219,10 @@ class RolloutSampler:
         """Abort the requests that the step does not need, and free what was sampled for them."""
         waiting_ids, delivered_ids = sampling.surplus_ids()
         num_cut = sum(map(self.queue.tokens_of, delivered_ids))
-        num_aborted = self.queue.abort(waiting_ids, self.idle)
+        num_aborted, num_saved = self.queue.abort(waiting_ids, self.idle)
         self.queue.withdraw(delivered_ids)
         sampling.generated_tokens += num_aborted
-        self._num_tokens += num_aborted
+        self._num_tokens += num_aborted - num_saved
         sampling.drop((*waiting_ids, *delivered_ids))
         counts = {"surplus_cut": num_cut, "surplus_aborted": num_aborted}
         sampling.unused_tokens = {name: count for name, count in counts.items() if count}

@@ -3,8 +3,10 @@
 import random
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from types import MappingProxyType
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -14,10 +16,12 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.prompts.selection.oversample import Oversample
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.rollouts.messages import AbortGroups, ToCollector
+from megatron_rl.rollouts.partials.saved_groups import SavedGroup, SavedGroups
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.steps.sampler import RolloutSampler
 from tests.support.answers import make_pool
+from tests.support.rollouts import make_rollout
 from tests.support.scripted_hub import ScoreOf, ScriptedHub
 
 POOL = make_pool(40)
@@ -147,6 +151,32 @@ def test_a_lost_collector_changes_nothing_that_trains(
     hub.poll = poll_with_losses  # type: ignore[assignment, method-assign]
     for step, batch in enumerate(whole, 1):
         assert contents(sampler.sample(step).groups) == contents(batch.groups)
+
+
+def test_tokens_of_a_checkpoint_are_in_the_account_and_were_not_sampled_by_this_run() -> None:
+    """One saved group decides the step, another one waits, and a third one is aborted."""
+    (whole, *_) = sample(ScriptedHub(1, scores_of(THREE_OF_FOUR)), "finish")
+    saved_groups = [
+        saved_group(group, (2,) if group.group_id == "step-1-7" else ())
+        for group in whole.all_groups
+        if group.group_id in ("step-1-4", "step-1-6", "step-1-7")
+    ]
+    assert [saved.num_tokens for saved in saved_groups] == [12, 12, 12]
+    hub = ScriptedHub(3, scores_of(THREE_OF_FOUR))
+    hub.endless_ids = {"step-1-7"}
+    sampler = open_sampler(hub, "abort")
+    sampler.queue.restore(SavedGroups(saved_groups))
+    batch = sampler.sample(1)
+    assert [group.group_id for group in batch.groups] == [f"step-1-{index}" for index in range(5)]
+    kept_tokens = sum(r.num_generated for group in batch.groups for r in group.rollouts)
+    assert kept_tokens + sum(batch.unused_tokens.values()) == batch.generated_tokens
+    assert batch.generated_tokens == hub.num_tokens + 3 * 12
+    assert sampler.count_tokens() == hub.num_tokens
+
+
+def saved_group(group: Group, open_samples: tuple[int, ...]) -> SavedGroup:
+    rollouts = [replace(make_rollout(2, 3), sample_index=place) for place in range(3)]
+    return SavedGroup(msgspec.structs.replace(group, open_samples=open_samples), rollouts)
 
 
 def test_a_finished_surplus_has_no_class_of_its_own() -> None:
