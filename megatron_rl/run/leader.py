@@ -191,35 +191,35 @@ class Leader:
     ) -> dict[str, float]:
         """Save a checkpoint of `step` with what there is of later steps; returns its metrics.
 
+        If open rollouts cannot be stored, the rest is saved before the run ends.
+
         point: the state after that step, None: the present one.
-        Raises `CheckpointNotSaved`, `CollectorFailed`.
+        Raises `CheckpointNotSaved`, `CollectorFailed` and `NoEngineLeft`. The latter two do not
+        matter if the run has to stop.
         """
         assert self.checkpoints is not None
         watch = Stopwatch()
-        with watch.section("checkpoint"):
-            open_groups = self._open_groups(step)
-        try:
-            point = self._with_open_groups(point or self.save_point(step), open_groups)
-            values = self.checkpoints.save(point, last=last)
-            seconds = watch.seconds["time/checkpoint"]
-            return values | {"time/checkpoint": values["time/checkpoint"] + seconds}
-        finally:
-            self._on_update.after_save()
-
-    def _open_groups(self, step: int) -> Mapping[int, tuple[Group, ...]]:
-        """Return what a checkpoint of `step` holds of open steps, by step.
-
-        Raises `CollectorFailed`, but not if the run has to stop: it then saves the rest.
-        """
         is_stopping = self._is_stop_requested()
+        open_groups: Mapping[int, tuple[Group, ...]] = {}
+        failure: Failure | None = None
         try:
-            return self._on_update.before_save(self.parts.rollouts, is_stopping=is_stopping)
-        except CollectorFailed as failure:
-            if not is_stopping:
-                raise
+            with watch.section("checkpoint"):
+                open_groups = self._on_update.before_save(
+                    self.parts.rollouts, is_stopping=is_stopping
+                )
+        except (CollectorFailed, NoEngineLeft) as error:
+            failure = error
             text = f"the checkpoint of step {step} holds no open rollouts: {failure}"
             self.records.progress.log(f"warning: {text}")
-            return {}
+        try:
+            point = self._with_open_groups(point or self.save_point(step), open_groups)
+            values = self.checkpoints.save(point, last=last or failure is not None)
+        finally:
+            self._on_update.after_save()
+        if failure is not None and not is_stopping:
+            raise failure
+        seconds = watch.seconds["time/checkpoint"]
+        return values | {"time/checkpoint": values["time/checkpoint"] + seconds}
 
     def _with_open_groups(
         self, point: SavePoint, open_groups: Mapping[int, tuple[Group, ...]]

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.contracts.group import Group
+from megatron_rl.engines.fleet import NoEngineLeft
 from megatron_rl.engines.token_counter import TokenComparison
 from megatron_rl.rollouts.queue import CollectorFailed
 from megatron_rl.rollouts.steps.steps_ahead import StepSource
@@ -126,14 +127,21 @@ def test_a_stop_request_saves_open_rollouts_too(tmp_path: Path, aborts_step: boo
     assert len(ranks.batches[0]) == 2
 
 
-def test_a_collector_that_fails_prevents_no_checkpoint_of_a_stop_request(tmp_path: Path) -> None:
+FAILURES = [CollectorFailed("it is gone"), NoEngineLeft("every engine has left the run")]
+
+
+@pytest.mark.parametrize("failure", FAILURES, ids=["collector", "engines"])
+def test_open_rollouts_that_cannot_be_stored_prevent_no_checkpoint(
+    tmp_path: Path, failure: Exception
+) -> None:
+    """The run ends after it, as it was to stop or by the failure."""
     ranks = FakeRanks()
     stop = make_stop_request()
 
     def on_train(step: int) -> None:
         stop.handle_signal(signal.SIGUSR1)
 
-    on_update = StoredResponses(failure=CollectorFailed("it is gone"))
+    on_update = StoredResponses(failure=failure)
     with pytest.raises(StoppedAfterSave):
         lead(
             ScriptedParts(on_train=on_train),
@@ -142,11 +150,14 @@ def test_a_collector_that_fails_prevents_no_checkpoint_of_a_stop_request(tmp_pat
             on_update=on_update,
         )
     assert (ranks.steps, ranks.states[0].position.open_steps) == ([1], ())
-    with pytest.raises(CollectorFailed):
+    ranks = FakeRanks()
+    with pytest.raises(type(failure)):
         lead(
             ScriptedParts(),
             tmp_path,
-            steps=3,
-            checkpoints=make_manager(FakeRanks()),
+            steps=5,
+            checkpoints=make_manager(ranks),
             on_update=on_update,
         )
+    assert (ranks.steps, ranks.states[0].position.open_steps) == ([2], ())
+    assert on_update.calls == ["stop", "free", "save", "free"]
