@@ -256,16 +256,15 @@ class EpisodeRunner:
                 progress.pieces = []  # the episode has them
                 limit.restart()
 
-        rules = EpisodeRules(
-            sampling=request.sampling,
-            routes=routes,
-            train_truncated=self._configuration.rollout.train_truncated,
-        )
         return Episode(
             request.prompt,
             generate,
             self._tokenizer,
-            rules,
+            EpisodeRules(
+                sampling=request.sampling,
+                routes=routes,
+                train_truncated=self._configuration.rollout.train_truncated,
+            ),
             rollout_id=rollout_id,
             sample_index=index,
             rejected_tokens=rejected_tokens,

@@ -291,7 +291,8 @@ class RolloutQueue:
     def _deliver_saved(self, request: GroupRequest, start: SavedGroup) -> None:
         group_id = request.group_id
         tokens = start.num_tokens
-        self._holders[group_id] = _Holder(_SAVED_NODE, 0, request, tokens, tokens)
+        whole_request = msgspec.structs.replace(request, extension=None)  # as in `_take`
+        self._holders[group_id] = _Holder(_SAVED_NODE, 0, whole_request, tokens, tokens)
         self._ready.append(self._partials.saved_groups.store(start))
 
     def as_completed(
@@ -808,6 +809,8 @@ class RolloutQueue:
                 self._send(node, AddEngine(engine))
         if self._holding.message is not None:
             self._send(node, self._holding.message)
+        if self._partials.is_wanted:
+            self._send(node, StorePartials(self._partials.number))
         self._send_settle(node)
         self._assign_waiting()
         # Requests may be at nodes without engines, because this one was not connected

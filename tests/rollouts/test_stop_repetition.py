@@ -235,7 +235,7 @@ def collect(
     *,
     rollouts: list[Rollout] | None = None,
     saved: SavedGroup | None = None,
-    **changes: bool,
+    evaluation: bool = False,
 ) -> GroupDone:
     """Let a collector sample a group.
 
@@ -250,7 +250,11 @@ def collect(
             await collector.handle(SetVersion(3))
             sampling = Sampling(max_new_tokens=24, temperature=1.0, stop_token_ids=(EOS,))
             request = GroupRequest(
-                group_id="g", prompt=PROMPT, num_samples=2, sampling=sampling, **changes
+                group_id="g",
+                prompt=PROMPT,
+                num_samples=2,
+                sampling=sampling,
+                evaluation=evaluation,
             )
             if saved is not None:
                 for saved_rollout in saved.messages():

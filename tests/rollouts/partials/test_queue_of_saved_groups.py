@@ -10,6 +10,8 @@ import pytest
 from launch.testbed.rollout_refs import make_ref
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.group import Group
+from megatron_rl.credit.group_kinds import GroupKind
+from megatron_rl.prompts.selection.extension import Extension
 from megatron_rl.rollouts import codec
 from megatron_rl.rollouts.hub import CollectorHub
 from megatron_rl.rollouts.messages import (
@@ -157,6 +159,39 @@ def test_a_node_that_does_not_store_in_time_is_left_out(
     queue.submit([request("a")])
     assert queue.store_partials(timeout_seconds=0.2) == []
     assert "node(s) [0] did not store their open rollouts within 0.2 s" in lines[-1]
+
+
+def test_a_collector_that_replaces_another_during_a_save_is_not_waited_for_in_vain(
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
+) -> None:
+    queue.submit([request("a")])
+    replacements: list[Peer] = []
+
+    def idle() -> None:
+        if not replacements:
+            peer.close()
+            replacements.append(Peer(hub, 0, epoch=1))
+        elif any(isinstance(message, StorePartials) for message in replacements[0].receive()):
+            replacements[0].send(Partials(1, (saved_group("a", (0, 1)).group,)))
+
+    try:
+        groups = queue.store_partials(timeout_seconds=5, idle=idle)
+    finally:
+        for replacement in replacements:
+            replacement.close()
+    assert [group.group_id for group in groups] == ["a"]
+
+
+def test_a_probe_of_a_checkpoint_that_is_sampled_again_is_not_extended_again(
+    queue: RolloutQueue, peer: Peer
+) -> None:
+    """As with a probe that a collector has delivered."""
+    queue.restore(SavedGroups([saved_group("a")]))
+    probe = msgspec.structs.replace(request("a"), extension=Extension(4, (GroupKind.MIXED,)))
+    queue.submit([probe])
+    assert len(list(queue.as_completed(lambda: None))) == 1
+    queue.request_again(["a"])
+    assert receive_requests(peer) == [request("a")]
 
 
 def test_partials_that_come_after_the_save_are_freed(queue: RolloutQueue, peer: Peer) -> None:
