@@ -185,7 +185,7 @@ def test_the_next_request_for_a_group_that_was_withdrawn_is_not_aborted() -> Non
         collector: Collector, engine: AbortableEngine, outbox: "asyncio.Queue[FromCollector]"
     ) -> None:
         abort = engine.abort
-        engine.abort = engine.aborts.append  # type: ignore[method-assign]
+        engine.abort = engine.aborts.append  # type: ignore[method-assign, assignment]
         await collector.handle(request("g"))
         await wait_for(lambda: len(engine.names) == 2)
         await collector.handle(AbortGroups(("g",)))

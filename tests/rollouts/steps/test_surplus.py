@@ -209,7 +209,7 @@ def test_a_stop_while_the_surplus_is_aborted_leaves_the_step_open() -> None:
         raise Stopped
 
     abort = sampler.queue.abort
-    sampler.queue.abort = lambda ids, idle: abort(ids, stop)  # type: ignore[method-assign, assignment]
+    sampler.queue.abort = lambda ids, idle: abort(ids, stop)  # type: ignore[method-assign]
     with pytest.raises(Stopped):
         sampler.sample(1)
     assert sampler.open_steps == (1,)
