@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from sglang_bridge.admin import AdminClient
+from sglang_bridge.errors import RequestFailed
 from sglang_bridge.weights.buckets import NamedTensors, iterate_buckets
 from sglang_bridge.weights.calls import Failures, call_each
 from sglang_bridge.weights.courier import Courier, Lane
@@ -107,7 +108,7 @@ class DistributedTransport:
 
         An engine without a session would leave the broadcast waiting.
         """
-        return call_each(admins, lambda admin: admin.begin_weight_update(), deadline=deadline)
+        return call_each(admins, _begin, deadline=deadline)
 
     def send(
         self,
@@ -178,3 +179,15 @@ class DistributedTransport:
         for group in self._groups.values():
             group.close()
         self._groups.clear()
+
+
+def _begin(admin: AdminClient) -> None:
+    """Open a session. One that is open belongs to another trainer: old ones are closed before."""
+    try:
+        admin.begin_weight_update()
+    except RequestFailed as error:
+        if "already open" in str(error):
+            raise RequestFailed(
+                f"{error}: another trainer updates this engine. Give each run engines of its own"
+            ) from error
+        raise

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -23,8 +24,10 @@ from megatron_rl.mcore import compat
 
 compat.install()
 
+import numpy as np
 import torch
 
+import megatron_rl
 from espo_kernels import espo_groups, token_logprob_entropy
 from espo_kernels.backends import resolve_backend
 from launch.gpu_stages.workers import ALLOW_RANDOM_ROUTES, configure, make_rollouts, open_worker
@@ -40,6 +43,7 @@ from megatron_rl.engines.members import Members
 from megatron_rl.engines.quantization import require_fp8_gpu
 from megatron_rl.engines.server_places import server_places
 from megatron_rl.engines.weight_sync import open_weight_sync
+from megatron_rl.losses.mismatch import mismatch_by_age
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.checkpoint import load_random_state, load_tensors, random_state_file
 from megatron_rl.mcore.job import join
@@ -56,6 +60,7 @@ from sglang_bridge.server.nccl import require_same_nccl
 from sglang_bridge.weights.audit import require_auditable
 from tests.launch.pretended_device.colocated_steps import run_colocated_steps
 
+ASSETS = Path(megatron_rl.__file__).parent / "models" / "assets"
 PEER = "tests.launch.pretended_device.engine_peer"
 STEPS = 2
 
@@ -84,8 +89,9 @@ def main() -> None:
         **send_weights(c, worker, out),
         "colocated": colocate(c, worker, out),
         **choose_kernels(),
+        **compare_ages(),
         **place_engines(c),
-        **refuse_settings(),
+        **refuse_settings(out),
     }
     (out / "places.json").write_text(json.dumps(result, indent=1))
     parallel.shutdown()
@@ -247,7 +253,26 @@ def refuse_other_nccl() -> None:
     require_same_nccl(Engine(url="http://127.0.0.1:1", tp=2), info, {})
 
 
-def refuse_settings() -> dict[str, Any]:
+def compare_ages() -> dict[str, Any]:
+    """Compare log-probabilities of tokens of two ages on the device."""
+    old = torch.tensor([-1.0, -2.0, -3.0], device="cuda")
+    new = torch.tensor([-1.0, -2.5, -3.0], device="cuda")
+    with current().waits.counting() as waits:
+        sums = mismatch_by_age(old, new, np.array([0, 1, -1]))
+    name = "mismatch/age/1/logprob_abs_mean"
+    return {"age_sum": sums[name].tolist(), "age_waits": sum(waits.values())}
+
+
+def write_wide_heads(directory: Path) -> Path:
+    """Write a model whose experts are whole on each of two ranks only with engine.ep=2."""
+    path = directory / "wide_heads"
+    shutil.copytree(ASSETS / "qwen3_moe_fp8_blank", path)
+    file = path / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"head_dim": 128}))
+    return path
+
+
+def refuse_settings(out: Path) -> dict[str, Any]:
     """Compose runs whose engines or ranks have no GPU, or the wrong one."""
     node = LaunchFacts(num_gpus=2)
     few = LaunchFacts(num_gpus=1, world_size=2, local_world_size=2)
@@ -272,6 +297,16 @@ def refuse_settings() -> dict[str, Any]:
                 "engine.colocated=true",
                 "sync.transport=ipc",
                 "engine.count=2",
+            ],
+        ),
+        "experts that TP cuts": (
+            LaunchFacts(num_gpus=4),
+            [
+                "model=fp8_tiny",
+                f"model.path={write_wide_heads(out)}",
+                "model.dtype=bfloat16",
+                "engine.quantization=fp8",
+                "engine.tp=2",
             ],
         ),
         "one GPU for two": (few, ["model.dtype=bfloat16", "parallel=ep2"]),

@@ -169,6 +169,7 @@ def test_engines_and_kernels_are_chosen_for_the_device(outcome: dict[str, Any]) 
     assert "cuda:0" in outcome["cpu_kernel"]
     assert outcome["reference_groups_are_equal"]
     assert (outcome["triton_kernel"], outcome["kernel_waits"]) == ("triton", 0)
+    assert (outcome["age_sum"], outcome["age_waits"]) == ([0.5, 1.0], 0)
 
 
 @pytest.mark.slow
@@ -181,6 +182,7 @@ def test_engines_and_kernels_are_chosen_for_the_device(outcome: dict[str, Any]) 
         ("no GPU", "engine.device=cuda"),
         ("one GPU for two", "engine.count=1"),
         ("engines beside one rank", "engine.count=2"),
+        ("experts that TP cuts", "engine.ep=2"),
         ("unrounded FP8 products", "engine.round_activations=false"),
     ],
 )
