@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from launch.studies.run_time.fit import PROMPT_TOKENS, SPEED_NAMES, fit, simulator
+from launch.studies.run_time.fit import SPEED_NAMES, fit, simulator
 from launch.studies.run_time.measured_run import FIRST_STEP, MeasuredRun
 
 BAR = 0.05
@@ -14,7 +14,7 @@ _UNITS = {
     "step": "s a forward pass",
     "request": "s a response of a decode pass",
     "kv_token": "s a token of a context",
-    "prompt_token": f"s a token of a prompt, which is assumed to have {PROMPT_TOKENS}",
+    "prompt": "s to read a prompt, or a partial response",
 }
 
 

@@ -25,7 +25,7 @@ from megatron_rl.records.past_run import RunUnreadable
 from megatron_rl.records.run_directory import to_yaml
 from megatron_rl.records.timeline.spans import TIMELINE_FILE, Lane, Timeline
 
-SPEED = EngineSpeed(step=0.01, request=3e-5, kv_token=2e-7, prompt_token=1.5e-4, dispatch=0.3)
+SPEED = EngineSpeed(step=0.01, request=3e-5, kv_token=2e-7, prompt=1.2e-3, dispatch=0.3)
 TRAINER = TrainerSpeed(step=0.2, token=1.5e-4, sync=0.1, interrupt=0.6)
 MACHINES = Machines(speed=SPEED, max_running=64, engine_slowdown=0.3, trainer_slowdown=0.2)
 NUM_STEPS = 8
@@ -128,7 +128,7 @@ def other_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def test_fit_recovers_planted_constants(fit_runs: Sequence[Path]) -> None:
     constants = fit([read_run(directory) for directory in fit_runs])
-    for name in ("step", "request", "prompt_token", "dispatch"):
+    for name in ("step", "request", "prompt", "dispatch"):
         value = getattr(SPEED, name)
         assert getattr(constants.speed, name) == pytest.approx(value, rel=0.02), name
     assert constants.trainer.step == pytest.approx(TRAINER.step, rel=0.02)
