@@ -21,8 +21,8 @@ from megatron_rl.planning.run_time.engine import EngineSpeed, Response
 from megatron_rl.planning.run_time.lengths import GroupLengths, TraceLengths
 from megatron_rl.planning.run_time.run import SimulatedRun, TrainerSpeed, simulate
 
-# All prompts of the quickstart are short and of one length, so that the seconds of a prompt and of its
-# tokens cannot be told apart: those of a prompt have both.
+# All prompts of the quickstart are short and of one length, so that the seconds of a prompt and of
+# its tokens cannot be told apart: those of a prompt have both.
 SPEED_NAMES = ("dispatch", "step", "request", "kv_token", "prompt")
 # Of the quickstart. A timeline does not have it.
 PROMPT_TOKENS = 8

@@ -17,8 +17,8 @@ class EngineSpeed:
 
     A decode pass gives each running response one token. It takes `step`, `request` for each of
     them, and `kv_token` for each token of their contexts. A pass that reads prompts takes `step`,
-    `prompt` for each of them, and `prompt_token` for each token. It gives each of these responses its first token, and no
-    other response goes on meanwhile.
+    `prompt` for each of them, and `prompt_token` for each token. It gives each of these responses
+    its first token, and no other response goes on meanwhile.
 
     dispatch: from the request until the engine has it.
     """
