@@ -233,6 +233,22 @@ def test_an_engine_that_refuses_to_join_is_reported_at_once() -> None:
     assert time.monotonic() - start < 5.0
 
 
+def test_an_open_session_of_another_trainer_is_named() -> None:
+    class Busy(PeerAdmin):
+        def begin_weight_update(self) -> None:
+            raise RequestFailed("a weight-update session is already open")
+
+    class Broken(PeerAdmin):
+        def begin_weight_update(self) -> None:
+            raise RequestFailed("out of memory")
+
+    other = "http://127.0.0.1:2"
+    admins = [Busy(URL, None), Broken(other, None)]
+    failures = transport().begin(admins, 1, time.monotonic() + 5)
+    assert "another trainer updates this engine" in failures[URL]
+    assert failures[other] == "out of memory"
+
+
 def test_each_engine_gets_an_address_that_it_can_reach(monkeypatch: pytest.MonkeyPatch) -> None:
     """A local engine and one on another machine need different addresses of this process."""
     # This process's address on the route to each host.
