@@ -22,17 +22,15 @@ from sglang_bridge.block_fp8 import dequantize
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineUnhealthy, WeightUpdateFailed
-from sglang_bridge.keys import create_keys
-from sglang_bridge.server.lifeline import Lifeline
 from sglang_bridge.server.managed_engine import ManagedEngine
 from sglang_bridge.server.readiness import require_external_engines
-from sglang_bridge.settings import ServerPlace, ServerSettings
+from sglang_bridge.settings import ServerSettings
 from sglang_bridge.weights.audit import AuditReport, audit_engine
 from sglang_bridge.weights.disk import DiskTransport
 from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.expectation import WeightExpectation
 from tests.support.comparable import assert_same_weights
-from tests.support.engines import running_engine
+from tests.support.engines import running_engine, running_fp8_engine
 from tests.support.recordings import read_rollouts
 from tests.support.torchrun import torchrun
 from tests.support.updaters import SoleUpdater, in_units
@@ -116,21 +114,9 @@ def stream(model: Path) -> Weights:
 @pytest.fixture(scope="module")
 def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagedEngine]:
     """A server that starts without weights, as a run starts it. Activations are not rounded."""
-    lifeline = Lifeline()
-    config = quantization_config(read_shape(model))
-    server = ManagedEngine.start(
-        ServerSettings(quantization="fp8", round_activations=False, max_running_requests=16),
-        ServerPlace(model_path=str(model), device="cpu", quantization=config),
-        keys=create_keys(),
-        log_path=tmp_path_factory.mktemp("logs") / "engine.log",
-        lifeline=lifeline,
-    )
-    try:
-        server.wait_healthy(240)
+    settings = ServerSettings(quantization="fp8", round_activations=False, max_running_requests=16)
+    with running_fp8_engine(settings, model, tmp_path_factory.mktemp("logs")) as server:
         yield server
-    finally:
-        server.stop()
-        lifeline.close()
 
 
 Push = Callable[[Weights, int], None]

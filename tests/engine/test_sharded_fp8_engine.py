@@ -9,12 +9,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megatron_rl.models.families import read_shape
-from megatron_rl.models.fp8_weights import quantization_config
-from sglang_bridge.keys import create_keys
-from sglang_bridge.server.lifeline import Lifeline
 from sglang_bridge.server.managed_engine import ManagedEngine
-from sglang_bridge.settings import ServerPlace, ServerSettings
+from sglang_bridge.settings import ServerSettings
 from sglang_bridge.weights.audit import AuditReport, audit_engine
 from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.expectation import WeightExpectation
@@ -30,6 +26,7 @@ from tests.engine.test_fp8_engine import (
     with_weights,
     write_model,
 )
+from tests.support.engines import running_fp8_engine
 from tests.support.updaters import SoleUpdater
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
@@ -57,7 +54,6 @@ def engine(
 ) -> Iterator[ManagedEngine]:
     """A server of two ranks that starts without weights. Activations are not rounded."""
     dtype, ep = request.param
-    lifeline = Lifeline()
     settings = ServerSettings(
         quantization="fp8",
         round_activations=False,
@@ -67,20 +63,8 @@ def engine(
         ep=ep,
         extra_args=["--skip-server-warmup"],
     )
-    config = quantization_config(read_shape(model))
-    server = ManagedEngine.start(
-        settings,
-        ServerPlace(model_path=str(model), device="cpu", quantization=config),
-        keys=create_keys(),
-        log_path=tmp_path_factory.mktemp("logs") / "engine.log",
-        lifeline=lifeline,
-    )
-    try:
-        server.wait_healthy(240)
+    with running_fp8_engine(settings, model, tmp_path_factory.mktemp("logs")) as server:
         yield server
-    finally:
-        server.stop()
-        lifeline.close()
 
 
 @pytest.fixture(scope="module")

@@ -5,6 +5,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+from megatron_rl.models.families import read_shape
+from megatron_rl.models.fp8_weights import quantization_config
 from sglang_bridge.keys import RunKeys, create_keys
 from sglang_bridge.server.lifeline import Lifeline
 from sglang_bridge.server.managed_engine import ManagedEngine
@@ -45,4 +47,26 @@ def running_engine(
         yield engine
     finally:
         engine.stop()
+        lifeline.close()
+
+
+@contextlib.contextmanager
+def running_fp8_engine(
+    settings: ServerSettings, model_path: Path, directory: Path
+) -> Iterator[ManagedEngine]:
+    """One FP8 server on CPU that starts without weights, as a run starts it."""
+    lifeline = Lifeline()
+    config = quantization_config(read_shape(model_path))
+    server = ManagedEngine.start(
+        settings,
+        ServerPlace(model_path=str(model_path), device="cpu", quantization=config),
+        keys=create_keys(),
+        log_path=directory / "engine.log",
+        lifeline=lifeline,
+    )
+    try:
+        server.wait_healthy(240)
+        yield server
+    finally:
+        server.stop()
         lifeline.close()
