@@ -107,6 +107,9 @@ class EpisodeRunner:
         if request.budget is not None:
             self._budgets[request.group_id, request.attempt] = request.budget
 
+    def _is_announced(self, request: GroupRequest) -> bool:
+        return (request.group_id, request.attempt) in self._playing
+
     def _count_end(self, request: GroupRequest, index: int) -> None:
         playing = self._playing.get((request.group_id, request.attempt), set())
         playing.discard(index)
@@ -120,7 +123,7 @@ class EpisodeRunner:
         return await self.engines.stop(request.group_id)
 
     def forget(self, request: GroupRequest) -> None:
-        """Count no episode of a request as playing."""
+        """Count no episode of a request as playing, and sample nothing more for it."""
         if self._playing.pop((request.group_id, request.attempt), None) is not None:
             self.engines.forget(request.group_id)
         self._budgets.pop((request.group_id, request.attempt), None)
@@ -142,6 +145,7 @@ class EpisodeRunner:
     ) -> ScoredRollout | RejectedRollout:
         """Run one episode and return its rollout with a verdict, or why there is none.
 
+        request: one that was announced. Once it is forgotten, its episode gets no response.
         index: place of the rollout in its group. progress: follows the episode, and has what a
         checkpoint had of it.
         Raises `PluginError` if a user-defined class fails too often.
@@ -230,9 +234,10 @@ class EpisodeRunner:
         stop = progress.stop
 
         async def generate(token_ids: Sequence[int], sampling: Sampling) -> Generation:
-            if limit.has_expired:
-                # An environment that ignored its cancellation gets no further response. An
-                # exception could make it ask again and again, which would block the event loop.
+            if limit.has_expired or not self._is_announced(request):
+                # An environment in another process may go on for some time after its cancellation.
+                # It gets no further response. An exception could make it ask again and again,
+                # which would block the event loop.
                 await asyncio.get_running_loop().create_future()
             turn = next(turns)
             generation = progress.take_stored(token_ids, rejected_tokens)
@@ -248,6 +253,7 @@ class EpisodeRunner:
                     return_routes=routes is not None,
                     rejected_tokens=rejected_tokens,
                     seed=_response_seed(self._configuration.seed, rollout_id, turn),
+                    is_wanted=lambda: self._is_announced(request),
                     budget=lambda: self._budgets.get((request.group_id, request.attempt)),
                     pieces=progress.pieces,
                     stop=stop,

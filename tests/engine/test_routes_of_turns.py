@@ -102,6 +102,8 @@ async def sample_episodes(engine: ManagedEngine) -> list[Rollout]:
             GroupRequest(group_id=f"g{i}", prompt=prompt, num_samples=1, sampling=sampling)
             for i, prompt in enumerate(prompts())
         ]
+        for request in requests:
+            runner.announce(request, [0])
         results = await asyncio.gather(*(runner.run(request, 0) for request in requests))
         await runner.close()
     return [result.rollout for result in results if isinstance(result, ScoredRollout)]

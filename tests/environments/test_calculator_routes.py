@@ -69,6 +69,7 @@ def play() -> tuple[Rollout, tuple[tuple[int, ...], ...]]:
             request = GroupRequest(group_id="g", prompt=PROMPT, num_samples=1, sampling=sampling)
             with ThreadPoolExecutor(1) as threads:
                 runner = EpisodeRunner(settings, ignore, threads)
+                runner.announce(request, [0])
                 result = await runner.run(request, 0)
                 await runner.close()
             assert isinstance(result, ScoredRollout), result

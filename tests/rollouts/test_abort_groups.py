@@ -204,7 +204,7 @@ def test_the_next_request_for_a_group_that_was_withdrawn_is_not_aborted() -> Non
     run(check)
 
 
-ENVIRONMENT = """
+TWO_TURNS = """
 class TwoTurns:
     async def play(self, episode):
         await episode.respond()
@@ -217,7 +217,7 @@ def test_an_environment_gets_no_further_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its first turn ends by itself while the group is aborted."""
-    (tmp_path / "two_turns.py").write_text(ENVIRONMENT)
+    (tmp_path / "two_turns.py").write_text(TWO_TURNS)
     monkeypatch.syspath_prepend(tmp_path)
 
     async def check(
@@ -233,3 +233,43 @@ def test_an_environment_gets_no_further_turn(
         assert len(engine.names) == 1
 
     run(check, EnvironmentSettings(name="two_turns:TwoTurns"))
+
+
+STUBBORN = """
+import asyncio
+from pathlib import Path
+
+class Stubborn:
+    async def play(self, episode):
+        await episode.respond()
+        Path({marker!r}).touch()
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            pass
+        episode.observe("no,")
+        await episode.respond()
+"""
+
+
+def test_an_environment_that_ignores_its_cancellation_gets_no_further_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    marker = tmp_path / "first_turn_has_ended"
+    (tmp_path / "stubborn.py").write_text(STUBBORN.format(marker=str(marker)))
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def check(
+        collector: Collector, engine: AbortableEngine, outbox: "asyncio.Queue[FromCollector]"
+    ) -> None:
+        await collector.handle(request("g", 1))
+        await wait_for(lambda: len(engine.names) == 1)
+        engine.finish("g/")
+        await wait_for(marker.exists)
+        await collector.handle(AbortGroups(("g",)))
+        message = await asyncio.wait_for(outbox.get(), 5)
+        assert message == GroupAborted(group_id="g", generated_tokens=4)
+        await asyncio.sleep(0.5)
+        assert len(engine.names) == 1
+
+    run(check, EnvironmentSettings(name="stubborn:Stubborn"))

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 from collections import Counter
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -509,3 +510,37 @@ def test_an_engine_whose_connection_ends_loses_no_request() -> None:
                 assert await asyncio.wait_for(requests, 5) == {"stop": 4}
 
     asyncio.run(run())
+
+
+def test_a_response_that_is_no_longer_wanted_is_not_requested() -> None:
+    """It waited for a free slot, or for the end of a hold."""
+    engine = CountingEngine(good)
+
+    async def run() -> None:
+        async with pool_of(engine) as (pool, _, _):
+            await pool.hold(keep_partials=False)
+            wanted = {"r/0": True, "r/1": True}
+            requests = {
+                rid: asyncio.create_task(
+                    pool.generate(
+                        PROMPT.token_ids,
+                        SAMPLING,
+                        rid=rid,
+                        return_routes=True,
+                        rejected_tokens=Counter(),
+                        is_wanted=partial(wanted.__getitem__, rid),
+                    )
+                )
+                for rid in wanted
+            }
+            await asyncio.sleep(0.05)
+            wanted["r/1"] = False
+            pool.proceed()
+            await asyncio.wait_for(requests["r/0"], 5)
+            await asyncio.sleep(0.1)
+            assert not requests["r/1"].done()
+            requests["r/1"].cancel()
+            await asyncio.gather(*requests.values(), return_exceptions=True)
+
+    asyncio.run(run())
+    assert engine.calls == 1

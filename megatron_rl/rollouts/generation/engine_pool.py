@@ -76,6 +76,20 @@ class _RunningRequest:
     end: asyncio.Future[None]
 
 
+@dataclass(frozen=True)
+class _RequestFields:
+    """What all requests for one response have in common. rid: GROUP/ROLLOUT."""
+
+    rid: str
+    return_routes: bool
+    seed: int | None
+    is_wanted: Callable[[], bool]
+
+    @property
+    def group(self) -> str:
+        return self.rid.rpartition("/")[0]
+
+
 class _EngineRemoved(Exception):
     """Rank 0 removed the engine while it worked on a request."""
 
@@ -234,6 +248,7 @@ class EnginePool:
         return_routes: bool,
         rejected_tokens: Counter[str],
         seed: int | None = None,
+        is_wanted: Callable[[], bool] = lambda: True,
         budget: Callable[[], VersionBudget | None] = lambda: None,
         pieces: list[Generation] | None = None,
         stop: RepetitionStop | None = None,
@@ -246,11 +261,13 @@ class EnginePool:
 
         rid: GROUP/ROLLOUT. rejected_tokens: receives the tokens of responses that cannot be used,
         by the reason. The tokens of a request without a reply are unknown.
+        is_wanted: if it returns False, nothing more is sent, and this waits until it is cancelled.
         budget: returns the present one. A response that has used it up waits for other weights, or
         for another budget.
         pieces: what there is of the response already. It receives further pieces as they arrive.
         stop: cuts a response off that repeats itself. Its finish reason is then LENGTH.
         """
+        fields = _RequestFields(rid, return_routes, seed, is_wanted)
         response = PartialResponse(token_ids, sampling, [] if pieces is None else pieces)
         attempts = _Attempts(self._settings.retries, rejected_tokens)
         self._responses.add(response)
@@ -266,7 +283,7 @@ class EnginePool:
                     continue
                 async with self._slots:
                     generation = await self._extend_and_check(
-                        response, limit, stop, rid, return_routes, seed, attempts
+                        response, limit, stop, fields, attempts
                     )
                 if generation is not None:
                     return generation
@@ -278,9 +295,7 @@ class EnginePool:
         response: PartialResponse,
         limit: int | None,
         stop: RepetitionStop | None,
-        rid: str,
-        return_routes: bool,
-        seed: int | None,
+        fields: _RequestFields,
         attempts: _Attempts,
     ) -> Generation | None:
         """Sample a response to its end, or at most `limit` tokens of it, or until it is stopped.
@@ -292,9 +307,7 @@ class EnginePool:
             ends = [] if stop is None else [stop.next_check(response.num_tokens)]
             if last_end is not None:
                 ends.append(last_end)
-            generation = await self._extend(
-                response, min(ends, default=None), rid, return_routes, seed, attempts
-            )
+            generation = await self._extend(response, min(ends, default=None), fields, attempts)
             if generation is not None:
                 return generation
             if stop is not None and await self._is_stopped(response, stop):
@@ -311,9 +324,7 @@ class EnginePool:
         self,
         response: PartialResponse,
         end: int | None,
-        rid: str,
-        return_routes: bool,
-        seed: int | None,
+        fields: _RequestFields,
         attempts: _Attempts,
     ) -> Generation | None:
         """Sample a response to its end, or until it has `end` tokens.
@@ -327,10 +338,10 @@ class EnginePool:
             member = await self._wait_for_member(attempts.members)
             if not self._gate.is_set():
                 continue
-            if _group_of(rid) in self._stopped_groups:
+            if fields.group in self._stopped_groups or not fields.is_wanted():
                 await asyncio.get_running_loop().create_future()  # until it is cancelled
             limit = None if end is None else end - response.num_tokens
-            piece = await self._try(member, response, limit, rid, return_routes, seed, attempts)
+            piece = await self._try(member, response, limit, fields, attempts)
             if piece is None:
                 continue
             if _is_cut(piece, response, limit):
@@ -420,9 +431,7 @@ class EnginePool:
         member: _Member,
         response: PartialResponse,
         limit: int | None,
-        rid: str,
-        return_routes: bool,
-        seed: int | None,
+        fields: _RequestFields,
         attempts: _Attempts,
     ) -> Generation | None:
         """Request the rest of a response from one engine.
@@ -430,11 +439,11 @@ class EnginePool:
         Returns None if another attempt may follow. Raises `EngineError` and `GenerationRejected`.
         """
         try:
-            return await self._request(member, response, limit, rid, return_routes, seed)
+            return await self._request(member, response, limit, fields)
         except _EngineRemoved:
             attempts.lost_engines += 1
             if attempts.is_exhausted:
-                raise _too_many_losses(rid) from None
+                raise _too_many_losses(fields.rid) from None
         except (RequestFailed, GenerationRejected) as failure:
             attempts.record(member, failure)
             if not _is_engine_fault(failure) or attempts.is_exhausted:
@@ -502,20 +511,18 @@ class EnginePool:
         member: _Member,
         response: PartialResponse,
         limit: int | None,
-        rid: str,
-        return_routes: bool,
-        seed: int | None,
+        fields: _RequestFields,
     ) -> Generation:
-        with self._count_request(member, rid):
-            generation = await self._answer(member, response, limit, rid, return_routes, seed)
+        with self._count_request(member, fields.group):
+            generation = await self._answer(member, response, limit, fields)
         member.failures = 0
         return generation
 
     @contextlib.contextmanager
-    def _count_request(self, member: _Member, rid: str) -> Iterator[None]:
+    def _count_request(self, member: _Member, group: str) -> Iterator[None]:
         """Count a request that an engine works on."""
         end = asyncio.get_running_loop().create_future()
-        request = _RunningRequest(member.client.url, _group_of(rid), end)
+        request = _RunningRequest(member.client.url, group, end)
         member.in_flight += 1
         self._note_idle_engines()
         self._running.add(request)
@@ -535,17 +542,15 @@ class EnginePool:
         member: _Member,
         response: PartialResponse,
         limit: int | None,
-        rid: str,
-        return_routes: bool,
-        seed: int | None,
+        fields: _RequestFields,
     ) -> Generation:
         answer = asyncio.ensure_future(
             member.client.generate(
                 response.input_ids,
                 response.next_sampling(limit),
-                rid=rid,
-                return_routes=return_routes,
-                seed=seed,
+                rid=fields.rid,
+                return_routes=fields.return_routes,
+                seed=fields.seed,
                 first_route_row=response.first_route_row,
             )
         )
@@ -556,10 +561,10 @@ class EnginePool:
                 raise _EngineRemoved
             generation = answer.result()
             self._require_version(generation)
-            self._count_tokens(rid, len(generation.output_ids))
+            self._count_tokens(fields.group, len(generation.output_ids))
         except (RequestFailed, GenerationRejected) as failure:
             if isinstance(failure, GenerationRejected):
-                self._count_tokens(rid, failure.num_tokens)
+                self._count_tokens(fields.group, failure.num_tokens)
             if member.removed.is_set() and _is_engine_fault(failure):
                 raise _EngineRemoved from failure
             if _is_engine_fault(failure):
@@ -570,9 +575,9 @@ class EnginePool:
             removal.cancel()
         return generation
 
-    def _count_tokens(self, rid: str, num_tokens: int) -> None:
+    def _count_tokens(self, group: str, num_tokens: int) -> None:
         self.num_sampled += num_tokens
-        self._num_sampled_of[_group_of(rid)] += num_tokens
+        self._num_sampled_of[group] += num_tokens
 
     def _require_version(self, generation: Generation) -> None:
         """Raise `GenerationRejected` if other weights sampled the response than rank 0 has sent."""
@@ -613,10 +618,6 @@ class EnginePool:
 
     async def _abort(self, url: str, rid: str) -> None:
         await self._report(AbortRequest(url, rid))
-
-
-def _group_of(rid: str) -> str:
-    return rid.rpartition("/")[0]
 
 
 def _is_cut(piece: Generation, response: PartialResponse, limit: int | None) -> bool:
