@@ -15,6 +15,7 @@ from launch.comparison.metric_curves import (
     metric_table,
     plot_metrics,
     read_metric_curves,
+    require_metrics,
 )
 from launch.comparison.token_table import plot_tokens, token_table, tokens_at_level
 from launch.comparison.variants import Run
@@ -63,12 +64,17 @@ def write_metrics(runs: Sequence[Run], options: argparse.Namespace) -> None:
     for run in runs:
         curves = read_metric_curves(run.directory, run.seed, options.metric)
         results.setdefault(run.variant, []).append(curves)
+    require_metrics(results)
     file = options.out / "metrics.md"
     file.write_text("\n".join(metric_table(results)) + "\n")
-    values = {name: [asdict(curves) for curves in group] for name, group in results.items()}
+    values = {name: [_as_json(curves) for curves in group] for name, group in results.items()}
     write_json(options.out / "metrics.json", values)
     plot_metrics(results, options.out / "metrics.png")
     print(file.read_text() + f"\nplot: {options.out / 'metrics.png'}\n")
+
+
+def _as_json(curves: MetricCurves) -> dict[str, Any]:
+    return {"seed": curves.seed, "values": curves.values}
 
 
 def write_json(file: Path, value: Any) -> None:

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from launch.comparison.metric_curves import MetricCurves, metric_table
+from launch.comparison.metric_curves import (
+    MetricCurves,
+    MetricRefused,
+    metric_table,
+    plot_metrics,
+    require_metrics,
+)
 from megatron_rl.contracts.exit_codes import ExitCode
 from tests.support.comparisons import Launcher, value_of
 
@@ -51,8 +57,33 @@ def test_mean_and_range_of_each_variant_over_its_seeds(
     assert (tmp_path / "out" / "metrics.png").read_bytes().startswith(b"\x89PNG")
 
 
+def curves_of(values: Sequence[float], directory: Path = Path("run")) -> MetricCurves:
+    """Curves of a run with a metric `x`."""
+    points = [(step, value) for step, value in enumerate(values, 1)]
+    return MetricCurves(directory, 0, {"eval/accuracy": [(0, 0.5)], "x": points})
+
+
+def test_a_variant_without_the_metric_has_empty_cells(tmp_path: Path) -> None:
+    results = {"a": [curves_of([])], "b": [curves_of([1.0, 3.0])]}
+    require_metrics(results)
+    without = list(metric_table(results))[-2]
+    assert without == "| a | 1 | 0.500 |  |  |"
+    plot_metrics(results, tmp_path / "metrics.png")
+    assert (tmp_path / "metrics.png").exists()
+
+
+def test_a_metric_that_only_some_runs_of_a_variant_have_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "b-seed1"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text('{"step": 1, "xy": 2}\n')
+    results = {"a": [curves_of([])], "b": [curves_of([1.0]), curves_of([], run)]}
+    message = f"--metric x: the run {run} has no value of this metric"
+    with pytest.raises(MetricRefused, match=message):
+        require_metrics(results)
+
+
 def test_mean_and_largest_value_are_over_the_steps() -> None:
-    runs = [MetricCurves(0, {"eval/accuracy": [(0, 0.5)], "x": [(1, 1.0), (2, 3.0)]})]
+    runs = [curves_of([1.0, 3.0])]
     *_, mean, largest = list(metric_table({"a": runs}))[-1].split(" | ")
     assert (mean, largest) == ("2.00e+00", "3.00e+00 |"), "one run has no range"
 
