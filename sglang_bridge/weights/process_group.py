@@ -11,6 +11,9 @@ import socket
 import torch.distributed as dist
 from torch.distributed import distributed_c10d as c10d
 
+# Gloo waits so many times for a peer that does not connect, each time for the group's timeout.
+_GLOO_WAITS = 5
+
 
 def open_store(address: str, *, timeout_seconds: float) -> dist.TCPStore:
     """Open a rendezvous at `address` and a free port (`.port`). It lives as long as the object."""
@@ -34,7 +37,13 @@ def join_as_source(
 
     Both sides must use the same store prefix, and build the backend through torch's own helper,
     which has no public name.
+
+    timeout_seconds: of each transfer. Joining a group of gloo takes at most half of it, because all
+    peers have arrived, and other groups wait for this one.
     """
+    join_seconds = timeout_seconds
+    if backend == dist.Backend.GLOO:
+        join_seconds /= 2 * _GLOO_WAITS
     group, _ = c10d._new_process_group_helper(
         world_size,
         0,
@@ -42,8 +51,9 @@ def join_as_source(
         c10d.Backend(backend),
         c10d.PrefixStore(name, store),
         group_name=c10d.GroupName(name),
-        timeout=datetime.timedelta(seconds=timeout_seconds),
+        timeout=datetime.timedelta(seconds=join_seconds),
     )
+    c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_seconds), group)
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
     return group
 

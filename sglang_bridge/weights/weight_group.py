@@ -81,7 +81,9 @@ class WeightGroup:
                 )
             )
             rank_offset += admin.engine.tp
-        _wait_for_arrival(store, replies, timeout)
+        # Each rank of gloo stores its address below the group's name
+        num_addresses = world_size - 1 if backend == dist.Backend.GLOO else 0
+        _wait_for_arrival(store, name, num_addresses, replies, timeout)
         try:
             with joining:
                 group = join_as_source(
@@ -224,17 +226,27 @@ def _require_joins(replies: Mapping[str, Future[None]], timeout: float) -> None:
 
 
 def _wait_for_arrival(
-    store: dist.TCPStore, replies: Mapping[str, Future[None]], timeout: float
+    store: dist.TCPStore,
+    name: str,
+    num_addresses: int,
+    replies: Mapping[str, Future[None]],
+    timeout: float,
 ) -> None:
-    """Wait until an engine has reached the rendezvous.
+    """Wait until an engine has reached the rendezvous, and ranks have stored their addresses.
 
     Joining earlier would block even if the engines refuse.
     """
     deadline = time.monotonic() + timeout
-    while store.num_keys() == 0:
+    while store.num_keys() == 0 or _count_addresses(store, name) < num_addresses:
         _raise_refusal(replies)
         if time.monotonic() > deadline:
+            count = _count_addresses(store, name)
+            ranks = "no engine" if count == 0 else f"only {count} of {num_addresses} engine ranks"
             raise RequestFailed(
-                f"no engine joined the process group for weights within {timeout:.0f} s"
+                f"{ranks} joined the process group for weights within {timeout:.0f} s"
             )
         time.sleep(_POLL_SECONDS)
+
+
+def _count_addresses(store: dist.TCPStore, name: str) -> int:
+    return sum(key.startswith(f"{name}/") for key in store.list_keys())

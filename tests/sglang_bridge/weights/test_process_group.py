@@ -214,6 +214,40 @@ def test_a_tree_of_engines_here_and_elsewhere_meets_at_an_address_of_the_network
     assert weight_group._common_address(admins[:1]) == "127.0.0.1"
 
 
+def test_an_engine_that_ends_while_its_group_forms_is_reported_within_half_of_the_timeout(
+    peers: list[Peer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of three engines, some are to connect to this process, and others wait for it."""
+    join = weight_group.join_as_source
+    for admin, process in peers:
+
+        def kill_and_join(
+            *arguments: Any, victim: BaseProcess = process, **options: Any
+        ) -> dist.ProcessGroup:
+            victim.kill()
+            victim.join()
+            return join(*arguments, **options)
+
+        monkeypatch.setattr(weight_group, "join_as_source", kill_and_join)
+        start = time.monotonic()
+        assert set(transport(timeout=8.0).connect([admin])) == {admin.url}
+        assert time.monotonic() - start < 6.0
+
+
+def test_a_bucket_may_take_longer_than_it_takes_to_join(peer: Peer) -> None:
+    """Gloo gets less time for a connection than for a transfer."""
+    admin, process = peer
+    sender = transport(timeout=10.0)
+    assert sender.connect([admin]) == {}
+    assert process.pid is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    wake = threading.Timer(3.0, os.kill, (process.pid, signal.SIGCONT))
+    wake.start()
+    report = send(sender, admin, torch.zeros(2**23), bucket_bytes=2**25)
+    assert report.failures == {}
+    sender.close()
+
+
 def test_engine_that_never_joins_is_reported() -> None:
     class Absent(PeerAdmin):
         def init_weights_update_group(self, **request: object) -> None:
@@ -221,6 +255,18 @@ def test_engine_that_never_joins_is_reported() -> None:
 
     failures = transport(timeout=1.0).connect([Absent(URL, None)])
     assert "no engine joined" in failures[URL]
+
+
+def test_a_tree_of_which_one_engine_never_joins_is_reported(peer: Peer) -> None:
+    class Absent(PeerAdmin):
+        def init_weights_update_group(self, **request: object) -> None:
+            time.sleep(60)
+
+    admins = [peer[0], Absent("http://127.0.0.1:2", None)]
+    sender = DistributedTransport(backend="gloo", timeout_seconds=4.0, engines_per_tree=2)
+    failures = sender.connect(admins)
+    assert set(failures) == {admin.url for admin in admins}
+    assert "only 1 of 2 engine ranks joined" in failures[URL]
 
 
 def test_an_engine_that_refuses_to_join_is_reported_at_once() -> None:

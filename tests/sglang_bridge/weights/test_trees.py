@@ -99,9 +99,8 @@ def test_a_group_that_an_engine_refuses_late_is_dropped_and_the_engine_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dropped: list[object] = []
-    monkeypatch.setattr(
-        weight_group, "open_store", lambda *_, **__: SimpleNamespace(port=1, num_keys=lambda: 1)
-    )
+    monkeypatch.setattr(weight_group, "open_store", lambda *_, **__: SimpleNamespace(port=1))
+    monkeypatch.setattr(weight_group, "_wait_for_arrival", lambda *_: None)
     monkeypatch.setattr(weight_group, "join_as_source", lambda *_, **__: "group")
     monkeypatch.setattr(weight_group, "abort", dropped.append)
     monkeypatch.setattr(weight_group, "start_call", _start_call)
@@ -124,9 +123,8 @@ def test_a_group_that_an_engine_refuses_late_is_dropped_and_the_engine_named(
 def test_engines_that_do_not_say_whether_they_joined_share_one_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(
-        weight_group, "open_store", lambda *_, **__: SimpleNamespace(port=1, num_keys=lambda: 1)
-    )
+    monkeypatch.setattr(weight_group, "open_store", lambda *_, **__: SimpleNamespace(port=1))
+    monkeypatch.setattr(weight_group, "_wait_for_arrival", lambda *_: None)
     monkeypatch.setattr(weight_group, "join_as_source", lambda *_, **__: "group")
     monkeypatch.setattr(weight_group, "abort", lambda group: None)
 
