@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -54,6 +54,8 @@ _PATH_KEYS = (
     "selection.beliefs_from",
 )
 _STALENESS = "rollout.max_staleness"
+_TEMPERATURE = "rollout.temperature"
+_LENGTH = "rollout.max_new_tokens"
 _SOURCES = "data.sources."
 # The paths of a mixture's sources, which have names of their own
 _SOURCE_PATH = re.compile(r"data\.sources\.[^.]+\.(train|eval)_path")
@@ -127,6 +129,7 @@ class ResumePoint:
         changes = _changes(self.state.settings, flat_configuration(c))
         if not c.is_measurement:
             self._require_staleness(c.rollout.max_staleness)
+            self._require_sampling(changes)
         fixed_keys = _FIXED_KEYS_OF_MEASUREMENTS if c.is_measurement else _FIXED_KEYS
         refusals = [text for key, text in changes.items() if _is_fixed(key, fixed_keys)]
         if refusals:
@@ -152,6 +155,26 @@ class ResumePoint:
             raise CheckpointOfOtherRun(
                 f"{_STALENESS}={max_staleness}: {self.checkpoint} holds {content}. Give at least "
                 f"{least}"
+            )
+
+    def _require_sampling(self, changes: Mapping[str, str]) -> None:
+        """Raise `CheckpointOfOtherRun` if rollouts of later steps were sampled with other settings.
+
+        changes: the changed settings by key. The trainer computes log-probabilities at the present
+        temperature, so rollouts of another one would have wrong ratios.
+        """
+        assert self.state is not None
+        position = self.state.position
+        steps = [*position.steps_ahead, *position.open_steps]
+        keys = [_TEMPERATURE] if steps else []
+        if position.open_steps:
+            keys.append(_LENGTH)
+        refusals = [changes[key] for key in keys if key in changes]
+        if refusals:
+            raise CheckpointOfOtherRun(
+                f"{'; '.join(refusals)}: {self.checkpoint} holds rollouts of step(s) {steps}. They "
+                "were sampled with the old value. Use it, or train these steps with it first: "
+                f"train.total_steps={max(steps)}"
             )
 
 

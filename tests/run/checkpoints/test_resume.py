@@ -325,6 +325,40 @@ def test_steps_ahead_resume_with_as_much_staleness_as_there_are(tmp_path: Path) 
         resume_point.changed_settings(make_configuration(tmp_path, "train.total_steps=9"))
 
 
+SAMPLED_AHEAD = [
+    ({"steps_ahead": (6,)}, "rollout.temperature=0.7", True),
+    ({"open_steps": (6, 7)}, "rollout.temperature=0.7", True),
+    ({"open_steps": (6, 7)}, "rollout.max_new_tokens=99", True),
+    ({"steps_ahead": (6,)}, "rollout.max_new_tokens=99", False),
+    ({}, "rollout.temperature=0.7", False),
+]
+
+
+@pytest.mark.parametrize(("steps", "change", "is_refused"), SAMPLED_AHEAD)
+def test_rollouts_that_were_sampled_otherwise_are_refused(
+    tmp_path: Path, steps: dict[str, tuple[int, ...]], change: str, is_refused: bool
+) -> None:
+    """The trainer computes log-probabilities at the present temperature."""
+    ahead = (
+        "rollout.max_staleness=2",
+        "rollout.on_update=budget",
+        "rollout.tokens_per_version=20",
+        "train.total_steps=9",
+    )
+    state = make_state(5, flat_configuration(make_configuration(tmp_path, *ahead)))
+    position = msgspec.structs.replace(state.position, **steps)
+    resume_point = ResumePoint(tmp_path, msgspec.structs.replace(state, position=position))
+    c = make_configuration(tmp_path, *ahead, change)
+    if not is_refused:
+        assert len(resume_point.changed_settings(c)) == 1
+        return
+    last_step = max(step for group in steps.values() for step in group)
+    key, value = change.split("=")
+    words = rf"{key}: .* -> {value}: .*train\.total_steps={last_step}$"
+    with pytest.raises(CheckpointOfOtherRun, match=words):
+        resume_point.changed_settings(c)
+
+
 def mixture_overrides(tmp_path: Path, sources: str) -> tuple[str, ...]:
     (tmp_path / "sums.jsonl").touch()
     return ("data=mixture", f"data.sources={{{sources}}}")
