@@ -288,6 +288,10 @@ class RolloutQueue:
         """Continue the groups of a checkpoint once they are submitted, instead of new ones."""
         self._partials.saved_groups = groups
 
+    def drop_saved(self) -> int:
+        """Drop the groups of a checkpoint that no request asked for. Returns their tokens."""
+        return self._partials.saved_groups.drop()
+
     def _deliver_saved(self, request: GroupRequest, start: SavedGroup) -> None:
         group_id = request.group_id
         tokens = start.num_tokens

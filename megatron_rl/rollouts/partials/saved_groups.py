@@ -89,6 +89,12 @@ class SavedGroups:
         self._num_misfits = 0
         return num_misfits
 
+    def drop(self) -> int:
+        """Drop the groups that were not taken. Returns the tokens that engines sampled for them."""
+        num_tokens = sum(start.num_tokens for start in self._groups.values())
+        self._groups.clear()
+        return num_tokens
+
     def store(self, start: SavedGroup) -> Group:
         """Store a finished group's rollouts, where the ranks of all nodes can read them."""
         locations = self._store.put(start.group.group_id, start.rollouts)

@@ -101,10 +101,12 @@ class RolloutSampler:
     def drop_open(self) -> int:
         """Drop the steps that are open or have failed, with their requests.
 
-        Their prompts will be selected again. Returns the number of their tokens that have arrived.
+        Their prompts will be selected again. What a checkpoint had of steps that have not begun is
+        dropped, too. Returns the number of tokens that have arrived for all of them.
         """
+        num_saved = self.queue.drop_saved()
         if not self._states_before:
-            return 0
+            return num_saved
         ids = [group_id for group_ids in self._failed_ids.values() for group_id in group_ids]
         for sampling in self._open.values():
             ids += [*sampling.requested_ids, *sampling.parts]
@@ -114,7 +116,7 @@ class RolloutSampler:
         self._open.clear()
         self._states_before.clear()
         self._failed_ids.clear()
-        return num_tokens
+        return num_saved + num_tokens
 
     def count_tokens(self) -> int:
         """Return the tokens that engines have sampled for groups since the last call."""

@@ -205,3 +205,14 @@ def test_partials_that_come_after_the_save_are_freed(queue: RolloutQueue, peer: 
         queue.lost_groups([])  # handles events
         releases += [m for m in peer.receive() if isinstance(m, Release)]
     assert releases == [Release(("partials-1/a",))]
+
+
+def test_groups_that_no_request_asked_for_are_dropped_with_their_tokens(
+    queue: RolloutQueue, peer: Peer
+) -> None:
+    """A rollback drops later steps. The run ends before some of them begin."""
+    queue.restore(SavedGroups([saved_group("a"), saved_group("b", (1,)), saved_group("c")]))
+    queue.submit([request("a")])
+    assert (queue.drop_saved(), queue.drop_saved()) == (14, 0)
+    queue.submit([request("b"), request("c")])
+    assert receive_requests(peer) == [request("b"), request("c")]

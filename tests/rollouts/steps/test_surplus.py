@@ -174,6 +174,18 @@ def test_tokens_of_a_checkpoint_are_in_the_account_and_were_not_sampled_by_this_
     assert sampler.count_tokens() == hub.num_tokens
 
 
+def test_tokens_of_steps_that_a_checkpoint_had_begun_are_dropped_with_the_others() -> None:
+    (first, second, *_) = sample(ScriptedHub(1, scores_of(THREE_OF_FOUR)), "finish")
+    hub = ScriptedHub(3, scores_of(THREE_OF_FOUR))
+    sampler = open_sampler(hub, "finish")
+    later_groups = [saved_group(group, ()) for group in second.all_groups[:2]]
+    sampler.queue.restore(SavedGroups(later_groups))
+    assert contents(sampler.sample(1).groups) == contents(first.groups)
+    assert (sampler.drop_open(), sampler.drop_open()) == (24, 0)
+    sampler.sample(2)
+    assert sampler.count_tokens() == hub.num_tokens
+
+
 def saved_group(group: Group, open_samples: tuple[int, ...]) -> SavedGroup:
     rollouts = [replace(make_rollout(2, 3), sample_index=place) for place in range(3)]
     return SavedGroup(msgspec.structs.replace(group, open_samples=open_samples), rollouts)
