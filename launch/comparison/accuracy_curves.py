@@ -131,7 +131,7 @@ def _over_seconds(curve: Curve) -> list[tuple[float, float]]:
 
 def _label(axes: Any, x: str) -> None:
     axes.set_xlabel(x)
-    axes.set_ylabel("held-out accuracy (sampled pass@1)")
+    axes.set_ylabel("held-out accuracy\n(sampled pass@1)")
 
 
 @contextlib.contextmanager
