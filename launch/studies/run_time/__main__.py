@@ -7,9 +7,9 @@ Start it in the root of the repository:
     python -m launch.studies.run_time measure --out runs/run_time      # about 15 minutes
     python -m launch.studies.run_time fit --runs runs/A runs/B --held-out runs/C
 
-`measure` trains eight short runs one after the other. Constants are fitted to four of them, and
-predict the others: with other seeds, on_update and max_staleness. Nothing else should use the
-cores. Runs that are there already are not trained again.
+`measure` trains eleven short runs one after the other. Constants are fitted to seven of them, and
+predict the others, which have other settings. Nothing else should use the cores. Runs that are
+there already are not trained again.
 
 `fit` does the same with runs of yours, which have one engine, logger.timeline=true, eval.every=0
 and selection=uniform.

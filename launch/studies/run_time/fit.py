@@ -1,8 +1,7 @@
 """Fits the constants of the simulation to real runs with one engine.
 
-A step that is sampled alone takes a time that is linear in the seconds of a forward pass: which
-response runs in which pass depends on the lengths alone. The columns of that linear problem come
-from the simulation itself.
+Constants of the engine are those with which simulated steps end as measured ones do, in the sense
+of least squares.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import nnls
+from scipy.optimize import least_squares, nnls
 
 from launch.studies.run_time.measured_run import CannotFit, MeasuredRun, MeasuredStep
 from megatron_rl.planning.run_time.cluster import Cluster, Group, Machines
@@ -21,11 +20,18 @@ from megatron_rl.planning.run_time.engine import EngineSpeed, Response
 from megatron_rl.planning.run_time.lengths import GroupLengths, TraceLengths
 from megatron_rl.planning.run_time.run import SimulatedRun, TrainerSpeed, simulate
 
-# All prompts of the quickstart are short and of one length, so that the seconds of a prompt and of
-# its tokens cannot be told apart: those of a prompt have both.
-SPEED_NAMES = ("dispatch", "step", "request", "kv_token", "prompt")
-# Of the quickstart. A timeline does not have it.
-PROMPT_TOKENS = 8
+_SCALES = {
+    "dispatch": 0.1,
+    "arrival": 5e-4,
+    "step": 1e-2,
+    "request": 1e-5,
+    "kv_token": 1e-7,
+    "prompt_token": 5e-5,
+}
+SPEED_NAMES = tuple(_SCALES)
+_DIFFERENCE = 1e-3  # relative step of the derivatives: the end of a simulated step has jumps
+# Of the quickstart, as its engines log them. A timeline does not have the number.
+PROMPT_TOKENS = 16
 
 
 @dataclass(frozen=True)
@@ -77,17 +83,30 @@ def fit_engine(runs: Sequence[MeasuredRun]) -> EngineSpeed:
 
     The last group of a step weighs as much as all others together: the trainer waits for it.
     """
-    rows = []
-    times: list[float] = []
-    for run in runs:
-        for step in run.steps:
-            ends = [group.end for group in step.groups]
-            weights = np.ones(len(ends))
-            weights[int(np.argmax(ends))] = len(ends) ** 0.5
-            rows.append(_columns(run, step) * weights[:, None])
-            times += list(weights * ends)
-    values, _ = nnls(np.concatenate(rows), np.array(times))
+    steps = [(run, step) for run in runs for step in run.steps]
+
+    def residuals(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        speed = _speed(values)
+        return np.concatenate([_residuals(run, step, speed) for run, step in steps])
+
+    scales = list(_SCALES.values())
+    result = least_squares(
+        residuals, scales, bounds=(0.0, np.inf), x_scale=scales, diff_step=_DIFFERENCE
+    )
+    return _speed(result.x)
+
+
+def _speed(values: npt.NDArray[np.float64]) -> EngineSpeed:
     return EngineSpeed(**dict(zip(SPEED_NAMES, values.tolist(), strict=True)))
+
+
+def _residuals(run: MeasuredRun, step: MeasuredStep, speed: EngineSpeed) -> npt.NDArray[np.float64]:
+    """Return by how much each group is late in the simulation, with its weight."""
+    machines = Machines(speed=speed, max_running=run.max_running)
+    measured_ends = np.array([group.end for group in step.groups])
+    weights = np.ones(len(measured_ends))
+    weights[measured_ends.argmax()] = len(measured_ends) ** 0.5
+    return weights * (group_ends(machines, _lengths(run, step)) - measured_ends)
 
 
 def fit_trainer(runs: Sequence[MeasuredRun]) -> TrainerSpeed:
@@ -113,8 +132,7 @@ def fit_slowdowns(
         for step, later in zip(run.steps, run.steps[1:], strict=False):
             # Groups of `later` count from its own start
             end = step.end + later.sampled_at
-            begin = step.taken_at + speed.dispatch
-            overlap += max(0.0, min(end, step.trained_at) - begin)
+            overlap += max(0.0, min(end, step.trained_at) - step.taken_at)
             sampling += end - step.taken_at - alone_seconds(run, later, speed)
             training += step.training - trainer.step - trainer.token * step.tokens
     if overlap <= 0:
@@ -144,16 +162,6 @@ def group_ends(machines: Machines, lengths: GroupLengths) -> list[float]:
     cluster.request(groups)
     cluster.wait(lambda: not any(group.num_open for group in groups))
     return [max(response.end for response in group.responses) for group in groups]
-
-
-def _columns(run: MeasuredRun, step: MeasuredStep) -> npt.NDArray[np.float64]:
-    """Return the time of each group for one second of each constant, [groups, constants]."""
-    lengths = _lengths(run, step)
-    columns = []
-    for name in SPEED_NAMES:
-        unit = Machines(speed=EngineSpeed(**{name: 1.0}), max_running=run.max_running)
-        columns.append(group_ends(unit, lengths))
-    return np.array(columns).T
 
 
 def _lengths(run: MeasuredRun, step: MeasuredStep) -> GroupLengths:

@@ -34,20 +34,26 @@ class PlannedRun(NamedTuple):
 
 _ONE_AHEAD = "rollout.max_staleness=1"
 _TWO_AHEAD = "rollout.max_staleness=2"
+_HALF = "rollout.prompts_per_step=32"
+_NARROW = "engine.max_running_requests=64"
 _RESUME = "rollout.on_update=resume"
+# Fitted runs are between the others: the speed of a machine changes over minutes
 PLAN = (
     PlannedRun("alone-seed0", ("seed=0",), True),
-    PlannedRun("alone-half-seed0", ("seed=0", "rollout.prompts_per_step=32"), True),
     PlannedRun("wait1-seed0", ("seed=0", _ONE_AHEAD), True),
-    PlannedRun("resume1-seed0", ("seed=0", _ONE_AHEAD, _RESUME), True),
-    PlannedRun("alone-seed1", ("seed=1",), False),
-    PlannedRun("wait1-seed1", ("seed=1", _ONE_AHEAD), False),
     PlannedRun(
         "budget2-seed1",
         ("seed=1", _TWO_AHEAD, "rollout.on_update=budget", "rollout.tokens_per_version=12"),
         False,
     ),
+    PlannedRun("narrow-seed0", ("seed=0", _NARROW), True),
+    PlannedRun("resume1-seed0", ("seed=0", _ONE_AHEAD, _RESUME), True),
+    PlannedRun("half-wait1-seed1", ("seed=1", _HALF, _ONE_AHEAD), False),
+    PlannedRun("half-seed0", ("seed=0", _HALF), True),
     PlannedRun("resume2-seed1", ("seed=1", _TWO_AHEAD, _RESUME), False),
+    PlannedRun("alone-seed1", ("seed=1",), True),
+    PlannedRun("narrow-wait1-seed1", ("seed=1", _NARROW, _ONE_AHEAD), False),
+    PlannedRun("wait1-seed1", ("seed=1", _ONE_AHEAD), True),
 )
 
 

@@ -11,10 +11,11 @@ from launch.studies.run_time.measured_run import FIRST_STEP, MeasuredRun
 BAR = 0.05
 _UNITS = {
     "dispatch": "s from a request until its engine has it",
+    "arrival": "s between two requests that reach an engine",
     "step": "s a forward pass",
     "request": "s a response of a decode pass",
     "kv_token": "s a token of a context",
-    "prompt": "s to read a prompt, or a partial response",
+    "prompt_token": "s to read a token of a prompt, or of a partial response",
 }
 
 

@@ -22,9 +22,9 @@ class Machines:
 
     engines: their number. node_engines: engines of a node; the last node may have fewer.
     max_running: responses that an engine runs at a time.
-    engine_slowdown: what a second of an engine takes longer while the trainer works, in seconds.
-    trainer_slowdown: what a second of the trainer takes longer while an engine works. Both are 0
-    if they share neither cores nor memory.
+    engine_slowdown: what a second of an engine, or of the way to it, takes longer while the trainer
+    works, in seconds. trainer_slowdown: what a second of the trainer takes longer while an engine
+    works or gets requests. Both are 0 if they share neither cores nor memory.
 
     Raises ValueError for values outside of their limits.
     """
@@ -47,7 +47,9 @@ class Machines:
         engines = [SimulatedEngine(self.speed, self.max_running) for _ in range(self.engines)]
         starts = range(0, self.engines, self.node_engines)
         slots = QUEUE_PER_SLOT * self.max_running
-        return [SimulatedNode(engines[i : i + self.node_engines], slots) for i in starts]
+        return [
+            SimulatedNode(engines[i : i + self.node_engines], slots, self.speed) for i in starts
+        ]
 
 
 @dataclass
@@ -65,61 +67,70 @@ class Group:
 class SimulatedNode:
     """A node: what its collector does with requests, as in rollouts/generation.
 
-    Slots bound the requests in flight, and are given out in the order of the requests. Each goes to
-    the engine with the fewest requests in flight.
+    Slots bound the requests in flight, and are given out in the order of the requests. Requests
+    reach the engines one after the other, each that with the fewest requests in flight. All times
+    are on the clock of the engines.
 
-    load: responses of groups that are not complete.
+    load: responses of groups that are not complete. next_arrival: when the next request reaches an
+    engine, infinite without one.
     """
 
-    def __init__(self, engines: Sequence[SimulatedEngine], slots_per_engine: int) -> None:
+    def __init__(
+        self, engines: Sequence[SimulatedEngine], slots_per_engine: int, speed: EngineSpeed
+    ) -> None:
         self.engines = engines
         self.load = 0
         self.version = 0
+        self._speed = speed
         self._free_slots = slots_per_engine * len(engines)
-        # Responses that wait for a slot, with the time at which their requests reach an engine
-        self._waiters: deque[tuple[float, Response]] = deque()
-        self._returns: deque[tuple[float, Response]] = deque()  # the same, with a slot
+        self._waiters: deque[Response] = deque()  # they wait for a slot
+        # Requests on their way to an engine, with the time of their arrival
+        self._way: deque[tuple[float, Response]] = deque()
+        self._last_arrival = -math.inf
         self._parked_responses: list[Response] = []
         self._open_responses: list[Response] = []  # they keep their slots
         self._groups: dict[Response, Group] = {}  # of responses that are not complete
         self._is_open = True
 
-    def accept(self, group: Group, ready_at: float) -> None:
-        """Take the requests for a group. ready_at: when they reach an engine with a free slot."""
+    @property
+    def next_arrival(self) -> float:
+        return self._way[0][0] if self._way else math.inf
+
+    def accept(self, group: Group) -> None:
+        """Take the requests for a group."""
         self.load += len(group.responses)
         for response in group.responses:
             self._groups[response] = group
-            self._queue(response, ready_at)
+            self._queue(response)
 
     @property
     def is_settled(self) -> bool:
         """True if every response waits for other weights."""
         return len(self._groups) == len(self._parked_responses)
 
-    def set_version(self, version: int, ready_at: float) -> None:
+    def set_version(self, version: int) -> None:
         """Let responses go on with other weights."""
         self.version = version
         responses = self._parked_responses
         self._parked_responses = []
         for response in responses:
-            self._queue(response, ready_at)
+            self._queue(response)
 
-    def finish(self, engine: SimulatedEngine, now: float) -> None:
-        """End passes of an engine, and the pieces that end with them."""
+    def finish(self, engine: SimulatedEngine, time: float) -> None:
+        """End passes of an engine, and the pieces that end with them. time: since the start."""
         for piece in engine.finish():
             self._free_slots += 1
-            self._end(piece, now)
+            self._end(piece, time)
 
-    def dispatch(self, now: float, engine_now: float) -> None:
-        """Send engines what has a slot, and let them work. engine_now: on their clock."""
-        due = now + SAME_TIME
-        while self._returns and self._returns[0][0] <= due:
-            self._send(self._returns.popleft()[1])
-        while self._can_send(due):
+    def dispatch(self, now: float) -> None:
+        """Send what has a slot, hand engines what has arrived, and let them work."""
+        while self._is_open and self._free_slots and self._waiters:
             self._free_slots -= 1
-            self._send(self._waiters.popleft()[1])
+            self._send(self._waiters.popleft(), now)
+        while self.next_arrival <= now + SAME_TIME:
+            self._hand_over(self._way.popleft()[1])
         for engine in self.engines:
-            engine.start(engine_now)
+            engine.start(now)
 
     def stop(self, now: float) -> None:
         """Send nothing more, and let engines stop after their pass."""
@@ -133,41 +144,44 @@ class SimulatedNode:
             for piece in engine.withdraw():
                 piece.response.add(self.version, piece.num_sampled)
                 self._open_responses.append(piece.response)
+        self._open_responses += [response for _, response in self._way]
+        self._way.clear()
 
-    def proceed(self, ready_at: float) -> None:
+    def proceed(self, now: float) -> None:
         """Continue what was interrupted."""
         self._is_open = True
-        responses = self._open_responses
-        self._open_responses = []
         for engine in self.engines:
             engine.proceed()
-        self._returns.extend((ready_at, response) for response in responses)
+        for response in self._open_responses:
+            self._send(response, now)
+        self._open_responses = []
 
-    def _can_send(self, due: float) -> bool:
-        """Return True if a response may take a slot."""
-        can_take = self._is_open and self._free_slots and self._waiters
-        return bool(can_take) and self._waiters[0][0] <= due
+    def _send(self, response: Response, now: float) -> None:
+        """Send a request to an engine, which gets it after those that were sent before."""
+        arrival = max(now + self._speed.dispatch, self._last_arrival) + self._speed.arrival
+        self._last_arrival = arrival
+        self._way.append((arrival, response))
 
-    def _end(self, piece: Piece, now: float) -> None:
+    def _end(self, piece: Piece, time: float) -> None:
         response = piece.response
         response.add(self.version, piece.num_sampled)
         if not response.is_complete:
-            self._queue(response, now)
+            self._queue(response)
             return
-        response.end = now
+        response.end = time
         group = self._groups.pop(response)
         group.num_open -= 1
         if not group.num_open:
             self.load -= len(group.responses)
 
-    def _queue(self, response: Response, ready_at: float) -> None:
+    def _queue(self, response: Response) -> None:
         """Let a response wait for a slot, or for other weights if its budget is used up."""
         if self._limit(response) == 0:
             self._parked_responses.append(response)
         else:
-            self._waiters.append((ready_at, response))
+            self._waiters.append(response)
 
-    def _send(self, response: Response) -> None:
+    def _hand_over(self, response: Response) -> None:
         engine = min(self.engines, key=lambda engine: engine.in_flight)
         engine.add(Piece(response, self._limit(response)))
 
@@ -194,7 +208,6 @@ class Cluster:
         # The clock of engines advances less while the trainer slows them down
         self._engine_now = 0.0
         self._engine_slowness = 1.0
-        self._arrivals: deque[float] = deque()  # when requests reach engines
 
     @property
     def engines(self) -> list[SimulatedEngine]:
@@ -205,10 +218,11 @@ class Cluster:
         """Send each group to the node with the fewest responses that are not there."""
         for group in groups:
             node = min(self._nodes, key=lambda node: node.load)
-            node.accept(group, self._ready_at())
+            node.accept(group)
 
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Let time pass until a condition holds. Raises RuntimeError if nothing can change it."""
+        self._dispatch()
         while not is_over():
             event = self._next_event_seconds()
             if event == math.inf:
@@ -217,10 +231,11 @@ class Cluster:
 
     def train(self, seconds: float) -> None:
         """Train for so many seconds of a trainer that nothing slows down."""
+        self._dispatch()
         self._engine_slowness = 1.0 + self._machines.engine_slowdown
         while seconds > 0:
             slowness = 1.0
-            if self._is_any_busy():
+            if self._is_any_busy() or self._next_arrival() < math.inf:
                 slowness += self._machines.trainer_slowdown
             event = self._next_event_seconds()
             if event >= seconds * slowness:
@@ -253,19 +268,12 @@ class Cluster:
     def proceed(self) -> None:
         """Continue the responses that were interrupted."""
         for node in self._nodes:
-            node.proceed(self._ready_at())
+            node.proceed(self._engine_now)
 
     def set_version(self, version: int) -> None:
         """Let engines sample with other weights."""
         for node in self._nodes:
-            node.set_version(version, self._ready_at())
-
-    def _ready_at(self) -> float:
-        """Return when requests of this time reach an engine. Something happens then."""
-        ready_at = self.now + self._machines.speed.dispatch
-        if not self._arrivals or self._arrivals[-1] != ready_at:
-            self._arrivals.append(ready_at)
-        return ready_at
+            node.set_version(version)
 
     def _is_any_busy(self) -> bool:
         return any(engine.is_busy for _, engine in self._engines)
@@ -273,10 +281,11 @@ class Cluster:
     def _next_event_seconds(self) -> float:
         """Return the seconds until something happens, infinite if nothing will."""
         end = min(engine.end for _, engine in self._engines)
-        event = max(0.0, end - self._engine_now) * self._engine_slowness
-        if self._arrivals:
-            event = min(event, max(0.0, self._arrivals[0] - self.now))
-        return event
+        event = min(end, self._next_arrival())
+        return max(0.0, event - self._engine_now) * self._engine_slowness
+
+    def _next_arrival(self) -> float:
+        return min(node.next_arrival for node in self._nodes)
 
     def _pass(self, seconds: float) -> None:
         self.now += seconds
@@ -285,11 +294,12 @@ class Cluster:
     def _pass_until_event(self, seconds: float) -> None:
         """Let time pass until the next event, and handle it with all that happen at that time."""
         self._pass(seconds)
-        while self._arrivals and self._arrivals[0] <= self.now + SAME_TIME:
-            self._arrivals.popleft()
         due = self._engine_now + SAME_TIME
         for node, engine in self._engines:
             if engine.end <= due:
                 node.finish(engine, self.now)
+        self._dispatch()
+
+    def _dispatch(self) -> None:
         for node in self._nodes:
-            node.dispatch(self.now, self._engine_now)
+            node.dispatch(self._engine_now)

@@ -17,18 +17,19 @@ class EngineSpeed:
 
     A decode pass gives each running response one token. It takes `step`, `request` for each of
     them, and `kv_token` for each token of their contexts. A pass that reads prompts takes `step`,
-    `prompt` for each of them, and `prompt_token` for each token. It gives each of these responses
-    its first token, and no other response goes on meanwhile.
+    and `prompt_token` for each of their tokens. It gives each of these responses its first token,
+    and no other response goes on meanwhile.
 
-    dispatch: from the request until the engine has it.
+    dispatch: from the request until the engine has it. arrival: between two requests that reach the
+    engines of a node.
     """
 
     step: float = 0.0
     request: float = 0.0
     kv_token: float = 0.0
-    prompt: float = 0.0
     prompt_token: float = 0.0
     dispatch: float = 0.0
+    arrival: float = 0.0
 
     def decode_seconds(self, passes: int, running: int, context: int) -> float:
         """Return the seconds of consecutive passes. context: tokens of all contexts at first."""
@@ -36,9 +37,9 @@ class EngineSpeed:
         seconds = passes * (self.step + self.request * running + self.kv_token * context)
         return seconds + self.kv_token * growth
 
-    def read_seconds(self, prompts: int, tokens: int) -> float:
+    def read_seconds(self, tokens: int) -> float:
         """Return the seconds of a pass that reads prompts. tokens: of all of them."""
-        return self.step + self.prompt * prompts + self.prompt_token * tokens
+        return self.step + self.prompt_token * tokens
 
 
 @dataclass(eq=False)
@@ -181,7 +182,7 @@ class SimulatedEngine:
         pieces = [self._queue.popleft() for _ in range(min(room, len(self._queue)))]
         self._reading = pieces
         tokens = sum(piece.context for piece in pieces)
-        self.end = self._begin + self._speed.read_seconds(len(pieces), tokens)
+        self.end = self._begin + self._speed.read_seconds(tokens)
 
     def _finish_reading(self) -> list[Piece]:
         ends = []

@@ -111,10 +111,9 @@ def test_passes_that_have_begun(kv_token: float, seconds: float, passes: int) ->
     engine.finish()
     assert engine.passes == passes
     assert engine.busy_seconds == pytest.approx(
-        speed.read_seconds(1, 3) + speed.decode_seconds(passes, 1, 4)
+        speed.read_seconds(3) + speed.decode_seconds(passes, 1, 4)
     )
 
 
-def test_a_pass_that_reads_takes_a_time_for_each_prompt_and_for_each_token() -> None:
-    speed = EngineSpeed(step=1.0, prompt=0.25, prompt_token=0.5)
-    assert speed.read_seconds(4, 6) == 1.0 + 1.0 + 3.0
+def test_a_pass_that_reads_takes_a_time_for_each_token() -> None:
+    assert EngineSpeed(step=1.0, prompt_token=0.5).read_seconds(6) == 1.0 + 3.0
