@@ -152,28 +152,16 @@ class StepsAhead:
 
         Raises what prevents it, such as `TooManyRejected`, also for a batch that was sampled ahead.
         """
-        if step in self._batches:
-            return self._take_sampled(step, source)
+        self._states_before.pop(step, None)
+        batch = self._batches.pop(step, None)
+        if batch is not None:
+            return source.replace_lost(batch)
         if step in self._failures:
             raise self._failures.pop(step)
         if step not in source.open_steps:
             source.begin_step(step)
         batch = source.finish_step()
         assert batch is not None
-        return batch
-
-    def _take_sampled(self, step: int, source: StepSource) -> RolloutBatch:
-        """Return the batch of a step that was sampled ahead, with all its rollouts.
-
-        A stop request may interrupt this. A checkpoint then has to hold the batch, or to begin the
-        step again. The latter needs the place among the prompts, which a resumed run lacks.
-        """
-        batch = self._batches[step]
-        if step not in self._states_before:
-            del self._batches[step]
-        batch = source.replace_lost(batch)
-        self._batches.pop(step, None)
-        self._states_before.pop(step, None)
         return batch
 
     def begin_next(self, step: int, last_step: int, source: StepSource) -> None:

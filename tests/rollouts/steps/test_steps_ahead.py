@@ -100,9 +100,6 @@ class SimulatedQueue:
         for group_id in group_ids:
             del self._delivered[group_id]
 
-    def drop_saved(self) -> int:
-        return self.checkpoint.drop()
-
     def withdraw(self, group_ids: Sequence[str]) -> None:
         for group_id in group_ids:
             self._outstanding.pop(group_id, None)
@@ -429,34 +426,3 @@ def test_ages_count_the_tokens_of_each_version() -> None:
         "rollout/age/0": 4.0,
     }
     assert RolloutBatch((), 0).age_metrics(5) == {}
-
-
-class Stopped(Exception):
-    """A stop request."""
-
-
-@pytest.mark.parametrize("is_resumed", [False, True])
-def test_a_batch_whose_lost_groups_are_replaced_is_there_until_they_are(is_resumed: bool) -> None:
-    """A resumed run does not know where among the prompts the batch began, and drops it."""
-    run = make_run("uniform", max_staleness=1, seed=0)
-    run.ahead.begin_next(0, 2, run.sampler)
-    run.ahead.complete(run.sampler)
-    batch = run.ahead.batches[1]
-    if is_resumed:
-        run.ahead.restore({1: batch})
-        run.ahead._states_before.clear()
-    sampler: Any = run.sampler
-    replace_lost = sampler.replace_lost
-
-    def stop(batch: RolloutBatch) -> RolloutBatch:
-        raise Stopped
-
-    sampler.replace_lost = stop
-    with pytest.raises(Stopped):
-        run.ahead.take(1, sampler)
-    assert run.ahead.batches == ({} if is_resumed else {1: batch})
-    if not is_resumed:
-        assert run.ahead.state_before(1) is not None
-        sampler.replace_lost = replace_lost
-        assert run.ahead.take(1, sampler) == batch
-        assert run.ahead.batches == {}
