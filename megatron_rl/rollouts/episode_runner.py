@@ -118,8 +118,11 @@ class EpisodeRunner:
     async def stop(self, request: GroupRequest) -> int:
         """Sample nothing more for a request, and return the tokens that engines have sampled.
 
-        Its episodes wait until they are cancelled.
+        Its episodes wait until they are cancelled. A request that is forgotten has no tokens, and
+        stays as it is.
         """
+        if not self._is_announced(request):
+            return 0
         return await self.engines.stop(request.group_id)
 
     def forget(self, request: GroupRequest) -> None:

@@ -292,6 +292,13 @@ class RolloutQueue:
         """Drop the groups of a checkpoint that no request asked for. Returns their tokens."""
         return self._partials.saved_groups.drop()
 
+    def count_saved(self, group_ids: Collection[str]) -> int:
+        """Return the tokens that a checkpoint had of requests whose groups nobody has received."""
+        starts = (self._outstanding[id_].start for id_ in group_ids if id_ in self._outstanding)
+        num_tokens = sum(start.num_tokens for start in starts if start is not None)
+        arrived_ids = {group.group_id for group in self._ready}.intersection(group_ids)
+        return num_tokens + sum(map(self.saved_tokens_of, arrived_ids))
+
     def _deliver_saved(self, request: GroupRequest, start: SavedGroup) -> None:
         group_id = request.group_id
         tokens = start.num_tokens

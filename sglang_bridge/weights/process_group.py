@@ -39,10 +39,12 @@ def join_as_source(
     which has no public name.
 
     timeout_seconds: of each transfer. Joining a group of gloo takes at most half of it, because all
-    peers have arrived, and other groups wait for this one.
+    peers have arrived, and other groups wait for this one. With TORCH_DISTRIBUTED_DEBUG=DETAIL,
+    torch wraps the group, and its timeout cannot change later.
     """
     join_seconds = timeout_seconds
-    if backend == dist.Backend.GLOO:
+    is_wrapped = dist.get_debug_level() == dist.DebugLevel.DETAIL
+    if backend == dist.Backend.GLOO and not is_wrapped:
         join_seconds /= 2 * _GLOO_WAITS
     group, _ = c10d._new_process_group_helper(
         world_size,
@@ -53,7 +55,8 @@ def join_as_source(
         group_name=c10d.GroupName(name),
         timeout=datetime.timedelta(seconds=join_seconds),
     )
-    c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_seconds), group)
+    if join_seconds != timeout_seconds:
+        c10d._set_pg_timeout(datetime.timedelta(seconds=timeout_seconds), group)
     c10d._world.pg_group_ranks[group] = {rank: rank for rank in range(world_size)}
     return group
 

@@ -27,6 +27,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from launch.studies.run_time.clusters import SMALL, Scenario, assumption_table, cluster_table
+from launch.studies.run_time.fit import fit
 from launch.studies.run_time.measured_run import FIRST_STEP, MeasuredRun, read_run
 from launch.studies.run_time.measurement import measure
 from launch.studies.run_time.validation import compare, comparison_table, constant_table
@@ -90,9 +91,10 @@ def _lines(options: argparse.Namespace) -> Iterator[str]:
 
 
 def _fit_tables(runs: Sequence[MeasuredRun], others: Sequence[MeasuredRun]) -> Iterator[str]:
-    yield from constant_table(runs)
+    constants = fit(runs)
+    yield from constant_table(constants)
     yield ""
-    yield from comparison_table(compare(runs, others))
+    yield from comparison_table(compare(constants, runs, others))
 
 
 def _log(text: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from launch.studies.run_time.fit import SPEED_NAMES, fit, simulator
+from launch.studies.run_time.fit import SPEED_NAMES, Constants, simulator
 from launch.studies.run_time.measured_run import FIRST_STEP, MeasuredRun
 
 BAR = 0.05
@@ -33,9 +33,11 @@ class Comparison:
         return self.simulated_seconds / self.run.seconds_a_step - 1
 
 
-def compare(fitted_runs: Sequence[MeasuredRun], others: Sequence[MeasuredRun]) -> list[Comparison]:
-    """Fit the constants to some runs, and simulate all. Raises `CannotFit`."""
-    simulate_run = simulator(fit(fitted_runs), fitted_runs)
+def compare(
+    constants: Constants, fitted_runs: Sequence[MeasuredRun], others: Sequence[MeasuredRun]
+) -> list[Comparison]:
+    """Simulate all runs. constants: fitted to some of them. Raises `CannotFit`."""
+    simulate_run = simulator(constants, fitted_runs)
     return [
         Comparison(run, simulate_run(run).seconds_a_step(FIRST_STEP), is_fitted)
         for runs, is_fitted in ((fitted_runs, True), (others, False))
@@ -70,9 +72,8 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Iterator[str]:
         yield f"Largest error of runs that were not fitted: {max(errors):.1%}. Bar: {BAR:.0%}."
 
 
-def constant_table(runs: Sequence[MeasuredRun]) -> Iterator[str]:
+def constant_table(constants: Constants) -> Iterator[str]:
     """Yield all constants with their kinds."""
-    constants = fit(runs)
     yield "| constant | value | unit | kind |"
     yield "|---|---|---|---|"
     for name in SPEED_NAMES:

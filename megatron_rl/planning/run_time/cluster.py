@@ -146,6 +146,7 @@ class SimulatedNode:
                 self._open_responses.append(piece.response)
         self._open_responses += [response for _, response in self._way]
         self._way.clear()
+        self._last_arrival = -math.inf
 
     def proceed(self, now: float) -> None:
         """Continue what was interrupted."""

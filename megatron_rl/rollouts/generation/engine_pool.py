@@ -90,6 +90,10 @@ class _RequestFields:
         return self.rid.rpartition("/")[0]
 
 
+class _NotWanted(Exception):
+    """Nobody waits for the response any more."""
+
+
 class _EngineRemoved(Exception):
     """Rank 0 removed the engine while it worked on a request."""
 
@@ -287,8 +291,13 @@ class EnginePool:
                     )
                 if generation is not None:
                     return generation
+        except _NotWanted:
+            pass
         finally:
             self._responses.remove(response)
+        # An exception could make an environment ask again and again. It is about to be cancelled
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError("unreachable")
 
     async def _extend_and_check(
         self,
@@ -339,7 +348,7 @@ class EnginePool:
             if not self._gate.is_set():
                 continue
             if fields.group in self._stopped_groups or not fields.is_wanted():
-                await asyncio.get_running_loop().create_future()  # until it is cancelled
+                raise _NotWanted
             limit = None if end is None else end - response.num_tokens
             piece = await self._try(member, response, limit, fields, attempts)
             if piece is None:

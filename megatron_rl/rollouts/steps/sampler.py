@@ -102,13 +102,15 @@ class RolloutSampler:
         """Drop the steps that are open or have failed, with their requests.
 
         Their prompts will be selected again. What a checkpoint had of steps that have not begun is
-        dropped, too. Returns the number of tokens that have arrived for all of them.
+        dropped, too. Returns the number of tokens that have arrived for all of them, or that the
+        checkpoint had.
         """
         num_saved = self.queue.drop_saved()
         if not self._states_before:
             return num_saved
         ids = [group_id for group_ids in self._failed_ids.values() for group_id in group_ids]
         for sampling in self._open.values():
+            num_saved += self.queue.count_saved(sampling.requested_ids)
             ids += [*sampling.requested_ids, *sampling.parts]
         self.queue.withdraw(ids)
         self.selector.restore(self.state())

@@ -173,8 +173,9 @@ class ResumePoint:
         if refusals:
             raise CheckpointOfOtherRun(
                 f"{'; '.join(refusals)}: {self.checkpoint} holds rollouts of step(s) {steps}. They "
-                "were sampled with the old value. Use it, or train these steps with it first: "
-                f"train.total_steps={max(steps)}"
+                "were sampled with the old value. Use it. If it must change, train these steps "
+                f"with it first: train.total_steps={max(steps)}, where a schedule of the learning "
+                "rate then ends, too"
             )
 
 

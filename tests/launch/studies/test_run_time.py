@@ -149,7 +149,7 @@ def test_fit_recovers_planted_constants(fit_runs: Sequence[Path]) -> None:
 def test_other_runs_are_predicted(fit_runs: Sequence[Path], other_runs: Sequence[Path]) -> None:
     runs = [read_run(directory) for directory in fit_runs]
     others = [read_run(directory) for directory in other_runs]
-    comparisons = compare(runs, others)
+    comparisons = compare(fit(runs), runs, others)
     assert [item.is_fitted for item in comparisons] == [True] * 5 + [False] * 4
     assert max(abs(item.error) for item in comparisons) < 0.05
     lines = list(comparison_table(comparisons))
@@ -215,8 +215,9 @@ def test_a_run_that_does_more_is_refused(
 def test_runs_that_cannot_be_fitted_are_refused(fit_runs: Sequence[Path], tmp_path: Path) -> None:
     with pytest.raises(CannotFit, match="max_staleness=0"):
         fit([read_run(fit_runs[-2])])
+    whole, half = (read_run(directory) for directory in fit_runs[:2])
     with pytest.raises(CannotFit, match="32 prompts x 4 samples"):
-        compare([read_run(fit_runs[0])], [read_run(fit_runs[1])])
+        compare(fit([whole]), [whole], [half])
     with pytest.raises(RunUnreadable, match="no such directory"):
         read_run(tmp_path / "nothing")
     short_run = write_run(tmp_path / "short")

@@ -64,6 +64,15 @@ def test_engines_get_requests_after_the_dispatch() -> None:
     assert sample(machines, make_group(0, 4)).now == pytest.approx(4.25)
 
 
+def test_requests_reach_engines_one_after_the_other() -> None:
+    cluster = Cluster(Machines(speed=EngineSpeed(step=1.0, dispatch=1.0, arrival=0.25)))
+    groups = [make_group(index, 1) for index in range(4)]
+    cluster.request(groups)
+    cluster.wait(lambda: not any(group.num_open for group in groups))
+    # The others arrive while the engine reads the first one
+    assert [group.responses[0].end for group in groups] == [2.25, 3.25, 3.25, 3.25]
+
+
 def test_a_free_engine_waits_for_a_request_on_its_way() -> None:
     cluster = Cluster(Machines(speed=EngineSpeed(step=1.0, dispatch=5.0)))
     first = make_group(0, 2)
@@ -75,7 +84,7 @@ def test_a_free_engine_waits_for_a_request_on_its_way() -> None:
     assert [group.responses[0].end for group in (first, second)] == [5 + 2, 3 + 5 + 1]
 
 
-def test_an_interrupted_response_is_on_its_way_like_others() -> None:
+def test_interrupted_requests_are_sent_again() -> None:
     cluster = Cluster(Machines(speed=EngineSpeed(step=1.0, dispatch=5.0)))
     first = make_group(0, 9)
     second = make_group(1, 1)
@@ -87,8 +96,19 @@ def test_an_interrupted_response_is_on_its_way_like_others() -> None:
     cluster.rest(0.5)
     cluster.proceed()
     cluster.wait(lambda: not first.num_open)
-    # The first has seven tokens at 12 s. The second reaches the engine at 13 s.
-    assert [group.responses[0].end for group in (first, second)] == [12.5 + 5 + 2, 13 + 1]
+    # The first has seven tokens at 12 s. The second has not reached the engine by then.
+    assert [group.responses[0].end for group in (first, second)] == [12.5 + 5 + 2, 12.5 + 5 + 1]
+
+
+def test_requests_that_are_sent_again_do_not_queue_behind_those_that_were_interrupted() -> None:
+    cluster = Cluster(Machines(speed=EngineSpeed(step=0.1, arrival=1.0)))
+    groups = [make_group(index, 1) for index in range(4)]
+    cluster.request(groups)
+    cluster.train(0.5)
+    cluster.interrupt()
+    cluster.proceed()
+    cluster.wait(lambda: not any(group.num_open for group in groups))
+    assert [group.responses[0].end for group in groups] == pytest.approx([1.6, 2.6, 3.6, 4.6])
 
 
 def test_a_wait_for_nothing_is_an_error() -> None:
@@ -113,6 +133,6 @@ def test_budgets_limit_a_response_as_in_the_collector(
     response.add(version, num_so_far)
     (node,) = Machines(speed=EngineSpeed()).open_nodes()
     node.version = version
-    node.accept(Group([response], budget), 0.0)
+    node.accept(Group([response], budget))
     assert node._limit(response) == (100 - num_so_far if limit is None else limit)
     assert node.is_settled == (limit == 0)

@@ -100,6 +100,12 @@ class SimulatedQueue:
         for group_id in group_ids:
             del self._delivered[group_id]
 
+    def drop_saved(self) -> int:
+        return self.checkpoint.drop()
+
+    def count_saved(self, group_ids: Collection[str]) -> int:
+        return 0
+
     def withdraw(self, group_ids: Sequence[str]) -> None:
         for group_id in group_ids:
             self._outstanding.pop(group_id, None)

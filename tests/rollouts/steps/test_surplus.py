@@ -186,6 +186,16 @@ def test_tokens_of_steps_that_a_checkpoint_had_begun_are_dropped_with_the_others
     assert sampler.count_tokens() == hub.num_tokens
 
 
+def test_tokens_of_a_checkpoint_are_dropped_with_a_step_that_has_begun_again() -> None:
+    """One of its groups is whole, and a collector continues another one."""
+    (first, *_) = sample(ScriptedHub(1, scores_of(THREE_OF_FOUR)), "finish")
+    sampler = open_sampler(ScriptedHub(3, scores_of(THREE_OF_FOUR)), "finish")
+    whole, part, *_ = first.all_groups
+    sampler.queue.restore(SavedGroups([saved_group(whole, ()), saved_group(part, (2,))]))
+    sampler.begin_step(1)
+    assert (sampler.drop_open(), sampler.drop_open()) == (24, 0)
+
+
 def saved_group(group: Group, open_samples: tuple[int, ...]) -> SavedGroup:
     rollouts = [replace(make_rollout(2, 3), sample_index=place) for place in range(3)]
     return SavedGroup(msgspec.structs.replace(group, open_samples=open_samples), rollouts)

@@ -354,7 +354,7 @@ def test_rollouts_that_were_sampled_otherwise_are_refused(
         return
     last_step = max(step for group in steps.values() for step in group)
     key, value = change.split("=")
-    words = rf"{key}: .* -> {value}: .*train\.total_steps={last_step}$"
+    words = rf"{key}: .* -> {value}: .*train\.total_steps={last_step}, "
     with pytest.raises(CheckpointOfOtherRun, match=words):
         resume_point.changed_settings(c)
 
