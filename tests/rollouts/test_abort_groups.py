@@ -204,6 +204,24 @@ def test_the_next_request_for_a_group_that_was_withdrawn_is_not_aborted() -> Non
     run(check)
 
 
+def test_a_group_that_is_withdrawn_before_its_abort_begins_can_be_requested_again() -> None:
+    async def check(
+        collector: Collector, engine: AbortableEngine, outbox: "asyncio.Queue[FromCollector]"
+    ) -> None:
+        await collector.handle(request("g"))
+        await wait_for(lambda: len(engine.names) == 2)
+        await collector.handle(AbortGroups(("g",)))
+        await collector.handle(Withdraw(("g",)))
+        await asyncio.sleep(0.05)
+        await collector.handle(request("g", attempt=1))
+        await wait_for(lambda: len(engine.names) == 4)
+        engine.finish("g/")
+        message = await asyncio.wait_for(outbox.get(), 5)
+        assert isinstance(message, GroupDone) and message.attempt == 1
+
+    run(check)
+
+
 TWO_TURNS = """
 class TwoTurns:
     async def play(self, episode):
