@@ -11,6 +11,7 @@ import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Collection, Sequence
 from concurrent.futures import Executor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -230,7 +231,7 @@ class EpisodeRunner:
         limit: that of the environment. It pauses while a response is sampled. progress: has the
         responses that are stored, and receives the pieces of others.
         """
-        routes = None if request.evaluation else self._configuration.routes
+        rules = self._rules(request)
         rollout_id = f"{request.group_id}/{index}"
         turns = itertools.count()
         rejected_tokens = Counter[str]()
@@ -253,10 +254,10 @@ class EpisodeRunner:
                     token_ids,
                     sampling,
                     rid=rollout_id,
-                    return_routes=routes is not None,
+                    return_routes=rules.routes is not None,
                     rejected_tokens=rejected_tokens,
                     seed=_response_seed(self._configuration.seed, rollout_id, turn),
-                    is_wanted=lambda: self._is_announced(request),
+                    is_wanted=partial(self._is_announced, request),
                     budget=lambda: self._budgets.get((request.group_id, request.attempt)),
                     pieces=progress.pieces,
                     stop=stop,
@@ -269,16 +270,19 @@ class EpisodeRunner:
             request.prompt,
             generate,
             self._tokenizer,
-            EpisodeRules(
-                sampling=request.sampling,
-                routes=routes,
-                train_truncated=self._configuration.rollout.train_truncated,
-            ),
+            rules,
             rollout_id=rollout_id,
             sample_index=index,
             rejected_tokens=rejected_tokens,
             threads=self._threads,
             chat_turns=self._chat_turns,
+        )
+
+    def _rules(self, request: GroupRequest) -> EpisodeRules:
+        return EpisodeRules(
+            sampling=request.sampling,
+            routes=None if request.evaluation else self._configuration.routes,
+            train_truncated=self._configuration.rollout.train_truncated,
         )
 
     def _describe(self, outcome: Outcome[Any]) -> tuple[str, str]:

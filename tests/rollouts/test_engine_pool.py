@@ -513,7 +513,7 @@ def test_an_engine_whose_connection_ends_loses_no_request() -> None:
 
 
 def test_a_response_that_is_no_longer_wanted_is_not_requested() -> None:
-    """It waited for a free slot, or for the end of a hold."""
+    """Responses also wait for a free slot, or for the end of a hold."""
     engine = CountingEngine(good)
 
     async def run() -> None:

@@ -78,7 +78,7 @@ class _RunningRequest:
 
 @dataclass(frozen=True)
 class _RequestFields:
-    """What all requests for one response have in common. rid: GROUP/ROLLOUT."""
+    """Properties that all requests for one response share. rid: GROUP/ROLLOUT."""
 
     rid: str
     return_routes: bool
@@ -347,8 +347,7 @@ class EnginePool:
             member = await self._wait_for_member(attempts.members)
             if not self._gate.is_set():
                 continue
-            if fields.group in self._stopped_groups or not fields.is_wanted():
-                raise _NotWanted
+            self._require_wanted(fields)
             limit = None if end is None else end - response.num_tokens
             piece = await self._try(member, response, limit, fields, attempts)
             if piece is None:
@@ -362,6 +361,11 @@ class EnginePool:
             if limit is not None and not response.is_complete:
                 return None  # less is left of its budget
         return response.generation()
+
+    def _require_wanted(self, fields: _RequestFields) -> None:
+        """Raise `_NotWanted` if nothing more is to be sampled for a group."""
+        if fields.group in self._stopped_groups or not fields.is_wanted():
+            raise _NotWanted
 
     def _limit(self, response: PartialResponse, budget: VersionBudget | None) -> int | None:
         """Return how many tokens a response may get of the present weights, None: any number."""

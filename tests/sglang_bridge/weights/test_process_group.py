@@ -217,7 +217,7 @@ def test_a_tree_of_engines_here_and_elsewhere_meets_at_an_address_of_the_network
 def test_an_engine_that_ends_while_its_group_forms_is_reported_within_half_of_the_timeout(
     peers: list[Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of three engines, some are to connect to this process, and others wait for it."""
+    """Some engines would connect to this process, and others wait for it: gloo decides."""
     join = weight_group.join_as_source
     for admin, process in peers:
 
