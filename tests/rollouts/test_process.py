@@ -178,7 +178,7 @@ def test_an_environment_that_blocks_costs_one_rollout_and_the_collector_stays_he
 ) -> None:
     hub._silence_seconds = 4.0
     start()
-    environment = EnvironmentSettings(name="second_chance:Blocks", timeout_s=1.0)
+    environment = EnvironmentSettings(name="second_chance:Blocks", timeout_s=3.0)
     batch, accuracy = sample_batch(hub, environment)
     metrics = batch.metrics()
     assert metrics["rollout/samples"] == 3.0
