@@ -238,10 +238,9 @@ class EpisodeRunner:
         stop = progress.stop
 
         async def generate(token_ids: Sequence[int], sampling: Sampling) -> Generation:
-            if limit.has_expired or not self._is_announced(request):
-                # An environment in another process may go on for some time after its cancellation.
-                # It gets no further response. An exception could make it ask again and again,
-                # which would block the event loop.
+            if limit.has_expired:
+                # An environment that ignored its cancellation gets no further response. An
+                # exception could make it ask again and again, which would block the event loop.
                 await asyncio.get_running_loop().create_future()
             turn = next(turns)
             generation = progress.take_stored(token_ids, rejected_tokens)

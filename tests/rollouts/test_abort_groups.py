@@ -111,6 +111,17 @@ async def wait_for(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.01)
 
 
+async def finish_second_attempt(
+    engine: AbortableEngine, outbox: "asyncio.Queue[FromCollector]"
+) -> GroupDone:
+    """Let the engine answer both requests of the second attempt, and return the group."""
+    await wait_for(lambda: len(engine.names) == 4)
+    engine.finish("g/")
+    message = await asyncio.wait_for(outbox.get(), 5)
+    assert isinstance(message, GroupDone) and message.attempt == 1
+    return message
+
+
 def test_the_running_requests_of_a_group_are_aborted_and_counted() -> None:
     async def check(
         collector: Collector, engine: AbortableEngine, outbox: "asyncio.Queue[FromCollector]"
@@ -169,10 +180,7 @@ def test_a_group_that_was_aborted_can_be_requested_again() -> None:
         await collector.handle(AbortGroups(("g",)))
         await asyncio.wait_for(outbox.get(), 5)
         await collector.handle(request("g", attempt=1))
-        await wait_for(lambda: len(engine.names) == 4)
-        engine.finish("g/")
-        message = await asyncio.wait_for(outbox.get(), 5)
-        assert isinstance(message, GroupDone) and message.attempt == 1
+        message = await finish_second_attempt(engine, outbox)
         assert message.generated_tokens == 8
 
     run(check)
@@ -197,9 +205,7 @@ def test_the_next_request_for_a_group_that_was_withdrawn_is_not_aborted() -> Non
         num_aborts = len(engine.aborts)
         await asyncio.sleep(3 * _ABORT_SECONDS)
         assert len(engine.aborts) == num_aborts
-        engine.finish("g/")
-        message = await asyncio.wait_for(outbox.get(), 5)
-        assert isinstance(message, GroupDone) and message.attempt == 1
+        await finish_second_attempt(engine, outbox)
 
     run(check)
 
@@ -214,10 +220,7 @@ def test_a_group_that_is_withdrawn_before_its_abort_begins_can_be_requested_agai
         await collector.handle(Withdraw(("g",)))
         await asyncio.sleep(0.05)
         await collector.handle(request("g", attempt=1))
-        await wait_for(lambda: len(engine.names) == 4)
-        engine.finish("g/")
-        message = await asyncio.wait_for(outbox.get(), 5)
-        assert isinstance(message, GroupDone) and message.attempt == 1
+        await finish_second_attempt(engine, outbox)
 
     run(check)
 

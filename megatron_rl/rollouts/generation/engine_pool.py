@@ -295,7 +295,8 @@ class EnginePool:
             pass
         finally:
             self._responses.remove(response)
-        # An exception could make an environment ask again and again. It is about to be cancelled
+        # An environment in another process may go on for some time after its cancellation. An
+        # exception could make it ask again and again.
         await asyncio.get_running_loop().create_future()
         raise AssertionError("unreachable")
 

@@ -4,6 +4,7 @@ This side has no default group.
 """
 
 import contextlib
+import datetime
 import multiprocessing
 import os
 import signal
@@ -11,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.process import BaseProcess
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -335,3 +337,31 @@ def test_abandoned_groups_of_nccl_are_aborted(
     group: Any = object()
     process_group.abort(group)
     assert results == calls
+
+
+@pytest.mark.parametrize(
+    ("backend", "level", "seconds"),
+    [("gloo", "OFF", [6.0, 60.0]), ("gloo", "DETAIL", [60.0]), ("nccl", "OFF", [60.0])],
+)
+def test_a_join_is_short_if_the_timeout_can_change_later(
+    monkeypatch: pytest.MonkeyPatch, backend: str, level: str, seconds: list[float]
+) -> None:
+    """Torch wraps groups in detailed debugging, and their timeout stays as it was."""
+    timeouts: list[float] = []
+
+    def make_group(*arguments: Any, timeout: datetime.timedelta, **options: Any) -> tuple[Any, Any]:
+        timeouts.append(timeout.total_seconds())
+        return object(), None
+
+    def set_timeout(timeout: datetime.timedelta, group: object) -> None:
+        timeouts.append(timeout.total_seconds())
+
+    monkeypatch.setattr(process_group.c10d, "_new_process_group_helper", make_group)
+    monkeypatch.setattr(process_group.c10d, "_set_pg_timeout", set_timeout)
+    monkeypatch.setattr(process_group.c10d, "_world", SimpleNamespace(pg_group_ranks={}))
+    debug_level = getattr(dist.DebugLevel, level)
+    monkeypatch.setattr(process_group.dist, "get_debug_level", lambda: debug_level)
+    process_group.join_as_source(
+        dist.HashStore(), name="weights", world_size=2, backend=backend, timeout_seconds=60.0
+    )
+    assert timeouts == seconds
