@@ -23,6 +23,8 @@ _HEALTH_SECONDS = 30.0
 # lost, and with it all those on connections that were used last at the same time.
 _KEEP_ALIVE_SECONDS = 2.0
 _REQUEST_AT_FAULT = frozenset({400, 413, 422})
+# Decoding that many bytes takes about a millisecond. Another thread would cost more than it saves.
+_SMALL_REPLY_BYTES = 32 * 1024
 
 Abort = Callable[[str, str], Awaitable[None]]
 
@@ -35,8 +37,8 @@ class GenerateClient:
     """Sends requests to one URL, from one event loop. One call of `generate` is one request.
 
     route_shape: (hidden layers, top-k) of the model, required for requests that return routes.
-    vocab_size: token ids must be below it. threads: decode the replies; None means the event loop's
-    own.
+    vocab_size: token ids must be below it. threads: decode large replies; None means the event
+    loop's own.
 
     deadline_seconds: how long the engine may answer no request at all while a request waits. A
     working engine does not exceed the time of one response, however long its queue is.
@@ -191,7 +193,7 @@ class GenerateClient:
         shape: tuple[int, int] | None,
         first_route_row: int,
     ) -> Generation:
-        """Decode a reply in a thread, because long responses with routes are tens of megabytes."""
+        """Decode a reply: a large one in a thread, because it may have tens of megabytes."""
 
         def decode() -> Generation:
             return decode_generation(
@@ -202,6 +204,8 @@ class GenerateClient:
                 first_route_row=first_route_row,
             )
 
+        if sum(map(len, pieces)) <= _SMALL_REPLY_BYTES:
+            return decode()
         return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
 
     async def _post(self, request: bytes, name: str) -> list[bytes]:

@@ -23,6 +23,8 @@ from sglang_bridge.generation import Generation
 
 # Responses after the token budget is used up: an environment that requests more never ends
 _MAX_EMPTY_RESPONSES = 100
+# Checking that many tokens takes about a millisecond. Another thread would cost more than it saves.
+_SHORT_RESPONSE_TOKENS = 512
 
 Generate = Callable[[Sequence[int], Sampling], Awaitable[Generation]]
 
@@ -121,15 +123,7 @@ class Episode:
                 f"prompt {self.prompt.id}: the engine sampled {num_generated} tokens, "
                 f"but the request allowed {budget}",
             )
-        # Checking a long response takes tens of milliseconds. In a thread, this delays no other
-        # episode.
-        self._is_adding = True
-        try:
-            text = await asyncio.get_running_loop().run_in_executor(
-                self._threads, self._add_and_decode, generation
-            )
-        finally:
-            self._is_adding = False
+        text = await self._add(generation)
         self._last_end = generation.finish_reason
         return self._end_turn(text, generation.finish_reason)
 
@@ -202,6 +196,21 @@ class Episode:
             )
         trainable = self._rules.train_truncated or self.finish_reason is FinishReason.STOP
         return self._builder.rollout(self.finish_reason, trainable=trainable)
+
+    async def _add(self, generation: Generation) -> str:
+        """Add a response and return its text.
+
+        A long one takes tens of milliseconds. In a thread, it delays no other episode.
+        """
+        if len(generation.output_ids) <= _SHORT_RESPONSE_TOKENS:
+            return self._add_and_decode(generation)
+        self._is_adding = True
+        try:
+            return await asyncio.get_running_loop().run_in_executor(
+                self._threads, self._add_and_decode, generation
+            )
+        finally:
+            self._is_adding = False
 
     def _add_and_decode(self, generation: Generation) -> str:
         self._builder.sample(generation)

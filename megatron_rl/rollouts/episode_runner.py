@@ -63,7 +63,7 @@ class EpisodeRunner:
     """Runs any number of episodes at a time on a node's engines.
 
     report: sends a message to rank 0.
-    threads: decode and check replies.
+    threads: decode and check long replies.
     Raises `PluginError`, `TokenizerError` and `TemplateRerenders` on opening.
     """
 

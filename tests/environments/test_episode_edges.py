@@ -16,27 +16,34 @@ from tests.support.scripted_model import PROMPT, TOKENIZER, ScriptedModel, Turn
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=32)
 
 
+RULES = EpisodeRules(sampling=SAMPLING, routes=None, train_truncated=True)
+
+
 def test_rollout_has_the_ids_of_its_episode() -> None:
     model = ScriptedModel([Turn.saying("046")])
-    rules = EpisodeRules(sampling=SAMPLING, routes=None, train_truncated=True)
-    with ThreadPoolExecutor(1, thread_name_prefix="checks") as threads:
-        episode = Episode(
-            PROMPT,
-            model.generate,
-            TOKENIZER,
-            rules,
-            rollout_id="q/5",
-            sample_index=5,
-            threads=threads,
-        )
-        assert (episode.text, episode.finish_reason) == ("", None)
-        asyncio.run(_respond(episode))
-        assert len(threads._threads) == 1, "replies are checked in these threads"
+    episode = Episode(PROMPT, model.generate, TOKENIZER, RULES, rollout_id="q/5", sample_index=5)
+    assert (episode.text, episode.finish_reason) == ("", None)
+    asyncio.run(_respond(episode))
     rollout = episode.rollout()
     assert (rollout.rollout_id, rollout.prompt_id, rollout.sample_index) == ("q/5", "q", 5)
-    first = Episode(PROMPT, model.generate, TOKENIZER, rules, rollout_id="q/0")
+    first = Episode(PROMPT, model.generate, TOKENIZER, RULES, rollout_id="q/0")
     first.demonstrate("046")
     assert first.rollout().sample_index == 0
+
+
+@pytest.mark.parametrize(("limit", "num_threads"), [(2, 1), (512, 0)])
+def test_long_responses_are_checked_in_a_thread(
+    limit: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_rl.environments.episode._SHORT_RESPONSE_TOKENS", limit)
+    model = ScriptedModel([Turn.saying("046")])
+    with ThreadPoolExecutor(1) as threads:
+        episode = Episode(
+            PROMPT, model.generate, TOKENIZER, RULES, rollout_id="q/0", threads=threads
+        )
+        asyncio.run(_respond(episode))
+        assert len(threads._threads) == num_threads
+    assert episode.text == "046" and not episode.is_adding
 
 
 async def _respond(episode: Episode) -> None:

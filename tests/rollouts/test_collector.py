@@ -225,10 +225,14 @@ def test_every_turn_has_another_seed(own_module: str) -> None:
     assert len(set(turn_seeds)) == 2
 
 
-def test_replies_are_decoded_checked_and_stored_in_threads(
-    monkeypatch: pytest.MonkeyPatch,
+@pytest.mark.parametrize("are_long", [True, False])
+def test_long_replies_are_decoded_checked_and_stored_in_threads(
+    are_long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A long response has tens of megabytes. On the event loop it would delay the heartbeat."""
+    if are_long:
+        monkeypatch.setattr("sglang_bridge.client._SMALL_REPLY_BYTES", 0)
+        monkeypatch.setattr("megatron_rl.environments.episode._SHORT_RESPONSE_TOKENS", 0)
     thread_names: dict[str, str] = {}
     functions = (
         "sglang_bridge.client.decode_generation",
@@ -250,7 +254,8 @@ def test_replies_are_decoded_checked_and_stored_in_threads(
         monkeypatch.setattr(name, record_thread)
     collect(lambda n, body: reply(body, "046"), request(1), lambda message, collector: None)
     assert len(thread_names) == 3
-    assert all(name.startswith("replies") for name in thread_names.values())
+    in_threads = {name for name, thread in thread_names.items() if thread.startswith("replies")}
+    assert in_threads == (set(thread_names) if are_long else {"megatron_rl.rollouts.codec.encode"})
 
 
 def test_requests_of_a_silent_engine_are_aborted_and_go_to_the_next_one(

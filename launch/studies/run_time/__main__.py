@@ -6,6 +6,7 @@ Start it in the root of the repository:
     python -m launch.studies.run_time clusters --small     # seconds
     python -m launch.studies.run_time measure --out runs/run_time      # about 10 minutes
     python -m launch.studies.run_time fit --runs runs/A runs/B --held-out runs/C
+    python -m launch.studies.run_time ahead --out runs/ahead           # about 5 minutes a round
 
 `measure` trains eleven short runs one after the other. Constants are fitted to seven of them, and
 predict the others, which have other settings. Nothing else should use the cores. Runs that are
@@ -13,6 +14,8 @@ there already are not trained again.
 
 `fit` does the same with runs of yours, which have one engine, logger.timeline=true, eval.every=0
 and selection=uniform.
+
+`ahead` measures what sampling ahead brings on this machine, and how much it can bring at most.
 
 Output: Markdown tables of the constants, and of measured and simulated seconds a step. Steps
 before the third and the last one are left out.
@@ -30,6 +33,7 @@ from launch.studies.run_time.clusters import SMALL, Scenario, assumption_table, 
 from launch.studies.run_time.fit import fit
 from launch.studies.run_time.measured_run import FIRST_STEP, MeasuredRun, read_run
 from launch.studies.run_time.measurement import measure
+from launch.studies.run_time.side_by_side import measure_rounds, rounds_table
 from launch.studies.run_time.validation import compare, comparison_table, constant_table
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 
@@ -68,8 +72,14 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     measuring = commands.add_parser("measure", help="train the runs first")
     measuring.add_argument("--out", type=Path, required=True, help="directory of the runs")
     measuring.add_argument("--steps", type=int, default=15, help="of each run; default: 15")
+    ahead = commands.add_parser("ahead", help="what sampling ahead brings on this machine")
+    ahead.add_argument("--out", type=Path, required=True, help="directory of the runs")
+    ahead.add_argument("--rounds", type=int, default=3, help="with other seeds; default: 3")
+    ahead.add_argument("--steps", type=int, default=12, help="of each run; default: 12")
     options = parser.parse_args(arguments)
-    if options.command == "measure" and options.steps < _MIN_STEPS:
+    if options.command == "ahead" and options.rounds < 1:
+        parser.error(f"--rounds={options.rounds}: it must be at least 1")
+    if options.command in ("measure", "ahead") and options.steps < _MIN_STEPS:
         parser.error(f"--steps={options.steps}: it must be at least {_MIN_STEPS}")
     return options
 
@@ -85,6 +95,10 @@ def _lines(options: argparse.Namespace) -> Iterator[str]:
             runs = [read_run(directory) for directory in options.runs]
             others = [read_run(directory) for directory in options.held_out]
             yield from _fit_tables(runs, others)
+        case "ahead":
+            yield from rounds_table(
+                measure_rounds(options.out, options.rounds, options.steps, _log)
+            )
         case _:
             runs, others = measure(options.out, options.steps, _log)
             yield from _fit_tables(runs, others)

@@ -29,10 +29,10 @@ class PlannedRun(NamedTuple):
 
     name: str
     settings: tuple[str, ...]
-    is_fitted: bool
+    is_fitted: bool = False
 
 
-_ONE_AHEAD = "rollout.max_staleness=1"
+ONE_AHEAD = "rollout.max_staleness=1"
 _TWO_AHEAD = "rollout.max_staleness=2"
 _HALF = "rollout.prompts_per_step=32"
 _NARROW = "engine.max_running_requests=64"
@@ -40,20 +40,20 @@ _RESUME = "rollout.on_update=resume"
 # Fitted runs are between the others: the speed of a machine changes over minutes
 PLAN = (
     PlannedRun("alone-seed0", ("seed=0",), True),
-    PlannedRun("wait1-seed0", ("seed=0", _ONE_AHEAD), True),
+    PlannedRun("wait1-seed0", ("seed=0", ONE_AHEAD), True),
     PlannedRun(
         "budget2-seed1",
         ("seed=1", _TWO_AHEAD, "rollout.on_update=budget", "rollout.tokens_per_version=12"),
         False,
     ),
     PlannedRun("narrow-seed0", ("seed=0", _NARROW), True),
-    PlannedRun("resume1-seed0", ("seed=0", _ONE_AHEAD, _RESUME), True),
-    PlannedRun("half-wait1-seed1", ("seed=1", _HALF, _ONE_AHEAD), False),
+    PlannedRun("resume1-seed0", ("seed=0", ONE_AHEAD, _RESUME), True),
+    PlannedRun("half-wait1-seed1", ("seed=1", _HALF, ONE_AHEAD), False),
     PlannedRun("half-seed0", ("seed=0", _HALF), True),
     PlannedRun("resume2-seed1", ("seed=1", _TWO_AHEAD, _RESUME), False),
     PlannedRun("alone-seed1", ("seed=1",), True),
-    PlannedRun("narrow-wait1-seed1", ("seed=1", _NARROW, _ONE_AHEAD), False),
-    PlannedRun("wait1-seed1", ("seed=1", _ONE_AHEAD), True),
+    PlannedRun("narrow-wait1-seed1", ("seed=1", _NARROW, ONE_AHEAD), False),
+    PlannedRun("wait1-seed1", ("seed=1", ONE_AHEAD), True),
 )
 
 
@@ -86,17 +86,9 @@ def train(directory: Path, plan: PlannedRun, num_steps: int) -> None:
     """Train a planned run. Raises `CannotFit` if it fails, and `subprocess.TimeoutExpired`."""
     directory.mkdir(parents=True, exist_ok=True)
     log_file = directory / f"{plan.name}.log"
-    command = [
-        *(sys.executable, str(_ROOT / "launch/train_rl.py")),
-        *_SETTINGS,
-        *plan.settings,
-        f"train.total_steps={num_steps}",
-        f"run.root={directory.resolve()}",
-        f"run.name={plan.name}",
-    ]
     with log_file.open("w") as output:
         result = subprocess.run(
-            command,
+            command_of(directory, plan, num_steps),
             env=os.environ | {"OMP_NUM_THREADS": "1"},
             stdout=output,
             stderr=subprocess.STDOUT,
@@ -107,3 +99,15 @@ def train(directory: Path, plan: PlannedRun, num_steps: int) -> None:
             f"the run {directory / plan.name} ended with code {result.returncode}: see {log_file}. "
             "Remove the directory of the run, and start again"
         )
+
+
+def command_of(directory: Path, plan: PlannedRun, num_steps: int) -> list[str]:
+    """Return the command that trains a planned run."""
+    return [
+        *(sys.executable, str(_ROOT / "launch/train_rl.py")),
+        *_SETTINGS,
+        *plan.settings,
+        f"train.total_steps={num_steps}",
+        f"run.root={directory.resolve()}",
+        f"run.name={plan.name}",
+    ]
