@@ -19,9 +19,12 @@ from sglang_bridge.request import SamplingLike, encode_request
 _ABORT_SECONDS = 10.0
 # The engine itself takes up to 20 seconds to check its health.
 _HEALTH_SECONDS = 30.0
-# SGLang closes a connection that was idle for five seconds. A request that comes at this moment is
-# lost, and with it all those on connections that were used last at the same time.
-_KEEP_ALIVE_SECONDS = 2.0
+SERVER_KEEP_ALIVE_SECONDS = 5.0
+"""The seconds after which SGLang closes an idle connection by default."""
+# A request that comes when the server closes its connection is lost, and with it all those on
+# connections that were used last at the same time.
+_SHARE_OF_KEEP_ALIVE = 0.4
+_UNUSED_HEADERS = ("Accept", "Accept-Encoding", "User-Agent")
 _REQUEST_AT_FAULT = frozenset({400, 413, 422})
 # Decoding that many bytes takes about a millisecond. Another thread would cost more than it saves.
 _SMALL_REPLY_BYTES = 32 * 1024
@@ -43,6 +46,9 @@ class GenerateClient:
     deadline_seconds: how long the engine may answer no request at all while a request waits. A
     working engine does not exceed the time of one response, however long its queue is.
 
+    server_keep_alive_seconds: the time after which the server closes an idle connection. The client
+    closes it long before.
+
     abort: called with the URL and the name of a request whose deadline has passed. The tokens
     sampled until then come back with the finish reason ABORT. Without `abort`, and when a call is
     cancelled, the client closes the connection, and the engine aborts the request within seconds.
@@ -58,6 +64,7 @@ class GenerateClient:
         vocab_size: int | None = None,
         abort: Abort | None = None,
         threads: Executor | None = None,
+        server_keep_alive_seconds: float = SERVER_KEEP_ALIVE_SECONDS,
     ) -> None:
         self.url = url.rstrip("/")
         self._headers = _request_headers(api_key)
@@ -66,6 +73,7 @@ class GenerateClient:
         self._vocab_size = vocab_size
         self._abort = abort
         self._threads = threads
+        self._keep_alive_seconds = _SHARE_OF_KEEP_ALIVE * server_keep_alive_seconds
         self._session: aiohttp.ClientSession | None = None
         self._requests = itertools.count()
         self._last_answer = -math.inf
@@ -235,8 +243,9 @@ class GenerateClient:
         if self._session is None:
             # The engine queues requests: no limit here, and only the engine's silence ends one.
             self._session = aiohttp.ClientSession(
-                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEP_ALIVE_SECONDS),
+                connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._keep_alive_seconds),
                 timeout=aiohttp.ClientTimeout(total=None),
+                skip_auto_headers=_UNUSED_HEADERS,
             )
         return self._session
 

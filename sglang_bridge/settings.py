@@ -10,6 +10,8 @@ from annotated_types import Ge, Gt, Le
 
 from sglang_bridge.refusal import Refusal
 
+KEEP_ALIVE_SECONDS = 120
+"""The seconds after which a managed server closes a connection that is idle."""
 # Options that the bridge sets itself.
 _RESERVED = (
     "--api-key",

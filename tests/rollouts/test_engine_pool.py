@@ -11,6 +11,7 @@ import pytest
 
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.prompt import Sampling
+from megatron_rl.rollouts.generation import engine_pool
 from megatron_rl.rollouts.generation.engine_pool import EnginePool, RequestForm
 from megatron_rl.rollouts.messages import AbortRequest, EngineLeftOut, FromCollector
 from sglang_bridge.engine import Engine
@@ -544,3 +545,27 @@ def test_a_response_that_is_no_longer_wanted_is_not_requested() -> None:
 
     asyncio.run(run())
     assert engine.calls == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "seconds"), [({}, 120), ({"mode": "external", "urls": ["http://a"]}, 5)]
+)
+def test_connections_stay_open_as_long_as_the_kind_of_server_allows(
+    settings: dict[str, Any], seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run starts a managed server with a longer time than SGLang's default."""
+    clients: list[dict[str, Any]] = []
+    original = engine_pool.GenerateClient
+
+    def open_client(url: str, **options: Any) -> object:
+        clients.append(options)
+        return original(url, **options)
+
+    monkeypatch.setattr(engine_pool, "GenerateClient", open_client)
+
+    async def run() -> None:
+        async with pool_of(good, **settings):
+            pass
+
+    asyncio.run(run())
+    assert [client["server_keep_alive_seconds"] for client in clients] == [seconds]

@@ -52,6 +52,7 @@ def empty_copy(group: Group) -> Group:
         rollouts=(),
         rejections={"engine": 4},
         rejected_tokens={"engine": 7},
+        environment_error="ValueError: no such tool",
     )
 
 

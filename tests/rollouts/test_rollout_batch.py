@@ -1,6 +1,7 @@
 """Rollout batches and evaluations, with a simulated collector."""
 
 import contextlib
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
@@ -408,6 +409,14 @@ def test_parts_that_are_sampled_again_replace_the_lost_ones() -> None:
     assert rewards_of(batch.groups) == [[1.0, 2.0], [5.0]]
 
 
+def _receive_groups(hub: CollectorHub, count: int) -> None:
+    """Wait until so many groups have arrived that nobody has read."""
+    deadline = time.monotonic() + 10
+    while sum(isinstance(message, GroupDone) for _, message in hub._inbox) < count:
+        assert time.monotonic() < deadline
+        hub._receive(0.2)
+
+
 def test_groups_that_are_lost_during_a_batch_are_sampled_again(
     hub: CollectorHub, peer: Peer
 ) -> None:
@@ -417,10 +426,11 @@ def test_groups_that_are_lost_during_a_batch_are_sampled_again(
     answer_first = answer_requests(peer, answer_with_one_rejection, requests)
 
     def answer() -> None:
+        num_before = len(requests)
         if not others:
             answer_first()
         if len(requests) == 3 and not others:
-            hub._receive(0.2)
+            _receive_groups(hub, len(requests) - num_before)
             others.append(Peer(hub, 0, epoch=1))
         if others:
             answer_requests(others[0], answer_with_one_rejection, requests)()

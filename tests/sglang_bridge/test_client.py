@@ -17,7 +17,6 @@ from sglang_bridge.generation import FinishReason, Generation, GenerationRejecte
 
 SAMPLING = SimpleNamespace(max_new_tokens=4, temperature=0.7, top_p=0.9, stop_token_ids=(2,))
 # SGLang's default for SGLANG_TIMEOUT_KEEP_ALIVE
-SERVER_KEEP_ALIVE_SECONDS = 5
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -73,9 +72,8 @@ def test_request_samples_the_untruncated_distribution() -> None:
     assert body["return_logprob"] and body["return_routed_experts"]
 
 
-def test_a_connection_that_was_idle_is_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_was_idle_is_not_used_again() -> None:
     # A server closes idle connections after some seconds, perhaps at the moment of a new request
-    monkeypatch.setattr(client_module, "_KEEP_ALIVE_SECONDS", 0.1)
     last_uses: dict[asyncio.Transport, float] = {}
 
     async def generate(request: web.Request) -> web.Response:
@@ -87,7 +85,10 @@ def test_a_connection_that_was_idle_is_not_used_again(monkeypatch: pytest.Monkey
         return good_reply()
 
     async def scenario() -> None:
-        async with serving(generate) as url, GenerateClient(url, route_shape=(1, 1)) as client:
+        async with (
+            serving(generate) as url,
+            GenerateClient(url, route_shape=(1, 1), server_keep_alive_seconds=0.25) as client,
+        ):
             for _ in range(2):
                 await client.generate([1, 2, 3], SAMPLING, rid="a")
             assert len(last_uses) == 1
@@ -98,7 +99,8 @@ def test_a_connection_that_was_idle_is_not_used_again(monkeypatch: pytest.Monkey
 
 
 def test_idle_connections_are_closed_before_the_server_does() -> None:
-    assert client_module._KEEP_ALIVE_SECONDS < SERVER_KEEP_ALIVE_SECONDS / 2
+    assert client_module._SHARE_OF_KEEP_ALIVE < 0.5
+    assert client_module.SERVER_KEEP_ALIVE_SECONDS == 5  # uvicorn's and SGLang's default
 
 
 def test_request_carries_its_seed() -> None:

@@ -46,7 +46,7 @@ class Round:
 
     @property
     def speed_up(self) -> float:
-        """How many times faster a step is if the next one is sampled meanwhile."""
+        """The factor by which a step is faster if the next one is sampled meanwhile."""
         return self.step / self.step_ahead
 
     @property
@@ -88,37 +88,36 @@ def rounds_table(rounds: Sequence[Round]) -> Iterator[str]:
     )
     yield "|---" * 11 + "|"
     for seed, measured in enumerate(rounds):
-        seconds = (
-            measured.step,
-            measured.sampling,
-            measured.training,
-            measured.rest,
-            measured.step_ahead,
-        )
-        beside = (measured.sampling_beside, measured.training_beside)
-        cells = [
-            str(seed),
-            *(f"{value:.2f}" for value in seconds),
-            f"{measured.speed_up:.2f} x",
-            *(f"{value:.2f}" for value in beside),
-            f"{measured.of_alone:.0%}",
-            f"{measured.of_beside:.0%}",
-        ]
-        yield "| " + " | ".join(cells) + " |"
+        yield f"| {seed} | {' | '.join(_cells(measured))} |"
     yield ""
-    yield f"Faster: {_mean_text([item.speed_up for item in rounds], 1, ' x')}."
-    yield f"Of the best possible: {_mean_text([item.of_alone for item in rounds], 100, ' %')}."
-    yield f"Of two programs: {_mean_text([item.of_beside for item in rounds], 100, ' %')}."
+    yield f"Faster: {_mean_text([item.speed_up for item in rounds], '.2f')} x."
+    yield f"Of the best possible: {_mean_text([100 * item.of_alone for item in rounds])} %."
+    yield f"Of two programs: {_mean_text([100 * item.of_beside for item in rounds])} %."
 
 
-def _mean_text(values: Sequence[float], factor: float, unit: str) -> str:
+def _cells(measured: Round) -> Iterator[str]:
+    """Yield the cells of a row after the seed."""
+    for seconds in (
+        measured.step,
+        measured.sampling,
+        measured.training,
+        measured.rest,
+        measured.step_ahead,
+    ):
+        yield f"{seconds:.2f}"
+    yield f"{measured.speed_up:.2f} x"
+    yield f"{measured.sampling_beside:.2f}"
+    yield f"{measured.training_beside:.2f}"
+    yield f"{measured.of_alone:.0%}"
+    yield f"{measured.of_beside:.0%}"
+
+
+def _mean_text(values: Sequence[float], digits: str = ".0f") -> str:
     """Write a mean with its standard error, or the only value."""
-    scaled = [value * factor for value in values]
-    digits = 2 if factor == 1 else 0
-    text = f"{fmean(scaled):.{digits}f}"
-    if len(scaled) > 1:
-        text += f" ± {stdev(scaled) / len(scaled) ** 0.5:.{digits}f}"
-    return text + unit
+    text = f"{fmean(values):{digits}}"
+    if len(values) > 1:
+        text += f" ± {stdev(values) / len(values) ** 0.5:{digits}}"
+    return text
 
 
 def _measure_round(directory: Path, seed: int, num_steps: int, log: Callable[[str], None]) -> Round:

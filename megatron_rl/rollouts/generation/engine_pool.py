@@ -29,10 +29,16 @@ from megatron_rl.rollouts.messages import (
     VersionBudget,
 )
 from megatron_rl.rollouts.repetition import RepetitionStop
-from sglang_bridge.client import GenerateClient, RequestExpired, may_succeed_elsewhere
+from sglang_bridge.client import (
+    SERVER_KEEP_ALIVE_SECONDS,
+    GenerateClient,
+    RequestExpired,
+    may_succeed_elsewhere,
+)
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.generation import FinishReason, Generation, GenerationRejected
+from sglang_bridge.settings import KEEP_ALIVE_SECONDS
 
 # Requests in flight for each that an engine can run at a time, so that the next one is waiting.
 _QUEUE_PER_SLOT = 2
@@ -231,6 +237,7 @@ class EnginePool:
             vocab_size=self._form.vocab_size,
             abort=self._abort,
             threads=self._threads,
+            server_keep_alive_seconds=_server_keep_alive_seconds(self._settings),
         )
         self._members[engine.url] = _Member(client, engine.tp)
         self._slots.add(self._slots_per_engine)
@@ -672,3 +679,8 @@ def _is_loss(failure: RequestFailed | GenerationRejected) -> bool:
 
 def _is_engine_fault(failure: RequestFailed | GenerationRejected) -> bool:
     return isinstance(failure, GenerationRejected) or may_succeed_elsewhere(failure)
+
+
+def _server_keep_alive_seconds(settings: EngineSettings) -> float:
+    """Return after how many seconds a server closes an idle connection."""
+    return KEEP_ALIVE_SECONDS if settings.mode == "managed" else SERVER_KEEP_ALIVE_SECONDS

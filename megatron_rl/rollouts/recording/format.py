@@ -89,7 +89,7 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a part: a prompt with its rollouts on one node.
 
-    index: the group's place in the batch. open_samples: as in `Group`.
+    index: the group's place in the batch. open_samples, environment_error: as in `Group`.
     """
 
     index: Count
@@ -102,6 +102,7 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     scored_at: float
     rollouts: tuple[RolloutRecord, ...]
     open_samples: tuple[Count, ...] = ()
+    environment_error: str = ""
 
 
 def batch_directory(root: Path, step: int) -> Path:

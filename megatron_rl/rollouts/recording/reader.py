@@ -112,6 +112,7 @@ def _read_part(stem: Path) -> Iterator[tuple[int, Group, list[Rollout]]]:
             generated_at=record.generated_at,
             scored_at=record.scored_at,
             open_samples=record.open_samples,
+            environment_error=record.environment_error,
         )
         yield record.index, group, rollouts
 

@@ -92,6 +92,7 @@ class _Part:
             scored_at=group.scored_at,
             rollouts=records,
             open_samples=group.open_samples,
+            environment_error=group.environment_error,
         )
         self.lines.append(msgspec.json.encode(record) + b"\n")
 

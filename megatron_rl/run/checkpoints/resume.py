@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from megatron_rl.config.curriculum import phases_of
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.run_state import RunState
@@ -129,7 +130,7 @@ class ResumePoint:
         changes = _changes(self.state.settings, flat_configuration(c))
         if not c.is_measurement:
             self._require_staleness(c.rollout.max_staleness)
-            self._require_sampling(changes)
+            self._require_sampling(c, changes)
         fixed_keys = _FIXED_KEYS_OF_MEASUREMENTS if c.is_measurement else _FIXED_KEYS
         refusals = [text for key, text in changes.items() if _is_fixed(key, fixed_keys)]
         if refusals:
@@ -157,11 +158,12 @@ class ResumePoint:
                 f"{least}"
             )
 
-    def _require_sampling(self, changes: Mapping[str, str]) -> None:
+    def _require_sampling(self, c: Configuration, changes: Mapping[str, str]) -> None:
         """Raise `CheckpointOfOtherRun` if rollouts of later steps were sampled with other settings.
 
         changes: the changed settings by key. The trainer computes log-probabilities at the present
-        temperature, so rollouts of another one would have wrong ratios.
+        temperature, so rollouts of another one would have wrong ratios. A key that the first phase
+        of the curriculum sets has no effect outside of it, and the curriculum cannot change.
         """
         assert self.state is not None
         position = self.state.position
@@ -169,7 +171,8 @@ class ResumePoint:
         keys = [_TEMPERATURE] if steps else []
         if position.open_steps:
             keys.append(_LENGTH)
-        refusals = [changes[key] for key in keys if key in changes]
+        keys_of_phases = {key for phase in phases_of(c)[:1] for key in phase.changes}
+        refusals = [changes[key] for key in keys if key in changes and key not in keys_of_phases]
         if refusals:
             raise CheckpointOfOtherRun(
                 f"{'; '.join(refusals)}: {self.checkpoint} holds rollouts of step(s) {steps}. They "
