@@ -8,7 +8,7 @@ Start it in the root of the repository:
     python -m launch.studies.run_time fit --runs runs/A runs/B --held-out runs/C
     python -m launch.studies.run_time ahead --out runs/ahead           # about 5 minutes a round
 
-`measure` trains eleven short runs one after the other. Constants are fitted to seven of them, and
+`measure` trains twelve short runs one after the other. Constants are fitted to eight of them, and
 predict the others, which have other settings. Nothing else should use the cores. Runs that are
 there already are not trained again.
 

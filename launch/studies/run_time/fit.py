@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares, nnls
 
 from launch.studies.run_time.measured_run import CannotFit, MeasuredRun, MeasuredStep
-from megatron_rl.planning.run_time.cluster import Cluster, Group, Machines
+from megatron_rl.planning.run_time.cluster import QUEUE_PER_SLOT, Cluster, Group, Machines
 from megatron_rl.planning.run_time.engine import EngineSpeed, Response
 from megatron_rl.planning.run_time.lengths import GroupLengths, TraceLengths
 from megatron_rl.planning.run_time.run import SimulatedRun, TrainerSpeed, simulate
@@ -37,14 +38,21 @@ _DIFFERENCE = 1e-3  # relative step of the derivatives: the end of a simulated s
 PROMPT_TOKENS = 16
 
 
+class Slowdowns(NamedTuple):
+    """The slowdowns of `Machines`."""
+
+    engine: float = 0.0
+    trainer: float = 0.0
+    request: float = 0.0
+
+
 @dataclass(frozen=True)
 class Constants:
     """The constants of a simulation. missing: those that no run shows. They are 0."""
 
     speed: EngineSpeed
     trainer: TrainerSpeed
-    engine_slowdown: float
-    trainer_slowdown: float
+    slowdowns: Slowdowns
     missing: tuple[str, ...]
 
 
@@ -69,16 +77,16 @@ def fit(runs: Sequence[MeasuredRun]) -> Constants:
     interruptions = [
         step.next_rollouts for run in resuming for step in run.steps if step.is_sampling
     ]
-    slowdowns = (0.0, 0.0)
+    slowdowns = Slowdowns()
     if waiting:
         slowdowns = fit_slowdowns(waiting, speed, trainer)
     else:
-        missing += ["engine_slowdown", "trainer_slowdown"]
+        missing += ["engine_slowdown", "trainer_slowdown", "request_slowdown"]
     if interruptions:
         trainer = replace(trainer, interrupt=fmean(interruptions))
     else:
         missing.append("interrupt")
-    return Constants(speed, trainer, *slowdowns, missing=tuple(missing))
+    return Constants(speed, trainer, slowdowns, missing=tuple(missing))
 
 
 def fit_engine(runs: Sequence[MeasuredRun]) -> EngineSpeed:
@@ -134,26 +142,70 @@ def fit_trainer(runs: Sequence[MeasuredRun]) -> TrainerSpeed:
 
 def fit_slowdowns(
     runs: Sequence[MeasuredRun], speed: EngineSpeed, trainer: TrainerSpeed
-) -> tuple[float, float]:
-    """Fit by how much engine and trainer slow each other down. Returns that of the engine first.
+) -> Slowdowns:
+    """Fit by how much engine and trainer slow each other down.
 
     A time t during which the other one works, too, moves the end by t * slowdown / (1 + slowdown).
+    That of the trainer depends on the responses in flight. It needs runs of more than one size.
     """
-    overlap = 0.0
+    overlaps = [
+        _Overlap.of(run, step, later, trainer)
+        for run in runs
+        for step, later in zip(run.steps, run.steps[1:], strict=False)
+    ]
+    seconds = sum(overlap.seconds.sum() for overlap in overlaps)
+    if seconds <= 0:
+        raise CannotFit(
+            "sampling and training never overlap in the runs with max_staleness above 0"
+        )
     sampling = 0.0
-    training = 0.0
     for run in runs:
         for step, later in zip(run.steps, run.steps[1:], strict=False):
             # Groups of `later` count from its own start
             end = step.end + later.sampled_at
-            overlap += max(0.0, min(end, step.trained_at) - step.taken_at)
             sampling += end - step.taken_at - alone_seconds(run, later, speed)
-            training += step.training - trainer.step - trainer.token * step.tokens
-    if overlap <= 0:
-        raise CannotFit(
-            "sampling and training never overlap in the runs with max_staleness above 0"
+
+    def residuals(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
+        return np.array([overlap.missing_work(*values) for overlap in overlaps])
+
+    scales = np.array([0.1, 1e-4])
+    result = least_squares(residuals, scales, bounds=(0.0, np.inf), x_scale=scales)
+    return Slowdowns(_slowdown(sampling / seconds), *result.x.tolist())
+
+
+@dataclass(frozen=True)
+class _Overlap:
+    """The training of a step while the next one is sampled.
+
+    seconds, in_flight: of the parts that differ in the responses that are in flight. rest: the
+    seconds in which nothing is sampled. work: the seconds of the same training alone.
+    """
+
+    seconds: npt.NDArray[np.float64]
+    in_flight: npt.NDArray[np.float64]
+    rest: float
+    work: float
+
+    @classmethod
+    def of(
+        cls, run: MeasuredRun, step: MeasuredStep, later: MeasuredStep, trainer: TrainerSpeed
+    ) -> _Overlap:
+        slots = QUEUE_PER_SLOT * run.max_running
+        # Groups of `later` count from its own start
+        ends = np.sort([step.end + group.end for group in later.groups])
+        borders = np.clip(np.append(step.taken_at, ends), step.taken_at, step.trained_at)
+        responses = np.arange(len(ends), 0, -1) * run.rollout.samples_per_prompt
+        return cls(
+            seconds=np.diff(borders),
+            in_flight=np.minimum(responses, slots).astype(np.float64),
+            rest=float(step.trained_at - borders[-1]),
+            work=trainer.step + trainer.token * step.tokens,
         )
-    return _slowdown(sampling / overlap), _slowdown(training / overlap)
+
+    def missing_work(self, slowdown: float, request_slowdown: float) -> float:
+        """Return by how much less the trainer does in this time than there is to do."""
+        slowness = 1 + slowdown + request_slowdown * self.in_flight
+        return float(self.work - self.rest - (self.seconds / slowness).sum())
 
 
 def _slowdown(share: float) -> float:
@@ -189,13 +241,24 @@ def split(tokens: int, samples: int) -> list[int]:
 
 
 def trace_of(runs: Iterable[MeasuredRun], size: tuple[int, int]) -> TraceLengths:
-    """Return the lengths of those runs whose steps have a size. Raises `CannotFit` without one."""
-    steps = [_lengths(run, step) for run in runs if run.size == size for step in run.steps]
-    if not steps:
+    """Return the lengths of those runs whose steps have a size, or else the next larger one.
+
+    Of larger steps, the first groups count. Raises `CannotFit` if all are smaller.
+    """
+    prompts, samples = size
+    others = [run for run in runs if run.size[1] == samples and run.size[0] >= prompts]
+    if not others:
         raise CannotFit(
-            f"no run that constants are fitted to has {size[0]} prompts x {size[1]} samples: the "
-            "lengths of responses are unknown"
+            f"no run that constants are fitted to has {prompts} prompts x {samples} samples, or "
+            "more prompts: the lengths of responses are unknown"
         )
+    next_larger = min(run.size for run in others)
+    steps = [
+        _lengths(run, step)[:prompts]
+        for run in others
+        if run.size == next_larger
+        for step in run.steps
+    ]
     return TraceLengths(steps, PROMPT_TOKENS)
 
 
@@ -208,8 +271,9 @@ def simulator(
         machines = Machines(
             speed=constants.speed,
             max_running=run.max_running,
-            engine_slowdown=constants.engine_slowdown,
-            trainer_slowdown=constants.trainer_slowdown,
+            engine_slowdown=constants.slowdowns.engine,
+            trainer_slowdown=constants.slowdowns.trainer,
+            request_slowdown=constants.slowdowns.request,
         )
         trace = trace_of(runs, run.size)
         return simulate(run.rollout, trace, machines, constants.trainer, run.num_steps)

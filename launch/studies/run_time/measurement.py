@@ -35,6 +35,7 @@ class PlannedRun(NamedTuple):
 ONE_AHEAD = "rollout.max_staleness=1"
 _TWO_AHEAD = "rollout.max_staleness=2"
 _HALF = "rollout.prompts_per_step=32"
+_THREE_QUARTERS = "rollout.prompts_per_step=48"
 _NARROW = "engine.max_running_requests=64"
 _RESUME = "rollout.on_update=resume"
 # Fitted runs are between the others: the speed of a machine changes over minutes
@@ -48,7 +49,8 @@ PLAN = (
     ),
     PlannedRun("narrow-seed0", ("seed=0", _NARROW), True),
     PlannedRun("resume1-seed0", ("seed=0", ONE_AHEAD, _RESUME), True),
-    PlannedRun("half-wait1-seed1", ("seed=1", _HALF, ONE_AHEAD), False),
+    PlannedRun("most-wait1-seed1", ("seed=1", _THREE_QUARTERS, ONE_AHEAD), False),
+    PlannedRun("half-wait1-seed0", ("seed=0", _HALF, ONE_AHEAD), True),
     PlannedRun("half-seed0", ("seed=0", _HALF), True),
     PlannedRun("resume2-seed1", ("seed=1", _TWO_AHEAD, _RESUME), False),
     PlannedRun("alone-seed1", ("seed=1",), True),

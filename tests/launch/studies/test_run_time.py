@@ -11,7 +11,14 @@ import pytest
 from launch.studies.run_time import __main__ as command
 from launch.studies.run_time import clusters, measurement
 from launch.studies.run_time.clusters import SMALL, cluster_table, measure_gain, sampling_seconds
-from launch.studies.run_time.fit import PROMPT_TOKENS, alone_seconds, fit, fit_engine, split
+from launch.studies.run_time.fit import (
+    PROMPT_TOKENS,
+    Slowdowns,
+    alone_seconds,
+    fit,
+    fit_engine,
+    split,
+)
 from launch.studies.run_time.measured_run import FIRST_STEP, CannotFit, read_run
 from launch.studies.run_time.measurement import PLAN, PlannedRun
 from launch.studies.run_time.validation import Comparison, compare, comparison_table
@@ -29,7 +36,13 @@ SPEED = EngineSpeed(
     step=0.01, request=3e-5, kv_token=2e-7, prompt_token=8e-5, dispatch=0.3, arrival=1e-3
 )
 TRAINER = TrainerSpeed(step=0.2, token=1.5e-4, sync=0.1, interrupt=0.6)
-MACHINES = Machines(speed=SPEED, max_running=64, engine_slowdown=0.3, trainer_slowdown=0.2)
+MACHINES = Machines(
+    speed=SPEED,
+    max_running=64,
+    engine_slowdown=0.3,
+    trainer_slowdown=0.2,
+    request_slowdown=1e-3,
+)
 NUM_STEPS = 8
 
 
@@ -113,6 +126,7 @@ def fit_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         write_run(root / "alone-half", "rollout.prompts_per_step=32"),
         write_run(root / "narrow", "engine.max_running_requests=16"),
         write_run(root / "wait", ahead),
+        write_run(root / "wait-half", ahead, "rollout.prompts_per_step=32"),
         write_run(root / "resume", ahead, "rollout.on_update=resume"),
     ]
 
@@ -125,6 +139,9 @@ def other_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     return [
         write_run(root / "alone", "seed=1"),
         write_run(root / "wait", "seed=1", "rollout.max_staleness=1"),
+        write_run(
+            root / "most", "seed=1", "rollout.max_staleness=1", "rollout.prompts_per_step=48"
+        ),
         write_run(root / "budget", "seed=1", two, *budget),
         write_run(root / "resume", "seed=1", two, "rollout.on_update=resume"),
     ]
@@ -139,8 +156,9 @@ def test_fit_recovers_planted_constants(fit_runs: Sequence[Path]) -> None:
     assert constants.trainer.step == pytest.approx(TRAINER.step, rel=0.02)
     assert constants.trainer.token == pytest.approx(TRAINER.token, rel=0.02)
     assert constants.trainer.sync == pytest.approx(TRAINER.sync, rel=0.02)
-    assert constants.engine_slowdown == pytest.approx(0.3, rel=0.05)
-    assert constants.trainer_slowdown == pytest.approx(0.2, rel=0.05)
+    assert constants.slowdowns.engine == pytest.approx(0.3, rel=0.05)
+    assert constants.slowdowns.trainer == pytest.approx(0.2, rel=0.1)
+    assert constants.slowdowns.request == pytest.approx(1e-3, rel=0.1)
     # An engine ends its pass first
     assert TRAINER.interrupt <= constants.trainer.interrupt <= TRAINER.interrupt + 0.03
     assert constants.missing == ()
@@ -150,7 +168,7 @@ def test_other_runs_are_predicted(fit_runs: Sequence[Path], other_runs: Sequence
     runs = [read_run(directory) for directory in fit_runs]
     others = [read_run(directory) for directory in other_runs]
     comparisons = compare(fit(runs), runs, others)
-    assert [item.is_fitted for item in comparisons] == [True] * 5 + [False] * 4
+    assert [item.is_fitted for item in comparisons] == [True] * 6 + [False] * 5
     assert max(abs(item.error) for item in comparisons) < 0.04
     lines = list(comparison_table(comparisons))
     assert lines[-1].startswith("Largest error of runs that were not fitted: ")
@@ -169,8 +187,9 @@ def test_constants_that_no_run_shows_are_named(
     assert command.main(["fit", "--runs", str(fit_runs[0])]) == ExitCode.OK
     lines = capsys.readouterr().out.splitlines()
     guesses = [line.split(" | ")[0] for line in lines if "assumed: no run shows it" in line]
-    assert guesses == ["| interrupt", "| engine_slowdown", "| trainer_slowdown"]
-    assert fit([read_run(fit_runs[0])]).engine_slowdown == 0
+    names = ("interrupt", "engine_slowdown", "trainer_slowdown", "request_slowdown")
+    assert guesses == [f"| {name}" for name in names]
+    assert fit([read_run(fit_runs[0])]).slowdowns == Slowdowns()
 
 
 def test_the_last_group_of_a_step_matters_most(fit_runs: Sequence[Path]) -> None:
@@ -216,8 +235,9 @@ def test_runs_that_cannot_be_fitted_are_refused(fit_runs: Sequence[Path], tmp_pa
     with pytest.raises(CannotFit, match="max_staleness=0"):
         fit([read_run(fit_runs[-2])])
     whole, half = (read_run(directory) for directory in fit_runs[:2])
-    with pytest.raises(CannotFit, match="32 prompts x 4 samples"):
-        compare(fit([whole]), [whole], [half])
+    with pytest.raises(CannotFit, match="64 prompts x 4 samples"):
+        compare(fit([half]), [half], [whole])
+    assert len(compare(fit([whole]), [whole], [half])) == 2
     with pytest.raises(RunUnreadable, match="no such directory"):
         read_run(tmp_path / "nothing")
     short_run = write_run(tmp_path / "short")
