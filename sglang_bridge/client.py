@@ -219,7 +219,7 @@ class GenerateClient:
     async def _post(self, request: bytes, name: str) -> list[bytes]:
         """Send a request and return the pieces of the reply's body.
 
-        The thread that decodes them joins them, because they may be megabytes.
+        They are joined where they are decoded, because they may be megabytes.
         """
         session = self._open_session()
         try:

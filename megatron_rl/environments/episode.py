@@ -23,8 +23,9 @@ from sglang_bridge.generation import Generation
 
 # Responses after the token budget is used up: an environment that requests more never ends
 _MAX_EMPTY_RESPONSES = 100
-# Checking that many tokens takes about a millisecond. Another thread would cost more than it saves.
+# Checking so much takes about a millisecond. Another thread would cost more than it saves.
 _SHORT_RESPONSE_TOKENS = 512
+_SMALL_ROUTES_BYTES = 256 * 1024
 
 Generate = Callable[[Sequence[int], Sampling], Awaitable[Generation]]
 
@@ -67,7 +68,7 @@ class Episode:
     counts them.
 
     generate: sends a request to an engine.
-    threads: where replies are checked and decoded. None: the event loop's default executor.
+    threads: where long replies are checked and decoded. None: the event loop's default executor.
     chat_turns: renders messages, None for an environment without `chat_roles`.
     """
 
@@ -200,9 +201,12 @@ class Episode:
     async def _add(self, generation: Generation) -> str:
         """Add a response and return its text.
 
-        A long one takes tens of milliseconds. In a thread, it delays no other episode.
+        A long one takes tens of milliseconds. In a thread, it delays no other episode. The routes
+        are those of all turns.
         """
-        if len(generation.output_ids) <= _SHORT_RESPONSE_TOKENS:
+        num_route_bytes = 0 if generation.routes is None else generation.routes.nbytes
+        is_short = len(generation.output_ids) <= _SHORT_RESPONSE_TOKENS
+        if is_short and num_route_bytes <= _SMALL_ROUTES_BYTES:
             return self._add_and_decode(generation)
         self._is_adding = True
         try:

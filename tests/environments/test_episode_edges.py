@@ -31,11 +31,14 @@ def test_rollout_has_the_ids_of_its_episode() -> None:
     assert first.rollout().sample_index == 0
 
 
-@pytest.mark.parametrize(("limit", "num_threads"), [(2, 1), (512, 0)])
-def test_long_responses_are_checked_in_a_thread(
-    limit: int, num_threads: int, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(("limits", "num_threads"), [((2, 999), 1), ((4, 999), 0), ((4, 99), 1)])
+def test_long_responses_and_many_routes_are_checked_in_a_thread(
+    limits: tuple[int, int], num_threads: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_rl.environments.episode._SHORT_RESPONSE_TOKENS", limit)
+    """The response has 4 tokens, and 6 + 4 - 1 inputs with 24 bytes of routes each."""
+    module = "megatron_rl.environments.episode"
+    monkeypatch.setattr(f"{module}._SHORT_RESPONSE_TOKENS", limits[0])
+    monkeypatch.setattr(f"{module}._SMALL_ROUTES_BYTES", limits[1])
     model = ScriptedModel([Turn.saying("046")])
     with ThreadPoolExecutor(1) as threads:
         episode = Episode(

@@ -2,8 +2,10 @@
 
 import asyncio
 import base64
+import importlib.util
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -16,7 +18,6 @@ from sglang_bridge.errors import RequestFailed
 from sglang_bridge.generation import FinishReason, Generation, GenerationRejected
 
 SAMPLING = SimpleNamespace(max_new_tokens=4, temperature=0.7, top_p=0.9, stop_token_ids=(2,))
-# SGLang's default for SGLANG_TIMEOUT_KEEP_ALIVE
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
@@ -50,6 +51,7 @@ def test_request_samples_the_untruncated_distribution() -> None:
 
     async def generate(request: web.Request) -> web.Response:
         requests.append((await request.json(), request.headers["Authorization"]))
+        assert request.headers.keys().isdisjoint({"Accept", "Accept-Encoding", "User-Agent"})
         return good_reply()
 
     async def scenario() -> None:
@@ -100,7 +102,11 @@ def test_a_connection_that_was_idle_is_not_used_again() -> None:
 
 def test_idle_connections_are_closed_before_the_server_does() -> None:
     assert client_module._SHARE_OF_KEEP_ALIVE < 0.5
-    assert client_module.SERVER_KEEP_ALIVE_SECONDS == 5  # uvicorn's and SGLang's default
+    sglang = importlib.util.find_spec("sglang")
+    assert sglang is not None and sglang.origin is not None
+    source = (Path(sglang.origin).parent / "srt/environ.py").read_text()
+    default = f"EnvInt({client_module.SERVER_KEEP_ALIVE_SECONDS:g})"
+    assert f"SGLANG_TIMEOUT_KEEP_ALIVE = {default}" in source
 
 
 def test_request_carries_its_seed() -> None:

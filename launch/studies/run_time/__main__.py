@@ -24,6 +24,7 @@ before the third and the last one are left out.
 from __future__ import annotations
 
 import argparse
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -43,6 +44,8 @@ _MIN_STEPS = FIRST_STEP + 2
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print the tables and return the exit code."""
     options = parse_arguments(arguments)
+    # The runs that were started end with this process
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for line in _lines(options):
             print(line, flush=True)

@@ -81,7 +81,9 @@ def fit(runs: Sequence[MeasuredRun]) -> Constants:
     if waiting:
         slowdowns = fit_slowdowns(waiting, speed, trainer)
     else:
-        missing += ["engine_slowdown", "trainer_slowdown", "request_slowdown"]
+        missing += ["engine_slowdown", "trainer_slowdown"]
+    if not _has_several_sizes(waiting):
+        missing.append("request_slowdown")
     if interruptions:
         trainer = replace(trainer, interrupt=fmean(interruptions))
     else:
@@ -146,7 +148,8 @@ def fit_slowdowns(
     """Fit by how much engine and trainer slow each other down.
 
     A time t during which the other one works, too, moves the end by t * slowdown / (1 + slowdown).
-    That of the trainer depends on the responses in flight. It needs runs of more than one size.
+    That of the trainer depends on the open responses, if the runs have more than one size. With one
+    size, that part would be a guess, and is 0.
     """
     overlaps = [
         _Overlap.of(run, step, later, trainer)
@@ -168,21 +171,25 @@ def fit_slowdowns(
     def residuals(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
         return np.array([overlap.missing_work(*values) for overlap in overlaps])
 
-    scales = np.array([0.1, 1e-4])
+    scales = np.array([0.1, 1e-4] if _has_several_sizes(runs) else [0.1])
     result = least_squares(residuals, scales, bounds=(0.0, np.inf), x_scale=scales)
     return Slowdowns(_slowdown(sampling / seconds), *result.x.tolist())
+
+
+def _has_several_sizes(runs: Sequence[MeasuredRun]) -> bool:
+    return len({run.size for run in runs}) > 1
 
 
 @dataclass(frozen=True)
 class _Overlap:
     """The training of a step while the next one is sampled.
 
-    seconds, in_flight: of the parts that differ in the responses that are in flight. rest: the
-    seconds in which nothing is sampled. work: the seconds of the same training alone.
+    seconds, num_open: of the parts that differ in the number of open responses. rest: the seconds
+    in which nothing is sampled. work: the seconds of the same training alone.
     """
 
     seconds: npt.NDArray[np.float64]
-    in_flight: npt.NDArray[np.float64]
+    num_open: npt.NDArray[np.float64]
     rest: float
     work: float
 
@@ -197,14 +204,14 @@ class _Overlap:
         responses = np.arange(len(ends), 0, -1) * run.rollout.samples_per_prompt
         return cls(
             seconds=np.diff(borders),
-            in_flight=np.minimum(responses, slots).astype(np.float64),
+            num_open=np.minimum(responses, slots).astype(np.float64),
             rest=float(step.trained_at - borders[-1]),
             work=trainer.step + trainer.token * step.tokens,
         )
 
-    def missing_work(self, slowdown: float, request_slowdown: float) -> float:
+    def missing_work(self, slowdown: float, request_slowdown: float = 0.0) -> float:
         """Return by how much less the trainer does in this time than there is to do."""
-        slowness = 1 + slowdown + request_slowdown * self.in_flight
+        slowness = 1 + slowdown + request_slowdown * self.num_open
         return float(self.work - self.rest - (self.seconds / slowness).sum())
 
 

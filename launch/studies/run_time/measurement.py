@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from launch.studies.run_time.measured_run import CannotFit, MeasuredRun, read_run
+from megatron_rl.records.past_run import read_metrics
 
 _ROOT = Path(__file__).resolve().parents[3]
 _SETTINGS = (
@@ -69,19 +70,39 @@ def measure(
     fitted_runs: list[MeasuredRun] = []
     other_runs: list[MeasuredRun] = []
     for plan in PLAN:
-        run_directory = directory / plan.name
-        if not run_directory.exists():
-            log(f"training {run_directory}; load average before it: {os.getloadavg()[0]:.1f}")
-            train(directory, plan, num_steps)
-        run = read_run(run_directory)
-        if run.num_steps != num_steps:
-            raise CannotFit(
-                f"{run_directory} has {run.num_steps} steps instead of {num_steps}. Remove it, and "
-                "start again"
-            )
+        train_once(directory, plan, num_steps, log)
         runs = fitted_runs if plan.is_fitted else other_runs
-        runs.append(run)
+        runs.append(read_run(directory / plan.name))
     return fitted_runs, other_runs
+
+
+def train_once(
+    directory: Path, plan: PlannedRun, num_steps: int, log: Callable[[str], None]
+) -> None:
+    """Train a planned run unless its directory exists.
+
+    Raises `CannotFit` for a run that fails, and for a directory of a run that has failed or has
+    another number of steps.
+    """
+    run = directory / plan.name
+    if not run.exists():
+        log(f"training {run}; load average before it: {os.getloadavg()[0]:.1f}")
+        train(directory, plan, num_steps)
+    require_steps(run, num_steps)
+
+
+def require_steps(run: Path, num_steps: int) -> None:
+    """Raise `CannotFit` unless the metrics of a run have so many steps."""
+    count = count_steps(run)
+    if count != num_steps:
+        raise CannotFit(
+            f"{run} has {count} steps instead of {num_steps}. Remove it, and start again"
+        )
+
+
+def count_steps(run: Path) -> int:
+    """Return the last step in the metrics of a run."""
+    return max((int(record["step"] or 0) for record in read_metrics(run)), default=0)
 
 
 def train(directory: Path, plan: PlannedRun, num_steps: int) -> None:

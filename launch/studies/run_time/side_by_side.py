@@ -11,21 +11,31 @@ from __future__ import annotations
 import os
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean, stdev
 
-from launch.studies.run_time.measured_run import CannotFit, MeasuredRun, read_run
-from launch.studies.run_time.measurement import ONE_AHEAD, PlannedRun, command_of, train
+from launch.studies.run_time.measured_run import FIRST_STEP, CannotFit, read_run
+from launch.studies.run_time.measurement import (
+    ONE_AHEAD,
+    PlannedRun,
+    command_of,
+    count_steps,
+    train_once,
+)
 from megatron_rl.records.past_run import read_metrics
 from megatron_rl.records.timeline.spans import TIMELINE_FILE, Lane, Span, read_timeline
 
 _RECORDING = "recording"
-_RECORDED_FACTOR = 2  # more steps than are trained while the other program samples
+BESIDE_FACTOR = 2
+"""Factor of the steps of programs side by side: one of them starts later."""
 _PROGRAM_SECONDS = 900.0
 _STOP_SECONDS = 60.0
 _POLL_SECONDS = 0.2
+
+# Start and end, in seconds since 1970
+_Time = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,7 +86,7 @@ def measure_rounds(
     Each round has another seed. Runs whose directories exist are not trained again.
     """
     recording = PlannedRun(_RECORDING, ("mode=rollout_only",))
-    _train(directory, recording, _RECORDED_FACTOR * num_steps, log)
+    train_once(directory, recording, BESIDE_FACTOR * num_steps, log)
     return [_measure_round(directory, seed, num_steps, log) for seed in range(num_rounds)]
 
 
@@ -130,7 +140,7 @@ def _measure_round(directory: Path, seed: int, num_steps: int, log: Callable[[st
     if seed % 2:
         plans.reverse()
     for plan in plans:
-        _train(directory, plan, num_steps, log)
+        train_once(directory, plan, num_steps, log)
     alone = read_run(directory / f"alone-seed{seed}")
     ahead = read_run(directory / f"ahead-seed{seed}")
     sampling_beside, training_beside = _measure_beside(directory, seed, num_steps, log)
@@ -138,136 +148,147 @@ def _measure_round(directory: Path, seed: int, num_steps: int, log: Callable[[st
         step=alone.seconds_a_step,
         sampling=fmean(step.taken_at for step in alone.steps),
         training=fmean(step.training for step in alone.steps),
-        rest=_rest(alone),
+        rest=fmean(step.rest for step in alone.steps),
         step_ahead=ahead.seconds_a_step,
         sampling_beside=sampling_beside,
         training_beside=training_beside,
     )
 
 
-def _rest(run: MeasuredRun) -> float:
-    return fmean(step.rest for step in run.steps)
-
-
-def _train(directory: Path, plan: PlannedRun, num_steps: int, log: Callable[[str], None]) -> None:
-    if (directory / plan.name).exists():
-        return
-    log(f"training {plan.name}; load average before it: {os.getloadavg()[0]:.1f}")
-    train(directory, plan, num_steps)
-
-
 def _measure_beside(
     directory: Path, seed: int, num_steps: int, log: Callable[[str], None]
 ) -> tuple[float, float]:
     """Return the seconds a step of two programs side by side: of sampling, and of training."""
-    sampling = directory / f"sampling-seed{seed}"
-    training = directory / f"training-seed{seed}"
-    if not sampling.exists() or not training.exists():
-        log(f"running {sampling.name} and {training.name}")
-        _run_beside(directory, seed, num_steps)
-    return beside_seconds(sampling, training)
-
-
-def _run_beside(directory: Path, seed: int, num_steps: int) -> None:
-    """Sample and train at the same time. The one that has more to do is stopped."""
-    plans = [
-        (PlannedRun(f"sampling-seed{seed}", (f"seed={seed}", "mode=rollout_only")), num_steps),
+    sampling = PlannedRun(f"sampling-seed{seed}", (f"seed={seed}", "mode=rollout_only"))
+    training = PlannedRun(
+        f"training-seed{seed}",
         (
-            PlannedRun(
-                f"training-seed{seed}",
-                (
-                    "mode=train_only",
-                    f"rollout.recording={(directory / _RECORDING).resolve()}",
-                    "train.max_route_disagreement=1",
-                ),
-            ),
-            _RECORDED_FACTOR * num_steps,
+            "mode=train_only",
+            f"rollout.recording={(directory / _RECORDING).resolve()}",
+            "train.max_route_disagreement=1",
         ),
-    ]
+    )
+    runs = [directory / plan.name for plan in (sampling, training)]
+    if not all(run.exists() for run in runs):
+        log(f"running {sampling.name} and {training.name}")
+        run_beside(
+            directory,
+            {
+                plan.name: command_of(directory, plan, BESIDE_FACTOR * num_steps)
+                for plan in (sampling, training)
+            },
+            is_begun=lambda: bool(_sampling_times(runs[0])),
+        )
+    if all(count_steps(run) != BESIDE_FACTOR * num_steps for run in runs):
+        raise CannotFit(
+            f"neither {runs[0]} nor {runs[1]} has {BESIDE_FACTOR * num_steps} steps. Remove both, "
+            "and start again"
+        )
+    return beside_seconds(*runs)
+
+
+def run_beside(
+    directory: Path, commands: Mapping[str, Sequence[str]], is_begun: Callable[[], bool]
+) -> None:
+    """Run two programs at the same time, until the first one has ended, and stop the other one.
+
+    commands: by the name of a log in the directory. The second program starts once `is_begun` is
+    true for the first one. Raises `CannotFit` if a program fails, or if they take too long.
+    """
     programs: list[subprocess.Popen[bytes]] = []
+    deadline = time.monotonic() + _PROGRAM_SECONDS
     try:
-        for plan, steps in plans:
-            log_file = directory / f"{plan.name}.log"
-            with log_file.open("w") as output:
-                programs.append(
-                    subprocess.Popen(
-                        command_of(directory, plan, steps),
-                        env=os.environ | {"OMP_NUM_THREADS": "1"},
-                        stdout=output,
-                        stderr=subprocess.STDOUT,
-                    )
-                )
-        _wait_for_any(programs, directory)
+        for name, command in commands.items():
+            programs.append(_start(directory / f"{name}.log", command))
+            while len(programs) == 1 and programs[0].poll() is None and not is_begun():
+                _wait(deadline, directory)
+        while all(program.poll() is None for program in programs):
+            _wait(deadline, directory)
+        if any(program.poll() for program in programs):
+            raise CannotFit(f"a program failed: {_remedy(directory)}")
     finally:
         for program in programs:
             program.terminate()
         for program in programs:
-            program.wait(_STOP_SECONDS)
+            _end(program)
 
 
-def _wait_for_any(programs: Sequence[subprocess.Popen[bytes]], directory: Path) -> None:
-    """Wait until one of the programs has ended. Raises `CannotFit` if it fails, or takes too long.
-
-    directory: of their logs.
-    """
-    deadline = time.monotonic() + _PROGRAM_SECONDS
-    while all(program.poll() is None for program in programs):
-        if time.monotonic() > deadline:
-            raise CannotFit(f"two programs side by side took longer than {_PROGRAM_SECONDS:g} s")
-        time.sleep(_POLL_SECONDS)
-    if any(program.poll() for program in programs):
-        raise CannotFit(
-            f"one of two programs side by side failed: see the logs in {directory}. Remove the "
-            "directories of their runs, and start again"
+def _start(log_file: Path, command: Sequence[str]) -> subprocess.Popen[bytes]:
+    with log_file.open("w") as output:
+        return subprocess.Popen(
+            command,
+            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
         )
+
+
+def _wait(deadline: float, directory: Path) -> None:
+    if time.monotonic() > deadline:
+        raise CannotFit(
+            f"two programs took longer than {_PROGRAM_SECONDS:g} s: {_remedy(directory)}"
+        )
+    time.sleep(_POLL_SECONDS)
+
+
+def _remedy(directory: Path) -> str:
+    return f"see the logs in {directory}. Remove the directories of these runs, and start again"
+
+
+def _end(program: subprocess.Popen[bytes]) -> None:
+    """Wait for a program that was told to end, and kill it if it does not."""
+    try:
+        program.wait(_STOP_SECONDS)
+    except subprocess.TimeoutExpired:
+        program.kill()
+        program.wait()
 
 
 def beside_seconds(sampling: Path, training: Path) -> tuple[float, float]:
     """Return the mean seconds of those steps during which the other program worked, too.
 
     sampling, training: directories of runs with mode=rollout_only and mode=train_only. The first
-    is the time from the first request of a step to its last response, and the second is that of a
-    step without reading its rollouts. Raises `CannotFit` if no steps overlap.
+    is the time from the first request of a step to its last response, and the second is that of
+    training with all that rank 0 computes before it. Raises `CannotFit` if no steps overlap.
     """
     samples = _sampling_times(sampling)
     trainings = _training_times(training)
-    sampled = [
-        end - start
-        for start, end in samples[1:]
-        if trainings and trainings[0][0] <= start and end <= trainings[-1][1]
-    ]
-    trained = [
-        seconds
-        for start, end, seconds in trainings[1:]
-        if samples and samples[0][0] <= start and end <= samples[-1][1]
-    ]
+    sampled = _within(samples, trainings)
+    trained = _within(trainings, samples)
     if not sampled or not trained:
         raise CannotFit(
-            f"{sampling} and {training} never worked at the same time. Remove both, and start again"
+            f"{sampling} and {training} never worked at the same time. Remove both, and start "
+            "again with more --steps"
         )
     return fmean(sampled), fmean(trained)
 
 
-def _sampling_times(run: Path) -> list[tuple[float, float]]:
-    """Return when each step was sampled."""
+def _within(times: Sequence[_Time], others: Sequence[_Time]) -> list[float]:
+    """Return the seconds of those times that lie between the first and the last of the others."""
+    if not others:
+        return []
+    return [end - start for start, end in times if others[0][0] <= start and end <= others[-1][1]]
+
+
+def _sampling_times(run: Path) -> list[_Time]:
+    """Return when each step from `FIRST_STEP` on was sampled."""
     starts: dict[int, float] = {}
     ends: dict[int, float] = {}
     for span in _spans(run):
-        if span.lane is Lane.ROLLOUTS and span.step >= 1:
+        if span.lane is Lane.ROLLOUTS and span.step >= FIRST_STEP:
             starts[span.step] = min(span.start, starts.get(span.step, span.start))
             ends[span.step] = max(span.end, ends.get(span.step, span.end))
     return [(starts[step], ends[step]) for step in sorted(starts)]
 
 
-def _training_times(run: Path) -> list[tuple[float, float, float]]:
-    """Return when each step was trained, and the seconds of the step without its rollouts."""
+def _training_times(run: Path) -> list[_Time]:
+    """Return when each step from `FIRST_STEP` on was trained, with the computation before it."""
     records = {int(record["step"] or 0): record for record in read_metrics(run)}
     times = []
     for span in _spans(run):
-        record = records.get(span.step)
-        if span.name == "train" and record is not None:
-            seconds = (record["time/step"] or 0.0) - (record["time/rollout"] or 0.0)
-            times.append((span.start, span.end, seconds))
+        is_training = span.lane is Lane.RANKS and span.name == "train" and span.step >= FIRST_STEP
+        if is_training and span.step in records:
+            times.append((span.start - (records[span.step]["time/credit"] or 0.0), span.end))
     return times
 
 

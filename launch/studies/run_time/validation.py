@@ -87,7 +87,7 @@ def constant_table(constants: Constants) -> Iterator[str]:
         "interrupt": (trainer.interrupt, "s to stop responses that are running (resume)"),
         "engine_slowdown": (slowdowns.engine, "of an engine while the trainer works"),
         "trainer_slowdown": (slowdowns.trainer, "of the trainer while an engine works"),
-        "request_slowdown": (slowdowns.request, "of the trainer for each response in flight"),
+        "request_slowdown": (slowdowns.request, "of the trainer for each open response"),
     }
     for name, (value, unit) in rows.items():
         kind = "assumed: no run shows it" if name in constants.missing else "fitted"

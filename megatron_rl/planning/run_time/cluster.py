@@ -24,8 +24,8 @@ class Machines:
     max_running: responses that an engine runs at a time.
     engine_slowdown: what a second of an engine, or of the way to it, takes longer while the trainer
     works, in seconds. trainer_slowdown: what a second of the trainer takes longer while an engine
-    works or gets requests. request_slowdown: the same for each response that is in flight. All are
-    0 if they share neither cores nor memory.
+    works or gets requests. request_slowdown: the same for each open response. All are 0 if they
+    share neither cores nor memory.
 
     Raises ValueError for values outside of their limits.
     """
@@ -107,8 +107,11 @@ class SimulatedNode:
             self._queue(response)
 
     @property
-    def in_flight(self) -> int:
-        """The responses of incomplete groups that may be sampled now, as far as there are slots."""
+    def num_open(self) -> int:
+        """The responses of groups that are not complete, at most as many as there are slots.
+
+        Those that wait for other weights do not count.
+        """
         return min(self._slots, self.load - len(self._parked_responses))
 
     @property
@@ -285,9 +288,9 @@ class Cluster:
     def _trainer_slowness(self) -> float:
         if not self._is_any_busy() and self._next_arrival() == math.inf:
             return 1.0
-        in_flight = sum(node.in_flight for node in self._nodes)
+        num_open = sum(node.num_open for node in self._nodes)
         machines = self._machines
-        return 1.0 + machines.trainer_slowdown + machines.request_slowdown * in_flight
+        return 1.0 + machines.trainer_slowdown + machines.request_slowdown * num_open
 
     def _is_any_busy(self) -> bool:
         return any(engine.is_busy for _, engine in self._engines)

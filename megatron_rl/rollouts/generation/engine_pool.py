@@ -165,7 +165,7 @@ class EnginePool:
 
     engines: those at the start.
     report: sends a message to rank 0.
-    threads: decode replies.
+    threads: decode large replies, and check responses for repetition.
     """
 
     def __init__(

@@ -162,8 +162,8 @@ class ResumePoint:
         """Raise `CheckpointOfOtherRun` if rollouts of later steps were sampled with other settings.
 
         changes: the changed settings by key. The trainer computes log-probabilities at the present
-        temperature, so rollouts of another one would have wrong ratios. A key that the first phase
-        of the curriculum sets has no effect outside of it, and the curriculum cannot change.
+        temperature, so rollouts of another one would have wrong ratios. The base value of a key
+        that the first phase of the curriculum sets is never used.
         """
         assert self.state is not None
         position = self.state.position

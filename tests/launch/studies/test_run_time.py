@@ -190,6 +190,9 @@ def test_constants_that_no_run_shows_are_named(
     names = ("interrupt", "engine_slowdown", "trainer_slowdown", "request_slowdown")
     assert guesses == [f"| {name}" for name in names]
     assert fit([read_run(fit_runs[0])]).slowdowns == Slowdowns()
+    one_size = fit([read_run(fit_runs[0]), read_run(fit_runs[3])])
+    assert one_size.missing == ("request_slowdown", "interrupt")
+    assert one_size.slowdowns.request == 0 < one_size.slowdowns.trainer
 
 
 def test_the_last_group_of_a_step_matters_most(fit_runs: Sequence[Path]) -> None:

@@ -359,22 +359,32 @@ def test_rollouts_that_were_sampled_otherwise_are_refused(
         resume_point.changed_settings(c)
 
 
-def test_a_temperature_that_the_first_phase_replaces_may_change(tmp_path: Path) -> None:
+PHASES = [
+    ("rollout.temperature: 0.5,", "", False),
+    ("", "", True),
+    ("", ", rollout.temperature: 0.5", True),
+]
+
+
+@pytest.mark.parametrize(("first", "second", "is_refused"), PHASES)
+def test_a_temperature_that_the_first_phase_replaces_may_change(
+    tmp_path: Path, first: str, second: str, is_refused: bool
+) -> None:
     """Later phases keep the temperature of the first one, or set their own."""
-    overrides = ["rollout.max_staleness=1", "train.total_steps=9"]
-    phase = "{name: first, rollout.temperature: 0.5, until: {steps: 7}}"
-    for first_phase, is_refused in ((phase, False), ("{name: first, until: {steps: 7}}", True)):
-        curriculum = f"curriculum=[{first_phase},{{name: second}}]"
-        settings = flat_configuration(make_configuration(tmp_path, *overrides, curriculum))
-        state = make_state(5, settings)
-        position = msgspec.structs.replace(state.position, steps_ahead=(6,))
-        resume_point = ResumePoint(tmp_path, msgspec.structs.replace(state, position=position))
-        c = make_configuration(tmp_path, *overrides, curriculum, "rollout.temperature=0.7")
-        if is_refused:
-            with pytest.raises(CheckpointOfOtherRun, match=r"rollout\.temperature"):
-                resume_point.changed_settings(c)
-        else:
-            assert len(resume_point.changed_settings(c)) == 1
+    overrides = (
+        "rollout.max_staleness=1",
+        "train.total_steps=9",
+        f"curriculum=[{{name: first, {first} until: {{steps: 7}}}},{{name: second{second}}}]",
+    )
+    state = make_state(5, flat_configuration(make_configuration(tmp_path, *overrides)))
+    position = msgspec.structs.replace(state.position, steps_ahead=(6,))
+    resume_point = ResumePoint(tmp_path, msgspec.structs.replace(state, position=position))
+    c = make_configuration(tmp_path, *overrides, "rollout.temperature=0.7")
+    if is_refused:
+        with pytest.raises(CheckpointOfOtherRun, match=r"rollout\.temperature"):
+            resume_point.changed_settings(c)
+    else:
+        assert len(resume_point.changed_settings(c)) == 1
 
 
 def mixture_overrides(tmp_path: Path, sources: str) -> tuple[str, ...]:

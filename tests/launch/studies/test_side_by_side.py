@@ -1,0 +1,221 @@
+"""`python -m launch.studies.run_time ahead`: what sampling ahead brings, and at most could."""
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from launch.studies.run_time import __main__ as command
+from launch.studies.run_time import side_by_side
+from launch.studies.run_time.measured_run import CannotFit
+from launch.studies.run_time.measurement import PlannedRun, require_steps
+from launch.studies.run_time.side_by_side import (
+    BESIDE_FACTOR,
+    Round,
+    beside_seconds,
+    measure_rounds,
+    rounds_table,
+    run_beside,
+)
+from megatron_rl.config.cli import compose
+from megatron_rl.records.timeline.spans import TIMELINE_FILE, Lane, Timeline
+
+# Sampling needs 4 s alone and 6 s beside training, which needs 2 s and 3 s
+ROUND = Round(
+    step=6.5,
+    sampling=4.0,
+    training=2.0,
+    rest=0.5,
+    step_ahead=5.0,
+    sampling_beside=6.0,
+    training_beside=3.0,
+)
+
+
+def test_the_best_possible_step_takes_as_long_as_the_slower_part() -> None:
+    assert ROUND.speed_up == pytest.approx(1.3)
+    assert ROUND.of_alone == pytest.approx((4.0 + 0.5) / 5.0)
+    # When training is done after 3 s, half of the sampling is left: 2 s
+    assert ROUND.of_beside == pytest.approx((3.0 + 2.0 + 0.5) / 5.0)
+
+
+def test_either_part_may_be_the_slower_one() -> None:
+    other = Round(
+        step=6.5,
+        sampling=2.0,
+        training=4.0,
+        rest=0.5,
+        step_ahead=5.0,
+        sampling_beside=3.0,
+        training_beside=6.0,
+    )
+    assert (other.of_alone, other.of_beside) == (ROUND.of_alone, ROUND.of_beside)
+
+
+def test_table_has_a_row_for_each_round_and_means() -> None:
+    lines = list(rounds_table([ROUND, ROUND]))
+    assert lines[2] == (
+        "| 0 | 6.50 | 4.00 | 2.00 | 0.50 | 5.00 | 1.30 x | 6.00 | 3.00 | 90% | 110% |"
+    )
+    assert len(lines) == 8
+    assert lines[-3:] == [
+        "Faster: 1.30 ± 0.00 x.",
+        "Of the best possible: 90 ± 0 %.",
+        "Of two programs: 110 ± 0 %.",
+    ]
+    assert list(rounds_table([ROUND]))[-1] == "Of two programs: 110 %."
+
+
+def write_spans(run: Path, spans: list[tuple[Lane, str, float, float, int]]) -> None:
+    """Write the timeline and the metrics of a run. spans: lane, name, start, end, step."""
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("")
+    clock = [0.0]
+    with Timeline(run / TIMELINE_FILE, print, lambda: clock[0]) as timeline:
+        for lane, name, start, end, step in spans:
+            clock[0] = end
+            timeline.add(lane, name, end - start, step=step)
+    steps = sorted({step for *_, step in spans})
+    records = [{"step": step, "time/credit": 0.25} for step in steps]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def sampled_steps(
+    first: float, seconds: float, count: int
+) -> list[tuple[Lane, str, float, float, int]]:
+    """Two groups a step. The second one takes all its seconds."""
+    spans = []
+    for step in range(1, count + 1):
+        start = first + (step - 1) * seconds
+        spans.append((Lane.ROLLOUTS, f"step-{step}-0", start, start + seconds / 2, step))
+        spans.append((Lane.ROLLOUTS, f"step-{step}-1", start + 0.1, start + seconds, step))
+    return spans
+
+
+def trained_steps(
+    first: float, seconds: float, count: int
+) -> list[tuple[Lane, str, float, float, int]]:
+    """Half a second passes between two steps, and syncs are no training."""
+    spans = []
+    for step in range(1, count + 1):
+        start = first + (step - 1) * (seconds + 0.5)
+        spans.append((Lane.RANKS, "train", start, start + seconds, step))
+        spans.append((Lane.RANKS, "sync", start + seconds, start + seconds + 0.25, step))
+    return spans
+
+
+def test_steps_count_while_the_other_program_works(tmp_path: Path) -> None:
+    """Steps 1 and 2 of both are left out. Training ends before sampling does."""
+    slow_steps = sampled_steps(0.0, 4.0, 5)
+    late_steps = [(lane, name, a + 80, b + 80, step) for lane, name, a, b, step in slow_steps[-4:]]
+    spans = [*slow_steps[:-4], *late_steps]
+    write_spans(tmp_path / "sampling", spans)
+    write_spans(tmp_path / "training", trained_steps(0.0, 2.0, 10))
+    # Sampling step 3 ends at 12 s. Steps 4 and 5 are sampled after all training.
+    sampling, training = beside_seconds(tmp_path / "sampling", tmp_path / "training")
+    assert sampling == pytest.approx(4.0)
+    assert training == pytest.approx(2.25)
+
+
+def test_programs_that_never_overlap_are_refused(tmp_path: Path) -> None:
+    write_spans(tmp_path / "sampling", sampled_steps(0.0, 1.0, 4))
+    write_spans(tmp_path / "training", trained_steps(100.0, 2.0, 5))
+    with pytest.raises(CannotFit, match="never worked at the same time"):
+        beside_seconds(tmp_path / "sampling", tmp_path / "training")
+
+
+def script(text: str) -> list[str]:
+    return [sys.executable, "-c", text]
+
+
+def test_the_second_program_starts_after_the_first_and_is_stopped(tmp_path: Path) -> None:
+    begun = tmp_path / "begun"
+    first = script(f"import pathlib, time; pathlib.Path({str(begun)!r}).touch(); time.sleep(0.5)")
+    second = script(
+        f"import os, time; print(os.path.exists({str(begun)!r}), flush=True); time.sleep(99)"
+    )
+    start = time.monotonic()
+    run_beside(tmp_path, {"first": first, "second": second}, begun.exists)
+    assert time.monotonic() - start < 30
+    assert (tmp_path / "second.log").read_text() in ("True\n", "")
+
+
+@pytest.mark.parametrize("failing", ["first", "second"])
+def test_a_program_that_fails_is_an_error_and_stops_the_other(tmp_path: Path, failing: str) -> None:
+    commands = {name: script("import time; time.sleep(99)") for name in ("first", "second")}
+    commands[failing] = script("import sys; sys.exit(3)")
+    start = time.monotonic()
+    with pytest.raises(CannotFit, match="a program failed: see the logs in"):
+        run_beside(tmp_path, commands, lambda: failing == "second")
+    assert time.monotonic() - start < 30
+
+
+def test_a_program_that_ignores_its_end_is_killed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(side_by_side, "_STOP_SECONDS", 0.2)
+    monkeypatch.setattr(side_by_side, "_PROGRAM_SECONDS", 1.0)
+    ready = tmp_path / "ready"
+    stubborn = script(
+        "import pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        f"pathlib.Path({str(ready)!r}).touch(); time.sleep(99)"
+    )
+    programs: list[subprocess.Popen[bytes]] = []
+    original = side_by_side._start
+
+    def start(log_file: Path, command: list[str]) -> subprocess.Popen[bytes]:
+        programs.append(original(log_file, command))
+        return programs[-1]
+
+    monkeypatch.setattr(side_by_side, "_start", start)
+    with pytest.raises(CannotFit, match="took longer than 1 s"):
+        run_beside(tmp_path, {"first": stubborn, "second": stubborn}, ready.exists)
+    assert len(programs) == 2
+    assert all(program.poll() is not None for program in programs)
+
+
+def test_runs_that_are_there_are_not_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A run with another number of steps is refused."""
+    write_spans(tmp_path / "recording", sampled_steps(0.0, 1.0, BESIDE_FACTOR * 6))
+    require_steps(tmp_path / "recording", BESIDE_FACTOR * 6)
+    with pytest.raises(CannotFit, match=r"recording has 12 steps instead of 14\. Remove it"):
+        measure_rounds(tmp_path, 1, 7, print)
+
+
+def test_programs_of_which_none_is_complete_are_refused(tmp_path: Path) -> None:
+    write_spans(tmp_path / "sampling-seed0", sampled_steps(0.0, 1.0, 3))
+    write_spans(tmp_path / "training-seed0", trained_steps(0.0, 2.0, 5))
+    with pytest.raises(CannotFit, match=r"neither .*sampling-seed0 nor .* has 24 steps"):
+        side_by_side._measure_beside(tmp_path, 0, 12, print)
+
+
+def test_settings_of_the_programs_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans: list[PlannedRun] = []
+
+    def note(directory: Path, plan: PlannedRun, num_steps: int) -> list[str]:
+        plans.append(plan)
+        return []
+
+    monkeypatch.setattr(side_by_side, "command_of", note)
+    monkeypatch.setattr(side_by_side, "run_beside", lambda *arguments, **options: None)
+    with pytest.raises(Exception, match="no such directory"):
+        side_by_side._measure_beside(tmp_path, 0, 12, print)
+    assert [plan.name for plan in plans] == ["sampling-seed0", "training-seed0"]
+    for plan in plans:
+        compose(["experiment=quickstart", "parallel=single", *plan.settings])
+
+
+@pytest.mark.parametrize("options", [["--rounds", "0"], ["--steps", "4"]])
+def test_too_few_rounds_or_steps_are_refused(
+    options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["ahead", "--out", "runs/ahead", *options])
+    assert "at least" in capsys.readouterr().err
