@@ -9,14 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 from scipy.optimize import least_squares, nnls
 
 from launch.studies.run_time.measured_run import CannotFit, MeasuredRun, MeasuredStep
-from megatron_rl.planning.run_time.cluster import QUEUE_PER_SLOT, Cluster, Group, Machines
+from megatron_rl.planning.run_time.cluster import Cluster, Group, Machines
 from megatron_rl.planning.run_time.engine import EngineSpeed, Response
 from megatron_rl.planning.run_time.lengths import GroupLengths, TraceLengths
 from megatron_rl.planning.run_time.run import SimulatedRun, TrainerSpeed, simulate
@@ -38,21 +37,14 @@ _DIFFERENCE = 1e-3  # relative step of the derivatives: the end of a simulated s
 PROMPT_TOKENS = 16
 
 
-class Slowdowns(NamedTuple):
-    """The slowdowns of `Machines`."""
-
-    engine: float = 0.0
-    trainer: float = 0.0
-    request: float = 0.0
-
-
 @dataclass(frozen=True)
 class Constants:
     """The constants of a simulation. missing: those that no run shows. They are 0."""
 
     speed: EngineSpeed
     trainer: TrainerSpeed
-    slowdowns: Slowdowns
+    engine_slowdown: float
+    trainer_slowdown: float
     missing: tuple[str, ...]
 
 
@@ -77,18 +69,16 @@ def fit(runs: Sequence[MeasuredRun]) -> Constants:
     interruptions = [
         step.next_rollouts for run in resuming for step in run.steps if step.is_sampling
     ]
-    slowdowns = Slowdowns()
+    slowdowns = (0.0, 0.0)
     if waiting:
         slowdowns = fit_slowdowns(waiting, speed, trainer)
     else:
         missing += ["engine_slowdown", "trainer_slowdown"]
-    if not _has_several_sizes(waiting):
-        missing.append("request_slowdown")
     if interruptions:
         trainer = replace(trainer, interrupt=fmean(interruptions))
     else:
         missing.append("interrupt")
-    return Constants(speed, trainer, slowdowns, missing=tuple(missing))
+    return Constants(speed, trainer, *slowdowns, missing=tuple(missing))
 
 
 def fit_engine(runs: Sequence[MeasuredRun]) -> EngineSpeed:
@@ -144,75 +134,26 @@ def fit_trainer(runs: Sequence[MeasuredRun]) -> TrainerSpeed:
 
 def fit_slowdowns(
     runs: Sequence[MeasuredRun], speed: EngineSpeed, trainer: TrainerSpeed
-) -> Slowdowns:
-    """Fit by how much engine and trainer slow each other down.
+) -> tuple[float, float]:
+    """Fit by how much engine and trainer slow each other down. Returns that of the engine first.
 
     A time t during which the other one works, too, moves the end by t * slowdown / (1 + slowdown).
-    That of the trainer depends on the open responses, if the runs have more than one size. With one
-    size, that part would be a guess, and is 0.
     """
-    overlaps = [
-        _Overlap.of(run, step, later, trainer)
-        for run in runs
-        for step, later in zip(run.steps, run.steps[1:], strict=False)
-    ]
-    seconds = sum(overlap.seconds.sum() for overlap in overlaps)
-    if seconds <= 0:
-        raise CannotFit(
-            "sampling and training never overlap in the runs with max_staleness above 0"
-        )
+    overlap = 0.0
     sampling = 0.0
+    training = 0.0
     for run in runs:
         for step, later in zip(run.steps, run.steps[1:], strict=False):
             # Groups of `later` count from its own start
             end = step.end + later.sampled_at
+            overlap += max(0.0, min(end, step.trained_at) - step.taken_at)
             sampling += end - step.taken_at - alone_seconds(run, later, speed)
-
-    def residuals(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        return np.array([overlap.missing_work(*values) for overlap in overlaps])
-
-    scales = np.array([0.1, 1e-4] if _has_several_sizes(runs) else [0.1])
-    result = least_squares(residuals, scales, bounds=(0.0, np.inf), x_scale=scales)
-    return Slowdowns(_slowdown(sampling / seconds), *result.x.tolist())
-
-
-def _has_several_sizes(runs: Sequence[MeasuredRun]) -> bool:
-    return len({run.size for run in runs}) > 1
-
-
-@dataclass(frozen=True)
-class _Overlap:
-    """The training of a step while the next one is sampled.
-
-    seconds, num_open: of the parts that differ in the number of open responses. rest: the seconds
-    in which nothing is sampled. work: the seconds of the same training alone.
-    """
-
-    seconds: npt.NDArray[np.float64]
-    num_open: npt.NDArray[np.float64]
-    rest: float
-    work: float
-
-    @classmethod
-    def of(
-        cls, run: MeasuredRun, step: MeasuredStep, later: MeasuredStep, trainer: TrainerSpeed
-    ) -> _Overlap:
-        slots = QUEUE_PER_SLOT * run.max_running
-        # Groups of `later` count from its own start
-        ends = np.sort([step.end + group.end for group in later.groups])
-        borders = np.clip(np.append(step.taken_at, ends), step.taken_at, step.trained_at)
-        responses = np.arange(len(ends), 0, -1) * run.rollout.samples_per_prompt
-        return cls(
-            seconds=np.diff(borders),
-            num_open=np.minimum(responses, slots).astype(np.float64),
-            rest=float(step.trained_at - borders[-1]),
-            work=trainer.step + trainer.token * step.tokens,
+            training += step.training - trainer.step - trainer.token * step.tokens
+    if overlap <= 0:
+        raise CannotFit(
+            "sampling and training never overlap in the runs with max_staleness above 0"
         )
-
-    def missing_work(self, slowdown: float, request_slowdown: float = 0.0) -> float:
-        """Return by how much less the trainer does in this time than there is to do."""
-        slowness = 1 + slowdown + request_slowdown * self.num_open
-        return float(self.work - self.rest - (self.seconds / slowness).sum())
+    return _slowdown(sampling / overlap), _slowdown(training / overlap)
 
 
 def _slowdown(share: float) -> float:
@@ -278,9 +219,8 @@ def simulator(
         machines = Machines(
             speed=constants.speed,
             max_running=run.max_running,
-            engine_slowdown=constants.slowdowns.engine,
-            trainer_slowdown=constants.slowdowns.trainer,
-            request_slowdown=constants.slowdowns.request,
+            engine_slowdown=constants.engine_slowdown,
+            trainer_slowdown=constants.trainer_slowdown,
         )
         trace = trace_of(runs, run.size)
         return simulate(run.rollout, trace, machines, constants.trainer, run.num_steps)

@@ -79,15 +79,13 @@ def constant_table(constants: Constants) -> Iterator[str]:
     for name in SPEED_NAMES:
         yield f"| {name} | {getattr(constants.speed, name):.3g} | {_UNITS[name]} | fitted |"
     trainer = constants.trainer
-    slowdowns = constants.slowdowns
     rows = {
         "training_step": (trainer.step, "s a step"),
         "training_token": (trainer.token, "s a sampled token"),
         "sync": (trainer.sync, "s in which engines rest: sync, account, records"),
         "interrupt": (trainer.interrupt, "s to stop responses that are running (resume)"),
-        "engine_slowdown": (slowdowns.engine, "of an engine while the trainer works"),
-        "trainer_slowdown": (slowdowns.trainer, "of the trainer while an engine works"),
-        "request_slowdown": (slowdowns.request, "of the trainer for each open response"),
+        "engine_slowdown": (constants.engine_slowdown, "of an engine while the trainer works"),
+        "trainer_slowdown": (constants.trainer_slowdown, "of the trainer while an engine works"),
     }
     for name, (value, unit) in rows.items():
         kind = "assumed: no run shows it" if name in constants.missing else "fitted"

@@ -24,8 +24,7 @@ class Machines:
     max_running: responses that an engine runs at a time.
     engine_slowdown: what a second of an engine, or of the way to it, takes longer while the trainer
     works, in seconds. trainer_slowdown: what a second of the trainer takes longer while an engine
-    works or gets requests. request_slowdown: the same for each open response. All are 0 if they
-    share neither cores nor memory.
+    works or gets requests. Both are 0 if they share neither cores nor memory.
 
     Raises ValueError for values outside of their limits.
     """
@@ -36,12 +35,11 @@ class Machines:
     max_running: int = 256
     engine_slowdown: float = 0.0
     trainer_slowdown: float = 0.0
-    request_slowdown: float = 0.0
 
     def __post_init__(self) -> None:
         if min(self.engines, self.node_engines, self.max_running) < 1:
             raise ValueError("engines, node_engines and max_running must be at least 1")
-        if min(self.engine_slowdown, self.trainer_slowdown, self.request_slowdown) < 0:
+        if min(self.engine_slowdown, self.trainer_slowdown) < 0:
             raise ValueError("slowdowns must be at least 0")
 
     def open_nodes(self) -> list[SimulatedNode]:
@@ -84,8 +82,7 @@ class SimulatedNode:
         self.load = 0
         self.version = 0
         self._speed = speed
-        self._slots = slots_per_engine * len(engines)
-        self._free_slots = self._slots
+        self._free_slots = slots_per_engine * len(engines)
         self._waiters: deque[Response] = deque()  # they wait for a slot
         # Requests on their way to an engine, with the time of their arrival
         self._way: deque[tuple[float, Response]] = deque()
@@ -105,14 +102,6 @@ class SimulatedNode:
         for response in group.responses:
             self._groups[response] = group
             self._queue(response)
-
-    @property
-    def num_open(self) -> int:
-        """The responses of groups that are not complete, at most as many as there are slots.
-
-        Those that wait for other weights do not count.
-        """
-        return min(self._slots, self.load - len(self._parked_responses))
 
     @property
     def is_settled(self) -> bool:
@@ -246,7 +235,9 @@ class Cluster:
         self._dispatch()
         self._engine_slowness = 1.0 + self._machines.engine_slowdown
         while seconds > 0:
-            slowness = self._trainer_slowness()
+            slowness = 1.0
+            if self._is_any_busy() or self._next_arrival() < math.inf:
+                slowness += self._machines.trainer_slowdown
             event = self._next_event_seconds()
             if event >= seconds * slowness:
                 self._pass(seconds * slowness)
@@ -284,13 +275,6 @@ class Cluster:
         """Let engines sample with other weights."""
         for node in self._nodes:
             node.set_version(version)
-
-    def _trainer_slowness(self) -> float:
-        if not self._is_any_busy() and self._next_arrival() == math.inf:
-            return 1.0
-        num_open = sum(node.num_open for node in self._nodes)
-        machines = self._machines
-        return 1.0 + machines.trainer_slowdown + machines.request_slowdown * num_open
 
     def _is_any_busy(self) -> bool:
         return any(engine.is_busy for _, engine in self._engines)

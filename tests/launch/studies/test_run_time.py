@@ -13,7 +13,6 @@ from launch.studies.run_time import clusters, measurement
 from launch.studies.run_time.clusters import SMALL, cluster_table, measure_gain, sampling_seconds
 from launch.studies.run_time.fit import (
     PROMPT_TOKENS,
-    Slowdowns,
     alone_seconds,
     fit,
     fit_engine,
@@ -36,13 +35,7 @@ SPEED = EngineSpeed(
     step=0.01, request=3e-5, kv_token=2e-7, prompt_token=8e-5, dispatch=0.3, arrival=1e-3
 )
 TRAINER = TrainerSpeed(step=0.2, token=1.5e-4, sync=0.1, interrupt=0.6)
-MACHINES = Machines(
-    speed=SPEED,
-    max_running=64,
-    engine_slowdown=0.3,
-    trainer_slowdown=0.2,
-    request_slowdown=1e-3,
-)
+MACHINES = Machines(speed=SPEED, max_running=64, engine_slowdown=0.3, trainer_slowdown=0.2)
 NUM_STEPS = 8
 
 
@@ -156,9 +149,8 @@ def test_fit_recovers_planted_constants(fit_runs: Sequence[Path]) -> None:
     assert constants.trainer.step == pytest.approx(TRAINER.step, rel=0.02)
     assert constants.trainer.token == pytest.approx(TRAINER.token, rel=0.02)
     assert constants.trainer.sync == pytest.approx(TRAINER.sync, rel=0.02)
-    assert constants.slowdowns.engine == pytest.approx(0.3, rel=0.05)
-    assert constants.slowdowns.trainer == pytest.approx(0.2, rel=0.1)
-    assert constants.slowdowns.request == pytest.approx(1e-3, rel=0.1)
+    assert constants.engine_slowdown == pytest.approx(0.3, rel=0.05)
+    assert constants.trainer_slowdown == pytest.approx(0.2, rel=0.05)
     # An engine ends its pass first
     assert TRAINER.interrupt <= constants.trainer.interrupt <= TRAINER.interrupt + 0.03
     assert constants.missing == ()
@@ -187,12 +179,8 @@ def test_constants_that_no_run_shows_are_named(
     assert command.main(["fit", "--runs", str(fit_runs[0])]) == ExitCode.OK
     lines = capsys.readouterr().out.splitlines()
     guesses = [line.split(" | ")[0] for line in lines if "assumed: no run shows it" in line]
-    names = ("interrupt", "engine_slowdown", "trainer_slowdown", "request_slowdown")
-    assert guesses == [f"| {name}" for name in names]
-    assert fit([read_run(fit_runs[0])]).slowdowns == Slowdowns()
-    one_size = fit([read_run(fit_runs[0]), read_run(fit_runs[3])])
-    assert one_size.missing == ("request_slowdown", "interrupt")
-    assert one_size.slowdowns.request == 0 < one_size.slowdowns.trainer
+    assert guesses == ["| interrupt", "| engine_slowdown", "| trainer_slowdown"]
+    assert fit([read_run(fit_runs[0])]).engine_slowdown == 0
 
 
 def test_the_last_group_of_a_step_matters_most(fit_runs: Sequence[Path]) -> None:

@@ -198,6 +198,7 @@ def test_settings_of_the_programs_are_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plans: list[PlannedRun] = []
+    (tmp_path / "recording").mkdir()
 
     def note(directory: Path, plan: PlannedRun, num_steps: int) -> list[str]:
         plans.append(plan)

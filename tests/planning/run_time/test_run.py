@@ -111,12 +111,8 @@ def test_a_simulation_needs_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
 
-@pytest.mark.parametrize(
-    "slowdowns", [{"trainer_slowdown": 1.0}, {"trainer_slowdown": 0.25, "request_slowdown": 0.375}]
-)
-def test_both_are_slower_while_they_share_a_machine(slowdowns: dict[str, float]) -> None:
-    """Two responses are in flight."""
-    shared_machines = replace(ENGINE, engine_slowdown=1.0, **slowdowns)
+def test_both_are_slower_while_they_share_a_machine() -> None:
+    shared_machines = replace(ENGINE, engine_slowdown=1.0, trainer_slowdown=1.0)
     run = simulate(make_settings(1), TEN_TOKENS, shared_machines, TRAINER, 4)
     # Training takes 8 s. The engine has done 4 s of its work then, and needs 6 s more.
     assert step_seconds(run) == [10 + 14 + 1, 15, 15, 5]
@@ -218,7 +214,6 @@ machine_kinds = st.builds(
     max_running=st.integers(1, 4),
     engine_slowdown=st.sampled_from([0.0, 0.5]),
     trainer_slowdown=st.sampled_from([0.0, 0.3]),
-    request_slowdown=st.sampled_from([0.0, 0.02]),
 )
 trainers = st.builds(TrainerSpeed, step=seconds, token=seconds, sync=seconds, interrupt=seconds)
 
@@ -279,7 +274,7 @@ def check_tokens(run: SimulatedRun, workload: Workload) -> None:
 def test_wait_is_the_bound_and_none_ahead_is_the_sum(
     workload: TraceLengths, machines: Machines, trainer: TrainerSpeed
 ) -> None:
-    machines = replace(machines, engine_slowdown=0.0, trainer_slowdown=0.0, request_slowdown=0.0)
+    machines = replace(machines, engine_slowdown=0.0, trainer_slowdown=0.0)
     alone = simulate(make_settings(0), workload, machines, trainer, NUM_STEPS)
     sampling = [step.taken_at - step.start for step in alone.steps]
     training = [trainer.step + trainer.token * step.tokens for step in alone.steps]
@@ -324,10 +319,7 @@ def test_a_trace_without_tokens_is_refused(steps: list[list[list[int]]]) -> None
         TraceLengths(steps, prompt_tokens=1)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"engines": 0}, {"max_running": 0}, {"engine_slowdown": -0.1}, {"request_slowdown": -1}],
-)
+@pytest.mark.parametrize("change", [{"engines": 0}, {"max_running": 0}, {"engine_slowdown": -0.1}])
 def test_machines_that_cannot_be_are_refused(change: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="must be at least"):
         replace(ENGINE, **change)
