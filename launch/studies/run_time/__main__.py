@@ -4,7 +4,7 @@ Start it in the root of the repository:
 
     python -m launch.studies.run_time clusters             # the table of docs/ahead.md, minutes
     python -m launch.studies.run_time clusters --small     # seconds
-    python -m launch.studies.run_time measure --out runs/run_time      # about 10 minutes
+    python -m launch.studies.run_time measure --out runs/run_time      # about 20 minutes
     python -m launch.studies.run_time fit --runs runs/A runs/B --held-out runs/C
     python -m launch.studies.run_time ahead --out runs/ahead           # about 5 minutes a round
 

@@ -1,7 +1,7 @@
-"""Measures how much of the best possible speed a run that samples ahead reaches.
+"""Measures how much of the ideal speed a run that samples ahead reaches.
 
-The best possible step takes as long as the slower of sampling and training, plus what has to be
-done between them. On few cores, two programs that have nothing to do with each other are slower at
+An ideal step takes as long as the slower of sampling and training, plus what has to be done between
+them. On few cores, two programs that have nothing to do with each other are slower at
 the same time than one after the other. So sampling and training are also measured as two programs
 side by side: `mode=rollout_only` and `mode=train_only`.
 """
@@ -93,16 +93,16 @@ def measure_rounds(
 def rounds_table(rounds: Sequence[Round]) -> Iterator[str]:
     """Yield a table of the rounds, and the means with their standard errors."""
     yield (
-        "| seed | step | of it sampling | training | rest | step, ahead | faster | side by side: "
-        "sampling | training | of the best possible | of two programs |"
+        "| seed | step | its sampling | its training | rest | step, ahead | faster | side by side: "
+        "sampling | training | of the ideal speed | of the speed of two programs |"
     )
     yield "|---" * 11 + "|"
     for seed, measured in enumerate(rounds):
         yield f"| {seed} | {' | '.join(_cells(measured))} |"
     yield ""
     yield f"Faster: {_mean_text([item.speed_up for item in rounds], '.2f')} x."
-    yield f"Of the best possible: {_mean_text([100 * item.of_alone for item in rounds])} %."
-    yield f"Of two programs: {_mean_text([100 * item.of_beside for item in rounds])} %."
+    yield f"Of the ideal speed: {_mean_text([100 * item.of_alone for item in rounds])} %."
+    yield f"Of the speed of two programs: {_mean_text([100 * item.of_beside for item in rounds])} %."
 
 
 def _cells(measured: Round) -> Iterator[str]:

@@ -35,7 +35,7 @@ ROUND = Round(
 )
 
 
-def test_the_best_possible_step_takes_as_long_as_the_slower_part() -> None:
+def test_an_ideal_step_takes_as_long_as_the_slower_part() -> None:
     assert ROUND.speed_up == pytest.approx(1.3)
     assert ROUND.of_alone == pytest.approx((4.0 + 0.5) / 5.0)
     # When training is done after 3 s, half of the sampling is left: 2 s
@@ -63,10 +63,10 @@ def test_table_has_a_row_for_each_round_and_means() -> None:
     assert len(lines) == 8
     assert lines[-3:] == [
         "Faster: 1.30 ± 0.00 x.",
-        "Of the best possible: 90 ± 0 %.",
-        "Of two programs: 110 ± 0 %.",
+        "Of the ideal speed: 90 ± 0 %.",
+        "Of the speed of two programs: 110 ± 0 %.",
     ]
-    assert list(rounds_table([ROUND]))[-1] == "Of two programs: 110 %."
+    assert list(rounds_table([ROUND]))[-1] == "Of the speed of two programs: 110 %."
 
 
 def write_spans(run: Path, spans: list[tuple[Lane, str, float, float, int]]) -> None:
