@@ -100,9 +100,11 @@ def rounds_table(rounds: Sequence[Round]) -> Iterator[str]:
     for seed, measured in enumerate(rounds):
         yield f"| {seed} | {' | '.join(_cells(measured))} |"
     yield ""
+    of_ideal = [100 * item.of_alone for item in rounds]
+    of_programs = [100 * item.of_beside for item in rounds]
     yield f"Faster: {_mean_text([item.speed_up for item in rounds], '.2f')} x."
-    yield f"Of the ideal speed: {_mean_text([100 * item.of_alone for item in rounds])} %."
-    yield f"Of the speed of two programs: {_mean_text([100 * item.of_beside for item in rounds])} %."
+    yield f"Of the ideal speed: {_mean_text(of_ideal)} %."
+    yield f"Of the speed of two programs: {_mean_text(of_programs)} %."
 
 
 def _cells(measured: Round) -> Iterator[str]:
