@@ -14,19 +14,18 @@ import aiohttp
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.generation import FinishReason, Generation, decode_generation
 from sglang_bridge.request import SamplingLike, encode_request
+from sglang_bridge.settings import DEFAULT_KEEP_ALIVE_SECONDS
 
 # The answer to an aborted request comes with the engine's next step.
 _ABORT_SECONDS = 10.0
 # The engine itself takes up to 20 seconds to check its health.
 _HEALTH_SECONDS = 30.0
-SERVER_KEEP_ALIVE_SECONDS = 5.0
-"""The seconds after which SGLang closes an idle connection by default."""
 # A request that comes when the server closes its connection is lost, and with it all those on
 # connections that were used last at the same time.
 _SHARE_OF_KEEP_ALIVE = 0.4
 _UNUSED_HEADERS = ("Accept", "Accept-Encoding", "User-Agent")
 _REQUEST_AT_FAULT = frozenset({400, 413, 422})
-# Decoding that many bytes takes about a millisecond. Another thread would cost more than it saves.
+# Decoding so many bytes takes less than a millisecond: too little for another thread.
 _SMALL_REPLY_BYTES = 32 * 1024
 
 Abort = Callable[[str, str], Awaitable[None]]
@@ -64,7 +63,7 @@ class GenerateClient:
         vocab_size: int | None = None,
         abort: Abort | None = None,
         threads: Executor | None = None,
-        server_keep_alive_seconds: float = SERVER_KEEP_ALIVE_SECONDS,
+        server_keep_alive_seconds: float = DEFAULT_KEEP_ALIVE_SECONDS,
     ) -> None:
         self.url = url.rstrip("/")
         self._headers = _request_headers(api_key)

@@ -10,8 +10,10 @@ from annotated_types import Ge, Gt, Le
 
 from sglang_bridge.refusal import Refusal
 
-KEEP_ALIVE_SECONDS = 120
-"""The seconds after which a managed server closes a connection that is idle."""
+DEFAULT_KEEP_ALIVE_SECONDS = 5
+"""The seconds after which SGLang closes an idle connection by default."""
+MANAGED_KEEP_ALIVE_SECONDS = 120
+"""The same for a server that the bridge starts."""
 # Options that the bridge sets itself.
 _RESERVED = (
     "--api-key",

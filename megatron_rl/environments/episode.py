@@ -23,7 +23,7 @@ from sglang_bridge.generation import Generation
 
 # Responses after the token budget is used up: an environment that requests more never ends
 _MAX_EMPTY_RESPONSES = 100
-# Checking so much takes about a millisecond. Another thread would cost more than it saves.
+# Checking so much takes less than a millisecond: too little for another thread.
 _SHORT_RESPONSE_TOKENS = 512
 _SMALL_ROUTES_BYTES = 256 * 1024
 

@@ -11,7 +11,7 @@ from sglang_bridge.addresses import interface_of
 from sglang_bridge.server.nccl import nccl_environment
 from sglang_bridge.server.quantization import format_override
 from sglang_bridge.settings import (
-    KEEP_ALIVE_SECONDS,
+    MANAGED_KEEP_ALIVE_SECONDS,
     ServerPlace,
     ServerSettings,
     kv_cache_slots,
@@ -124,7 +124,7 @@ def build_environment(
         "OMP_NUM_THREADS": str(settings.threads),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
-        "SGLANG_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE_SECONDS),
+        "SGLANG_TIMEOUT_KEEP_ALIVE": str(MANAGED_KEEP_ALIVE_SECONDS),
         "PYTHONUNBUFFERED": "1",
     }
     search = [str(Path(__file__).parents[2])]

@@ -16,6 +16,7 @@ from sglang_bridge import client as client_module
 from sglang_bridge.client import GenerateClient, RequestExpired, may_succeed_elsewhere
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.generation import FinishReason, Generation, GenerationRejected
+from sglang_bridge.settings import DEFAULT_KEEP_ALIVE_SECONDS
 
 SAMPLING = SimpleNamespace(max_new_tokens=4, temperature=0.7, top_p=0.9, stop_token_ids=(2,))
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -105,7 +106,7 @@ def test_idle_connections_are_closed_before_the_server_does() -> None:
     sglang = importlib.util.find_spec("sglang")
     assert sglang is not None and sglang.origin is not None
     source = (Path(sglang.origin).parent / "srt/environ.py").read_text()
-    default = f"EnvInt({client_module.SERVER_KEEP_ALIVE_SECONDS:g})"
+    default = f"EnvInt({DEFAULT_KEEP_ALIVE_SECONDS})"
     assert f"SGLANG_TIMEOUT_KEEP_ALIVE = {default}" in source
 
 

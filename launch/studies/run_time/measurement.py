@@ -112,7 +112,7 @@ def train(directory: Path, plan: PlannedRun, num_steps: int) -> None:
     with log_file.open("w") as output:
         result = subprocess.run(
             command_of(directory, plan, num_steps),
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=environment(),
             stdout=output,
             stderr=subprocess.STDOUT,
             timeout=_RUN_SECONDS,
@@ -122,6 +122,11 @@ def train(directory: Path, plan: PlannedRun, num_steps: int) -> None:
             f"the run {directory / plan.name} ended with code {result.returncode}: see {log_file}. "
             "Remove the directory of the run, and start again"
         )
+
+
+def environment() -> dict[str, str]:
+    """Return the environment of a run. Engine and trainer use one core each."""
+    return os.environ | {"OMP_NUM_THREADS": "1"}
 
 
 def command_of(directory: Path, plan: PlannedRun, num_steps: int) -> list[str]:

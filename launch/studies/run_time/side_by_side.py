@@ -1,14 +1,13 @@
 """Measures how much of the ideal speed a run that samples ahead reaches.
 
 An ideal step takes as long as the slower of sampling and training, plus what has to be done between
-them. On few cores, two programs that have nothing to do with each other are slower at
-the same time than one after the other. So sampling and training are also measured as two programs
-side by side: `mode=rollout_only` and `mode=train_only`.
+them. On few cores, two programs that have nothing to do with each other are slower at the same time
+than one after the other. So sampling and training are also measured as two programs side by side:
+`mode=rollout_only` and `mode=train_only`.
 """
 
 from __future__ import annotations
 
-import os
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,6 +21,7 @@ from launch.studies.run_time.measurement import (
     PlannedRun,
     command_of,
     count_steps,
+    environment,
     train_once,
 )
 from megatron_rl.records.past_run import read_metrics
@@ -97,8 +97,8 @@ def rounds_table(rounds: Sequence[Round]) -> Iterator[str]:
         "sampling | training | of the ideal speed | of the speed of two programs |"
     )
     yield "|---" * 11 + "|"
-    for seed, measured in enumerate(rounds):
-        yield f"| {seed} | {' | '.join(_cells(measured))} |"
+    for seed, row in enumerate(rounds):
+        yield f"| {seed} | {' | '.join(_cells(row))} |"
     yield ""
     of_ideal = [100 * item.of_alone for item in rounds]
     of_programs = [100 * item.of_beside for item in rounds]
@@ -107,21 +107,21 @@ def rounds_table(rounds: Sequence[Round]) -> Iterator[str]:
     yield f"Of the speed of two programs: {_mean_text(of_programs)} %."
 
 
-def _cells(measured: Round) -> Iterator[str]:
+def _cells(row: Round) -> Iterator[str]:
     """Yield the cells of a row after the seed."""
     for seconds in (
-        measured.step,
-        measured.sampling,
-        measured.training,
-        measured.rest,
-        measured.step_ahead,
+        row.step,
+        row.sampling,
+        row.training,
+        row.rest,
+        row.step_ahead,
     ):
         yield f"{seconds:.2f}"
-    yield f"{measured.speed_up:.2f} x"
-    yield f"{measured.sampling_beside:.2f}"
-    yield f"{measured.training_beside:.2f}"
-    yield f"{measured.of_alone:.0%}"
-    yield f"{measured.of_beside:.0%}"
+    yield f"{row.speed_up:.2f} x"
+    yield f"{row.sampling_beside:.2f}"
+    yield f"{row.training_beside:.2f}"
+    yield f"{row.of_alone:.0%}"
+    yield f"{row.of_beside:.0%}"
 
 
 def _mean_text(values: Sequence[float], digits: str = ".0f") -> str:
@@ -170,21 +170,19 @@ def _measure_beside(
             "train.max_route_disagreement=1",
         ),
     )
-    runs = [directory / plan.name for plan in (sampling, training)]
+    plans = (sampling, training)
+    runs = [directory / plan.name for plan in plans]
+    num_steps *= BESIDE_FACTOR
     if not all(run.exists() for run in runs):
         log(f"running {sampling.name} and {training.name}")
         run_beside(
             directory,
-            {
-                plan.name: command_of(directory, plan, BESIDE_FACTOR * num_steps)
-                for plan in (sampling, training)
-            },
+            {plan.name: command_of(directory, plan, num_steps) for plan in plans},
             is_begun=lambda: bool(_sampling_times(runs[0])),
         )
-    if all(count_steps(run) != BESIDE_FACTOR * num_steps for run in runs):
+    if all(count_steps(run) != num_steps for run in runs):
         raise CannotFit(
-            f"neither {runs[0]} nor {runs[1]} has {BESIDE_FACTOR * num_steps} steps. Remove both, "
-            "and start again"
+            f"neither {runs[0]} nor {runs[1]} has {num_steps} steps. Remove both, and start again"
         )
     return beside_seconds(*runs)
 
@@ -219,7 +217,7 @@ def _start(log_file: Path, command: Sequence[str]) -> subprocess.Popen[bytes]:
     with log_file.open("w") as output:
         return subprocess.Popen(
             command,
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=environment(),
             stdout=output,
             stderr=subprocess.STDOUT,
         )
@@ -255,14 +253,14 @@ def beside_seconds(sampling: Path, training: Path) -> tuple[float, float]:
     """
     samples = _sampling_times(sampling)
     trainings = _training_times(training)
-    sampled = _within(samples, trainings)
-    trained = _within(trainings, samples)
-    if not sampled or not trained:
+    sampling_seconds = _within(samples, trainings)
+    training_seconds = _within(trainings, samples)
+    if not sampling_seconds or not training_seconds:
         raise CannotFit(
             f"{sampling} and {training} never worked at the same time. Remove both, and start "
             "again with more --steps"
         )
-    return fmean(sampled), fmean(trained)
+    return fmean(sampling_seconds), fmean(training_seconds)
 
 
 def _within(times: Sequence[_Time], others: Sequence[_Time]) -> list[float]:

@@ -29,16 +29,11 @@ from megatron_rl.rollouts.messages import (
     VersionBudget,
 )
 from megatron_rl.rollouts.repetition import RepetitionStop
-from sglang_bridge.client import (
-    SERVER_KEEP_ALIVE_SECONDS,
-    GenerateClient,
-    RequestExpired,
-    may_succeed_elsewhere,
-)
+from sglang_bridge.client import GenerateClient, RequestExpired, may_succeed_elsewhere
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.generation import FinishReason, Generation, GenerationRejected
-from sglang_bridge.settings import KEEP_ALIVE_SECONDS
+from sglang_bridge.settings import DEFAULT_KEEP_ALIVE_SECONDS, MANAGED_KEEP_ALIVE_SECONDS
 
 # Requests in flight for each that an engine can run at a time, so that the next one is waiting.
 _QUEUE_PER_SLOT = 2
@@ -683,4 +678,6 @@ def _is_engine_fault(failure: RequestFailed | GenerationRejected) -> bool:
 
 def _server_keep_alive_seconds(settings: EngineSettings) -> float:
     """Return after how many seconds a server closes an idle connection."""
-    return KEEP_ALIVE_SECONDS if settings.mode == "managed" else SERVER_KEEP_ALIVE_SECONDS
+    if settings.mode == "managed":
+        return MANAGED_KEEP_ALIVE_SECONDS
+    return DEFAULT_KEEP_ALIVE_SECONDS

@@ -171,8 +171,10 @@ class ResumePoint:
         keys = [_TEMPERATURE] if steps else []
         if position.open_steps:
             keys.append(_LENGTH)
-        keys_of_phases = {key for phase in phases_of(c)[:1] for key in phase.changes}
-        refusals = [changes[key] for key in keys if key in changes and key not in keys_of_phases]
+        changed_keys = {key for key in keys if key in changes}
+        if changed_keys:
+            changed_keys -= {key for phase in phases_of(c)[:1] for key in phase.changes}
+        refusals = [changes[key] for key in keys if key in changed_keys]
         if refusals:
             raise CheckpointOfOtherRun(
                 f"{'; '.join(refusals)}: {self.checkpoint} holds rollouts of step(s) {steps}. They "

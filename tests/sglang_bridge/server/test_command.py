@@ -16,7 +16,7 @@ from sglang_bridge.server.command import (
     build_environment,
     cpu_shim_path,
 )
-from sglang_bridge.settings import KEEP_ALIVE_SECONDS, ServerPlace, ServerSettings
+from sglang_bridge.settings import MANAGED_KEEP_ALIVE_SECONDS, ServerPlace, ServerSettings
 
 PLACE = ServerPlace(model_path="/m", device="cpu")
 GPU = replace(PLACE, device="cuda", gpus=(0,))
@@ -117,7 +117,7 @@ def test_torchrun_variables_do_not_reach_the_engine() -> None:
     assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & environment.keys()
     assert environment["HOME"] == "/h"
     assert environment["OMP_NUM_THREADS"] == "2"
-    assert environment["SGLANG_TIMEOUT_KEEP_ALIVE"] == str(KEEP_ALIVE_SECONDS)
+    assert environment["SGLANG_TIMEOUT_KEEP_ALIVE"] == str(MANAGED_KEEP_ALIVE_SECONDS)
 
 
 def test_engine_gpus_are_indices_into_visible_devices() -> None:
