@@ -166,10 +166,10 @@ def step_table(steps: Sequence[Record]) -> Iterator[str]:
 def totals(records: Sequence[Record]) -> Iterator[str]:
     """Yield the seconds of all steps, evaluations and checkpoints of a run."""
     steps = [record for record in records if _seconds(record, "step") > 0]
-    exposed = mean(_seconds(record, "reward_exposed") for record in _later(steps))
+    exposed_seconds = mean(_seconds(record, "reward_exposed") for record in _later(steps))
     seconds = sum(_seconds(step, "step") for step in steps)
     num_steps = _count(len(steps), "step")
-    yield f"{num_steps}: {seconds:.1f} s; reward time exposed {exposed:.3f} s a step"
+    yield f"{num_steps}: {seconds:.1f} s; reward time exposed {exposed_seconds:.3f} s a step"
     together = seconds
     for section, name in (("eval", "evaluation"), ("checkpoint", "checkpoint")):
         durations = [_seconds(record, section) for record in records if _seconds(record, section)]

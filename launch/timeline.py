@@ -98,8 +98,8 @@ def read_spans(run: Path, steps: tuple[int, int] | None) -> list[Span]:
     if steps is not None:
         spans = choose_steps(spans, *steps)
     if not spans:
-        wanted = "span" if steps is None else f"step from {steps[0]} to {steps[1]}"
-        raise RunUnreadable(f"{file} has no {wanted}")
+        missing_item = "span" if steps is None else f"step from {steps[0]} to {steps[1]}"
+        raise RunUnreadable(f"{file} has no {missing_item}")
     return spans
 
 

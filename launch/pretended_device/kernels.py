@@ -78,8 +78,8 @@ class _DeviceCollectives:
 def _for_group(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     if tensor.is_cuda or dist.get_backend(group) != dist.Backend.NCCL:
         return tensor
-    moved: torch.Tensor = torch.ops.pretended_device.as_device(tensor)
-    return moved
+    device_tensor: torch.Tensor = torch.ops.pretended_device.as_device(tensor)
+    return device_tensor
 
 
 def on_device(kernel: Callable[..., Any]) -> Callable[..., Any]:

@@ -132,15 +132,15 @@ def list_candidates(
         rank = options.rank * ranks // options.ranks
         keys = {"rank", "out", "remedies", *changes}
         others = [argument for argument in arguments if argument.partition("=")[0] not in keys]
-        changed = (*others, *remedy.arguments, f"rank={rank}")
+        new_arguments = (*others, *remedy.arguments, f"rank={rank}")
         try:
-            configuration = read_options(changed).configuration()
+            configuration = read_options(new_arguments).configuration()
             stage = rank * configuration.parallel.pp // ranks
             plan = rank_memory(configuration, shape, world_size=ranks, stage=stage)
         except (Failure, ValueError) as error:
-            yield Candidate(remedy, changed, refusal=str(error).splitlines()[0])
+            yield Candidate(remedy, new_arguments, refusal=str(error).splitlines()[0])
             continue
-        yield Candidate(remedy, changed, configuration, plan.total)
+        yield Candidate(remedy, new_arguments, configuration, plan.total)
 
 
 def rehearse_remedies(

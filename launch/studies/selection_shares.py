@@ -55,18 +55,18 @@ SHARE_VARIANTS: Mapping[str, SelectionSettings] = {
 class Shares:
     """Sums over steps of the shares that each prompt has in the loss.
 
-    mixed: float64 [prompts], shares of mixed groups.
+    mixed_shares: float64 [prompts], shares of mixed groups.
     all_correct, all_incorrect: shares of the rollouts of such groups, over all prompts. Stopped
     probes are among them.
     """
 
     num_prompts: int
-    mixed: Floats = field(init=False)
+    mixed_shares: Floats = field(init=False)
     all_correct: float = 0.0
     all_incorrect: float = 0.0
 
     def __post_init__(self) -> None:
-        self.mixed = np.zeros(self.num_prompts)
+        self.mixed_shares = np.zeros(self.num_prompts)
 
     def add(self, result: SelectionResult, samples: int) -> None:
         """Add a step. samples: number of rollouts of a whole group."""
@@ -75,7 +75,7 @@ class Shares:
         for group, kind in groups:
             share = group.weight / total
             if kind is GroupKind.MIXED:
-                self.mixed[int(group.prompt.id)] += share
+                self.mixed_shares[int(group.prompt.id)] += share
             elif kind is GroupKind.ALL_CORRECT:
                 self.all_correct += share * _size(group, samples)
             elif kind is GroupKind.ALL_INCORRECT:
@@ -85,11 +85,11 @@ class Shares:
         """Return the columns of the table, relative to the expectation of whole groups."""
         all_correct = rates**samples
         all_incorrect = (1 - rates) ** samples
-        mixed = 1 - all_correct - all_incorrect
+        mixed_probabilities = 1 - all_correct - all_incorrect
 
         def relative_share(low: float, high: float) -> float:
             is_inside = (rates >= low) & (rates < high)
-            return float(self.mixed[is_inside].sum() / mixed[is_inside].sum())
+            return float(self.mixed_shares[is_inside].sum() / mixed_probabilities[is_inside].sum())
 
         reference = relative_share(*REFERENCE)
         pairs = itertools.pairwise(BOUNDS)

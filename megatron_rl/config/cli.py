@@ -44,12 +44,12 @@ def main(run: Callable[[Configuration], int], config_dir: Path) -> int:
         configuration = compose(
             arguments, facts=LaunchFacts.from_environment(os.environ), config_dir=config_dir
         )
-    except ConfigurationRefused as refused:
+    except ConfigurationRefused as error:
         if os.environ.get("RANK", "0") == "0":
-            print(refused, file=sys.stderr)
+            print(error, file=sys.stderr)
         else:
             time.sleep(_REPORT_SECONDS)
-        return refused.exit_code
+        return error.exit_code
     return run(configuration)
 
 

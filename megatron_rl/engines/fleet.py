@@ -84,7 +84,7 @@ class Fleet:
         self._open_counter = open_counter
         self._clock = clock
         # By the name of an engine that serves: its URL and epoch, as collectors know them
-        self._announced: dict[str, tuple[str, int]] = {}
+        self._announced_engines: dict[str, tuple[str, int]] = {}
         self._starting_names: set[str] = set()  # of managed engines whose node waits for them
         self._absent_since: dict[str, float] = {}
         self._problems: dict[str, str] = {}  # the last one that was written, by name
@@ -139,10 +139,10 @@ class Fleet:
     def _announce_leaves(self, serving: dict[str, Member]) -> bool:
         """Tell collectors which engines serve no longer. Returns True if one has left for good."""
         has_left = False
-        for name, (url, epoch) in list(self._announced.items()):
+        for name, (url, epoch) in list(self._announced_engines.items()):
             member = serving.get(name)
             if member is None or (member.url, member.epoch) != (url, epoch):
-                del self._announced[name]
+                del self._announced_engines[name]
                 self._queue.remove_engine(url)
                 self._log(f"engine {name} ({url}) serves no longer: {self._reason(name)}")
                 has_left |= self.members[name].state is MemberState.GONE
@@ -150,9 +150,11 @@ class Fleet:
 
     def _announce_joins(self, serving: dict[str, Member]) -> bool:
         """Tell collectors which engines serve from now on. Returns True if there are any."""
-        new_members = [member for name, member in serving.items() if name not in self._announced]
+        new_members = [
+            member for name, member in serving.items() if name not in self._announced_engines
+        ]
         for member in new_members:
-            self._announced[member.name] = (member.url, member.epoch)
+            self._announced_engines[member.name] = (member.url, member.epoch)
             self._queue.add_engine(member.engine)
             self._problems.pop(member.name, None)
             if member.num_failures < _MAX_FAILURES_PER_START:
@@ -228,15 +230,15 @@ class Fleet:
 
     def _take_urls(self, urls: UrlList) -> None:
         """Add and remove external engines."""
-        wanted = urls.read()
-        if wanted is None:
+        listed_urls = urls.read()
+        if listed_urls is None:
             return
         for member in list(self.members):
-            if member.name not in wanted and self.members.leave(
+            if member.name not in listed_urls and self.members.leave(
                 member.name, f"it was removed from {urls.path}"
             ):
                 self._log(f"engine {member.name} was removed from {urls.path}")
-        for url in wanted:
+        for url in listed_urls:
             if url not in self.members or self.members[url].state is MemberState.GONE:
                 self.members.add(url, urls.engine(url, self._emptiest_node()))
                 self._prober.forget(url)

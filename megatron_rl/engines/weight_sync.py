@@ -121,16 +121,16 @@ class WeightSync:
         """The last version that was sent; None before the first."""
         return self._next_version - 1 if self._next_version else None
 
-    def resume_from(self, version: int | None, *, synced: bool) -> None:
+    def resume_from(self, version: int | None, *, is_synced: bool) -> None:
         """Continue the versions of a run that is resumed.
 
-        version: the last version that its engines received. synced: the weights of the checkpoint
-        have this version, so they are sent under it again.
+        version: the last version that its engines received. is_synced: the weights of the
+        checkpoint have this version, so they are sent under it again.
         """
         if version is None:
             self._next_version = 0
         else:
-            self._next_version = version if synced else version + 1
+            self._next_version = version if is_synced else version + 1
 
     def next_command(self) -> Sync:
         """The next command for all ranks. The first sync is always audited.

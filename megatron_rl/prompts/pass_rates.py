@@ -131,14 +131,18 @@ def judge_differences(
         f"{section}.{name}: {other.get(name)} in the file, {ours.get(name)} here"
         for section, other, ours in (
             ("reward", header.reward, judge_of(reward)),
-            ("environment", _evaluated(header.environment), _evaluated(judge_of(environment))),
+            (
+                "environment",
+                _evaluation_environment(header.environment),
+                _evaluation_environment(judge_of(environment)),
+            ),
         )
         for name in sorted(other | ours)
         if other.get(name) != ours.get(name)
     ]
 
 
-def _evaluated(environment: dict[str, Any]) -> dict[str, Any]:
+def _evaluation_environment(environment: dict[str, Any]) -> dict[str, Any]:
     is_demonstration = environment.get("name") == "demonstration"
     return environment | {"name": "single_turn"} if is_demonstration else environment
 

@@ -27,12 +27,12 @@ _MAX_TOKEN_CLASSES = 4
 class Progress:
     """Prints progress lines to `stream`, by default standard output.
 
-    It prints nothing when `enabled` is false, or once the stream cannot be written any more.
+    It prints nothing when `is_enabled` is false, or once the stream cannot be written any more.
     """
 
-    def __init__(self, total_steps: int, *, enabled: bool, stream: TextIO | None = None) -> None:
+    def __init__(self, total_steps: int, *, is_enabled: bool, stream: TextIO | None = None) -> None:
         self._total_steps = total_steps
-        self._is_enabled = enabled
+        self._is_enabled = is_enabled
         self._stream = stream if stream is not None else sys.stdout
         self._start = time.monotonic()
 

@@ -226,7 +226,7 @@ class RolloutQueue:
         self._holding = _Holding()
         self._partials = _Partials()
         self._idle_engines = IdleEngines()
-        self._dropped = _DroppedRequests()
+        self._dropped_requests = _DroppedRequests()
         # By id: the rest of groups that a collector has begun with, until it is submitted here
         self._begun_requests: dict[str, GroupRequest] = {}
         self.num_repeated = 0
@@ -278,7 +278,9 @@ class RolloutQueue:
             if start is not None and start.is_finished:
                 self._deliver_saved(request, start)
                 continue
-            attempt = max(self._dropped.next_attempts.pop(id_, 0) for id_ in _ids_of(request))
+            attempt = max(
+                self._dropped_requests.next_attempts.pop(id_, 0) for id_ in _ids_of(request)
+            )
             outstanding = _Outstanding(request, time.monotonic(), attempt=attempt, start=start)
             self._outstanding[request.group_id] = outstanding
             self._assign(outstanding)
@@ -369,7 +371,7 @@ class RolloutQueue:
                 ids_by_node.setdefault(outstanding.node, []).extend(_ids_of(outstanding.request))
         for node, ids in ids_by_node.items():
             self._send(node, Withdraw(tuple(ids)))
-            self._dropped.ids.setdefault(node, Counter()).update(ids)
+            self._dropped_requests.ids.setdefault(node, Counter()).update(ids)
         wanted_ids = set(group_ids)
         for group_id in group_ids:
             self._begun_requests.pop(group_id, None)
@@ -400,7 +402,7 @@ class RolloutQueue:
         num_tokens = 0
         num_saved = 0
         for group_id in group_ids:
-            num_tokens += self._dropped.aborted_tokens.pop(group_id, 0)
+            num_tokens += self._dropped_requests.aborted_tokens.pop(group_id, 0)
             start = starts.get(group_id)
             if group_id in self._holders:  # it was complete before it was aborted
                 num_tokens += self.tokens_of(group_id)
@@ -568,10 +570,10 @@ class RolloutQueue:
             self._holding.answers[node] = message
 
     def _held_requests(self) -> HeldRequests:
-        held = self._holding.answers.values()
+        answers = self._holding.answers.values()
         return HeldRequests(
-            num_partials=sum(message.num_partials for message in held),
-            num_tokens=sum(message.num_tokens for message in held),
+            num_partials=sum(message.num_partials for message in answers),
+            num_tokens=sum(message.num_tokens for message in answers),
             num_new_tokens=self._count_new_tokens(),
         )
 
@@ -724,7 +726,7 @@ class RolloutQueue:
                 ids_by_node.setdefault(outstanding.node, []).extend(_ids_of(outstanding.request))
         for node, group_ids in ids_by_node.items():
             self._send(node, Withdraw(tuple(group_ids)))
-            self._dropped.ids.setdefault(node, Counter()).update(group_ids)
+            self._dropped_requests.ids.setdefault(node, Counter()).update(group_ids)
             self._detach(node)
         self._assign_waiting()
 
@@ -745,7 +747,7 @@ class RolloutQueue:
         """Expect no answer to a request. The next one with this id is another attempt."""
         outstanding = self._outstanding.pop(group_id, None)
         if outstanding is not None:
-            self._dropped.next_attempts[group_id] = outstanding.attempt + 1
+            self._dropped_requests.next_attempts[group_id] = outstanding.attempt + 1
         return outstanding
 
     def _is_lost(self, group_id: str) -> bool:
@@ -789,8 +791,8 @@ class RolloutQueue:
                 return self._take(node, message)
             case GroupAborted():
                 self._take_aborted(node, message)
-            case GroupDone() if message.group.group_id in self._dropped.ids.get(node, ()):
-                self._dropped.take(node, message.group.group_id)
+            case GroupDone() if message.group.group_id in self._dropped_requests.ids.get(node, ()):
+                self._dropped_requests.take(node, message.group.group_id)
             case _:
                 raise CollectorFailed(
                     f"the collector of node {node} sent an unexpected {type(message).__name__}"
@@ -804,7 +806,7 @@ class RolloutQueue:
         if outstanding is None or outstanding.node != node:
             return False
         # After a withdrawal, the node may have the request for the second time
-        is_unique = group_id not in self._dropped.ids.get(node, ())
+        is_unique = group_id not in self._dropped_requests.ids.get(node, ())
         return is_unique or outstanding.attempt == message.attempt
 
     def _welcome(self, node: int, epoch: int) -> None:
@@ -833,7 +835,7 @@ class RolloutQueue:
             del self._epochs[node]
         self._holding.answers.pop(node, None)
         self._partials.answers.pop(node, None)
-        self._dropped.ids.pop(node, None)
+        self._dropped_requests.ids.pop(node, None)
         self._detach(node)
         self._assign_waiting()
         self._write_log(f"{reason}. Its requests go to others, or wait for the next one")
@@ -904,7 +906,7 @@ class RolloutQueue:
             return
         self._forget(message.group_id)
         self._loads[node] -= outstanding.request.num_samples
-        self._dropped.aborted_tokens[message.group_id] += message.generated_tokens
+        self._dropped_requests.aborted_tokens[message.group_id] += message.generated_tokens
 
     def _handle_news(self, message: AbortRequest | EngineLeftOut | CallAbandoned) -> None:
         match message:

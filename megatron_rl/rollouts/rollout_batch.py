@@ -88,10 +88,10 @@ class RolloutBatch:
             part = all_parts[part_id]
             # The first part has the id of its group, and comes first
             first = merged_groups.get(first_id(part_id))
-            merged = part if first is None else merge_groups(first, part)
-            merged_groups[first_id(part_id)] = merged
+            merged_group = part if first is None else merge_groups(first, part)
+            merged_groups[first_id(part_id)] = merged_group
 
-        def replaced(groups: tuple[Group, ...]) -> tuple[Group, ...]:
+        def replace_groups(groups: tuple[Group, ...]) -> tuple[Group, ...]:
             return tuple(
                 msgspec.structs.replace(merged_groups[group.group_id], weight=group.weight)
                 for group in groups
@@ -99,9 +99,9 @@ class RolloutBatch:
 
         return replace(
             self,
-            groups=replaced(self.groups),
-            stopped_groups=replaced(self.stopped_groups),
-            surplus_groups=replaced(self.surplus_groups),
+            groups=replace_groups(self.groups),
+            stopped_groups=replace_groups(self.stopped_groups),
+            surplus_groups=replace_groups(self.surplus_groups),
             num_repeated=self.num_repeated + num_repeated,
             parts=all_parts,
         )

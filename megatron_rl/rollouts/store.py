@@ -118,7 +118,7 @@ class RolloutReader:
             with _open_memory(location) as stream:
                 memory = mmap.mmap(stream.fileno(), 0, prot=mmap.PROT_READ)
         except (OSError, ValueError) as error:
-            raise _gone(ref, error) from error
+            raise _gone_error(ref, error) from error
         self._memory[location.pid, location.fd] = memory
 
     def read(self, ref: RolloutRef) -> Rollout:
@@ -131,7 +131,7 @@ class RolloutReader:
         try:
             return _decode(ref, data)
         except codec.CodecError as error:
-            raise _gone(ref, error) from error
+            raise _gone_error(ref, error) from error
 
     def close(self) -> None:
         """Free the memory."""
@@ -152,7 +152,7 @@ def read_rollout(ref: RolloutRef) -> Rollout:
             data = _read_all(stream.fileno(), location.nbytes, location.offset)
         return _decode(ref, data)
     except (OSError, codec.CodecError) as error:
-        raise _gone(ref, error) from error
+        raise _gone_error(ref, error) from error
 
 
 def _open_memory(location: RolloutLocation) -> BinaryIO:
@@ -168,7 +168,7 @@ def _decode(ref: RolloutRef, data: bytearray) -> Rollout:
     return rollout
 
 
-def _gone(ref: RolloutRef, error: Exception) -> RolloutGone:
+def _gone_error(ref: RolloutRef, error: Exception) -> RolloutGone:
     return RolloutGone(f"rollout {ref.rollout_id} cannot be read: {error}")
 
 

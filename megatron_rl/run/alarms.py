@@ -116,10 +116,10 @@ class MismatchAlarm:
         has_comparison = self._setting is not None or self.state.steps > 0
         if not self._is_quantized or not has_comparison:
             return None
-        exceeded = self._exceeds
+        exceeded_before = self._exceeds
         ratio = mismatch / (self._bf16_mean if self._setting is None else self._setting)
         self._exceeds = not ratio <= _MAX_MISMATCH_RATIO  # also NaN
-        if exceeded or not self._exceeds:
+        if exceeded_before or not self._exceeds:
             return None
         return (
             f"warning: mismatch/k3_kl {mismatch:.3g} is {ratio:.3g} times that of bfloat16 engines "

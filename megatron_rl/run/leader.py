@@ -498,7 +498,7 @@ class Leader:
             self.curriculum.restore(state.phase)
         if self.weights is not None:
             is_synced = state.weights_synced and self.sync.when == "step"
-            self.weights.resume_from(state.version, synced=is_synced)
+            self.weights.resume_from(state.version, is_synced=is_synced)
 
     def _run_step(self, step: int) -> None:
         with self._stop_in_time(step), self._record(step) as values:

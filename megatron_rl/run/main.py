@@ -57,7 +57,7 @@ def run(configuration: Configuration) -> int:
     reporter = ExitReporter(ranks, is_resumable=is_resumable)
     is_leader = ranks.rank == 0
     progress = Progress(
-        configuration.train.total_steps, enabled=configuration.logger.progress and is_leader
+        configuration.train.total_steps, is_enabled=configuration.logger.progress and is_leader
     )
     stop = StopRequest(configuration.run.stop_within_s + (0.0 if is_leader else _FOLLOW_SECONDS))
     parts = OpenParts()

@@ -133,7 +133,7 @@ class RankPart:
         connections = rotate(go.connections, turn)
         try:
             report = self.transport.send(
-                self._checked(tensors),
+                self._check_dtypes(tensors),
                 [self._admins[connection] for connection in connections],
                 order.version,
                 bucket_bytes=max(self._bucket_bytes, go.unit_bytes),
@@ -158,7 +158,7 @@ class RankPart:
         """Buckets of other transports may have any size."""
         return source.unit_bytes if self._is_everywhere else 0
 
-    def _checked(self, tensors: NamedTensors) -> NamedTensors:
+    def _check_dtypes(self, tensors: NamedTensors) -> NamedTensors:
         """Raise `ValueError` for a tensor of another dtype: an engine would convert it silently."""
         for name, tensor in tensors:
             expected = tensor.dtype if self._dtype_of is None else self._dtype_of(name)

@@ -107,8 +107,8 @@ def test_an_engine_that_dies_costs_its_own_lanes_only(
     )
     ranks.wait()
     assert "DONE" in ranks.lines
-    sent = f"SENT {version_of_death(phase)}"
-    seconds = ranks.time_of(sent) - ranks.time_of("DEATH")
+    sent_line = f"SENT {version_of_death(phase)}"
+    seconds = ranks.time_of(sent_line) - ranks.time_of("DEATH")
     print(f"{phase}: the survivor serves after {seconds:.2f} s")
     assert seconds < SERVES_WITHIN_SECONDS
     assert len(ranks.failures) == 1 and victim.url in ranks.failures[0]
@@ -129,9 +129,12 @@ def test_a_second_trainer_on_an_engine_is_noticed(
 
     The second one's sync is its first, which a run audits by value.
     """
-    shared = receivers[0]
-    shared.delay("/update_weights_from_distributed", 0.3)
-    both = [Ranks(tmp_path, urls=[shared.url], versions=[version], keys=KEYS) for version in (1, 2)]
+    shared_receiver = receivers[0]
+    shared_receiver.delay("/update_weights_from_distributed", 0.3)
+    both = [
+        Ranks(tmp_path, urls=[shared_receiver.url], versions=[version], keys=KEYS)
+        for version in (1, 2)
+    ]
     for ranks in both:
         ranks.wait()
     failures = [line for ranks in both for line in ranks.failures]

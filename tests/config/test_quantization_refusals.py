@@ -14,18 +14,18 @@ DIVIDED: dict[str, Any] = {"hidden_size": 256, "head_dim": 64, "moe_intermediate
 
 
 @pytest.fixture
-def divided(make_checkpoint: MakeCheckpoint) -> Path:
+def divided_model(make_checkpoint: MakeCheckpoint) -> Path:
     return make_checkpoint(**DIVIDED)
 
 
-def test_fp8_engines_are_accepted(divided: Path) -> None:
+def test_fp8_engines_are_accepted(divided_model: Path) -> None:
     for options in ((), EXTERNAL, ("engine.round_activations=false",), (BF16,)):
-        assert accept(divided, FP8, *options).engine.quantization == "fp8"
+        assert accept(divided_model, FP8, *options).engine.quantization == "fp8"
     c = accept(
-        divided, FP8, "engine.unquantized_first_layers=1", "engine.unquantized_last_layers=2"
+        divided_model, FP8, "engine.unquantized_first_layers=1", "engine.unquantized_last_layers=2"
     )
     assert c.engine.unquantized_last_layers == 2
-    assert accept(divided, FP8, BF16, facts=NODE).engine.quantization == "fp8"
+    assert accept(divided_model, FP8, BF16, facts=NODE).engine.quantization == "fp8"
 
 
 @pytest.mark.parametrize("mode", [(), EXTERNAL])
@@ -47,12 +47,12 @@ def test_blocks_that_do_not_divide_are_named(
     assert any(f"and {part} is no multiple of 128" in rule for rule in rules), rules
 
 
-def test_parallel_sizes_that_cut_a_block_are_named(divided: Path) -> None:
-    results = refusals(divided, FP8, BF16, "engine.tp=4", facts=NODE)
-    found = {r.rule: r.remedy for r in results if r.key == "engine.quantization"}
+def test_parallel_sizes_that_cut_a_block_are_named(divided_model: Path) -> None:
+    results = refusals(divided_model, FP8, BF16, "engine.tp=4", facts=NODE)
+    remedies = {r.rule: r.remedy for r in results if r.key == "engine.quantization"}
     experts = "moe_intermediate_size=64 on each of engine.tp=4 ranks is no multiple of 128"
-    assert any(experts in rule for rule in found)
-    assert all("Lower engine.tp" in remedy for remedy in found.values())
+    assert any(experts in rule for rule in remedies)
+    assert all("Lower engine.tp" in remedy for remedy in remedies.values())
 
 
 def test_expert_parallel_engines_are_the_remedy(make_checkpoint: MakeCheckpoint) -> None:
@@ -94,18 +94,18 @@ def test_fp8_engines_of_two_ranks_are_accepted_on_cpus(
     ],
 )
 def test_settings_that_contradict_fp8_are_named(
-    divided: Path, options: tuple[str, ...], key: str, reason: str
+    divided_model: Path, options: tuple[str, ...], key: str, reason: str
 ) -> None:
-    results = [r for r in refusals(divided, FP8, *options) if r.key == key]
+    results = [r for r in refusals(divided_model, FP8, *options) if r.key == key]
     assert results and reason in results[0].rule
 
 
-def test_the_mismatch_of_bfloat16_is_for_quantized_engines(divided: Path) -> None:
-    (refusal,) = refusals(divided, "guard.bf16_mismatch=0.002")
+def test_the_mismatch_of_bfloat16_is_for_quantized_engines(divided_model: Path) -> None:
+    (refusal,) = refusals(divided_model, "guard.bf16_mismatch=0.002")
     assert refusal.key == "guard.bf16_mismatch" and "not quantized" in refusal.rule
-    assert accept(divided, FP8, "guard.bf16_mismatch=0.002").guard.bf16_mismatch == 0.002
+    assert accept(divided_model, FP8, "guard.bf16_mismatch=0.002").guard.bf16_mismatch == 0.002
 
 
-def test_gpus_round_activations_always(divided: Path) -> None:
-    (refusal,) = refusals(divided, FP8, BF16, "engine.round_activations=false", facts=NODE)
+def test_gpus_round_activations_always(divided_model: Path) -> None:
+    (refusal,) = refusals(divided_model, FP8, BF16, "engine.round_activations=false", facts=NODE)
     assert refusal.key == "engine.round_activations" and refusal.remedy == "Use true"

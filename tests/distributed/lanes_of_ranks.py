@@ -81,9 +81,9 @@ class CollectiveCounter:
     def __init__(self) -> None:
         self.counts = collections.Counter[str]()
         for name in ("all_gather", "gather", "broadcast", "all_gather_into_tensor", "all_reduce"):
-            setattr(dist, name, self._counted(name, getattr(dist, name)))
+            setattr(dist, name, self._wrap(name, getattr(dist, name)))
 
-    def _counted(self, name: str, function: Any) -> Any:
+    def _wrap(self, name: str, function: Any) -> Any:
         def count(*args: Any, **kwargs: Any) -> Any:
             tensor = args[0][0] if isinstance(args[0], list) else args[0]
             if tensor.dtype.is_floating_point:

@@ -86,17 +86,19 @@ def test_a_killed_run_that_samples_ahead_resumes_bit_for_bit(
         "eval.every=3",
     )
     whole = run_whole(tmp_path / "whole", *settings, "engine.count=2")
-    killed = run_killed(tmp_path / "killed", kill_after, *settings, "engine.max_running_requests=5")
-    assert metrics_of_any_engines(killed) == metrics_of_any_engines(whole)
-    assert_same_weights(killed, whole, STEPS)
+    killed_run = run_killed(
+        tmp_path / "killed", kill_after, *settings, "engine.max_running_requests=5"
+    )
+    assert metrics_of_any_engines(killed_run) == metrics_of_any_engines(whole)
+    assert_same_weights(killed_run, whole, STEPS)
     checkpoint = f"checkpoints/iter_{STEPS:07d}"
-    assert read_state(killed / checkpoint).position == read_state(whole / checkpoint).position
+    assert read_state(killed_run / checkpoint).position == read_state(whole / checkpoint).position
     records = read_records(whole)
     assert count_extensions(records) == (STEPS if selection == "belief" else 0)
     assert [r["rollout/age/max"] for r in records[1:]] == [0.0] + [1.0] * (STEPS - 1)
     assert all(record["account/unaccounted"] == 0.0 for record in records)
-    saved = read_state(whole / "checkpoints/iter_0000004")
-    assert saved.position.steps_ahead == (5,)
+    saved_state = read_state(whole / "checkpoints/iter_0000004")
+    assert saved_state.position.steps_ahead == (5,)
 
 
 def read_open_groups(run: Path, step: int) -> list[Group]:
@@ -134,14 +136,14 @@ def test_a_killed_run_with_budgets_equals_one_without_checkpoints_bit_for_bit(
     )
     whole = run_whole(tmp_path / "whole", *settings, "engine.count=2")
     saves = ("run.checkpoint_every=2", "run.keep_checkpoints=9", "engine.max_running_requests=5")
-    killed = run_killed(tmp_path / "killed", 3, *settings, *saves)
-    assert_same_weights(killed, whole, STEPS)
-    assert metrics_of_any_engines(killed) == metrics_of_any_engines(whole)
-    for run in (whole, killed):
+    killed_run = run_killed(tmp_path / "killed", 3, *settings, *saves)
+    assert_same_weights(killed_run, whole, STEPS)
+    assert metrics_of_any_engines(killed_run) == metrics_of_any_engines(whole)
+    for run in (whole, killed_run):
         assert_accounted(run, 2.0)
-    state = read_state(killed / "checkpoints/iter_0000002")
+    state = read_state(killed_run / "checkpoints/iter_0000002")
     assert (state.position.steps_ahead, state.position.open_steps) == ((), (3, 4))
-    groups = read_open_groups(killed, 2)
+    groups = read_open_groups(killed_run, 2)
     open_rollouts = [
         rollout
         for group in groups

@@ -75,7 +75,7 @@ def write_model(directory: Path, **sizes: int) -> Path:
     return directory
 
 
-def quantized(weights: Weights, model: Path) -> Weights:
+def quantize(weights: Weights, model: Path) -> Weights:
     from megatron_rl.mcore import compat
 
     compat.install()
@@ -85,7 +85,7 @@ def quantized(weights: Weights, model: Path) -> Weights:
     return dict(quantize_weights(iter(in_units(weights).items()), names))
 
 
-def dequantized(stream: Weights) -> Weights:
+def dequantize_stream(stream: Weights) -> Weights:
     return {
         name: dequantize(tensor, stream[f"{name}_scale_inv"], torch.float32)
         if tensor.dtype == torch.float8_e4m3fn
@@ -108,7 +108,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def stream(model: Path) -> Weights:
-    return quantized(load_file(model / "model.safetensors"), model)
+    return quantize(load_file(model / "model.safetensors"), model)
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +147,8 @@ def test_weights_arrive_over_the_process_group(
     # Of each layer: qkv, o, w13 and w2 with their codes and scales, four norms and the router
     assert report.num_compared == LAYERS * (3 * 4 + 5) + 3
     (checksums,) = engine.admin().checksums()
-    fused = "model.layers.1.self_attn.qkv_proj.weight"
-    assert {fused, f"{fused}:codes", f"{fused}_scale_inv"} <= checksums.keys()
+    fused_name = "model.layers.1.self_attn.qkv_proj.weight"
+    assert {fused_name, f"{fused_name}:codes", f"{fused_name}_scale_inv"} <= checksums.keys()
 
 
 def test_weights_arrive_through_files(
@@ -177,16 +177,16 @@ def test_a_flipped_code_and_a_flipped_scale_are_found(
     codes = stream[weight].clone()
     codes.view(torch.uint8)[77, 5] ^= 1
     push(stream | {weight: codes}, 2)
-    found = {mismatch.parameter: mismatch for mismatch in audit(engine, stream).mismatches}
-    assert found.keys() == {parameter, f"{parameter}:codes"}
-    assert weight in found[f"{parameter}:codes"].tensors
+    mismatches = {mismatch.parameter: mismatch for mismatch in audit(engine, stream).mismatches}
+    assert mismatches.keys() == {parameter, f"{parameter}:codes"}
+    assert weight in mismatches[f"{parameter}:codes"].tensors
 
     scales = stream[f"{weight}_scale_inv"].clone()
     scales.view(torch.int32)[0, 0] ^= 1  # too little for a value in bfloat16
     push(stream | {f"{weight}_scale_inv": scales}, 3)
-    found = {mismatch.parameter: mismatch for mismatch in audit(engine, stream).mismatches}
-    assert f"{parameter}_scale_inv" in found and f"{parameter}:codes" not in found
-    assert f"{weight}_scale_inv" in found[f"{parameter}_scale_inv"].tensors
+    mismatches = {mismatch.parameter: mismatch for mismatch in audit(engine, stream).mismatches}
+    assert f"{parameter}_scale_inv" in mismatches and f"{parameter}:codes" not in mismatches
+    assert f"{weight}_scale_inv" in mismatches[f"{parameter}_scale_inv"].tensors
 
     push(stream, 4)
     assert audit(engine, stream).mismatches == ()
@@ -242,7 +242,7 @@ def test_the_engine_computes_with_the_dequantized_weights(
     tokens = torch.tensor([*prompt, *response.output_ids])
     target = torch.from_numpy(response.logprobs.copy())
     models = {
-        "dequantized": with_weights(model, dequantized(stream), tmp_path / "dequantized"),
+        "dequantized": with_weights(model, dequantize_stream(stream), tmp_path / "dequantized"),
         "unquantized": model,
     }
     errors = {}
@@ -343,12 +343,12 @@ def test_an_engine_that_loads_the_export_equals_the_synced_one(run: Path, tmp_pa
     from megatron_rl.mcore.weights.quantised import quantize_weights
 
     names = fp8_weights(shape, unquantized_first=1)
-    sent = dict(quantize_weights(iter(weights.items()), names))
-    with running_engine(out, tmp_path) as loaded:
+    sent_weights = dict(quantize_weights(iter(weights.items()), names))
+    with running_engine(out, tmp_path) as loaded_engine:
         expectation = WeightExpectation(dtype=torch.float32, num_experts=shape.num_experts)
-        for name, tensor in sent.items():
+        for name, tensor in sent_weights.items():
             expectation.add(name, tensor)
-        report = audit_engine(loaded.admin(), expectation)
+        report = audit_engine(loaded_engine.admin(), expectation)
     assert report.mismatches == ()
     assert report.num_compared == records(run)[-1]["sync/audit_compared"]
 
@@ -358,8 +358,8 @@ def test_megatron_with_dequantized_weights_computes_the_same(tmp_path: Path) -> 
     """The trainer's forward pass, with the routes replayed."""
     start = write_model(tmp_path / "start")
     recording = record_rollouts(tmp_path, start)
-    stream = quantized(load_file(start / "model.safetensors"), start)
-    for name, weights in {"dequantized": dequantized(stream), "unquantized": {}}.items():
+    stream = quantize(load_file(start / "model.safetensors"), start)
+    for name, weights in {"dequantized": dequantize_stream(stream), "unquantized": {}}.items():
         path = start if not weights else with_weights(start, weights, tmp_path / name)
         case = f"one-none:{path}:{recording}:4096:{tmp_path / name}.pt"
         torchrun(Path(__file__).with_name("megatron_logprobs.py"), case, ranks=1)

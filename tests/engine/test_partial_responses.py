@@ -72,9 +72,9 @@ def interrupted_pairs(
             for _ in range(MAX_PIECES):
                 await asyncio.sleep(0.1)
                 num_partials += await interrupt(pool)
-            interrupted = await task
+            twins = await task
             await pool.close()
-            return list(zip(whole, interrupted, strict=True))
+            return list(zip(whole, twins, strict=True))
 
         return asyncio.run(run()), num_partials
 

@@ -134,8 +134,8 @@ def test_an_engine_of_other_sizes_is_refused_unless_sizes_may_differ(
     other_ep = 3 - engine.engine.ep
     with pytest.raises(EngineUnhealthy, match=rf"engine\.ep={other_ep}: .* runs with ep_size="):
         check(2, other_ep)
-    (checked,) = check(1, 1, mixed_sizes=True)
-    assert (checked.tp, checked.ep) == (2, engine.engine.ep)
+    (checked_engine,) = check(1, 1, mixed_sizes=True)
+    assert (checked_engine.tp, checked_engine.ep) == (2, engine.engine.ep)
 
 
 @contextlib.contextmanager
@@ -175,9 +175,9 @@ def test_an_engine_over_two_nodes_gets_every_shard(tmp_path: Path) -> None:
     settings = ServerSettings(tp=2, start_timeout_s=240.0)
     with engine_of_two_nodes(model, tmp_path, keys) as url:
         external = [Engine(url=url, tp=2)]
-        (checked,) = require_external_engines(external, keys, settings, return_routes=True)
-        admin = AdminClient(checked, keys)
+        (checked_engine,) = require_external_engines(external, keys, settings, return_routes=True)
+        admin = AdminClient(checked_engine, keys)
         send(content, admin, version=9)
-        report = audit_engine(admin, expectation_of(content, checked, torch.float32))
+        report = audit_engine(admin, expectation_of(content, checked_engine, torch.float32))
         assert report.num_compared == NUM_PARAMETERS
         report.raise_on_mismatch(9)

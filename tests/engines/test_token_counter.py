@@ -66,20 +66,20 @@ def test_a_counter_that_does_not_answer_for_a_while_loses_nothing() -> None:
 def test_a_server_that_starts_again_is_left_out_until_it_joins() -> None:
     """Its warm-up samples tokens that belong to no step."""
     steady = CountingEngine("http://a", 10)
-    restarted = CountingEngine("http://b", 1000)
-    counter, lines = counter_of(steady, restarted)
+    restarted_engine = CountingEngine("http://b", 1000)
+    counter, lines = counter_of(steady, restarted_engine)
     steady.reading = 60
-    restarted.reading = 0  # its server starts
+    restarted_engine.reading = 0  # its server starts
     assert counter.compare(50) is None
     steady.reading = 100
-    restarted.reading = 1  # it warms up
+    restarted_engine.reading = 1  # it warms up
     comparison = counter.compare(40)
     assert comparison is not None
     assert (comparison.engine_tokens, comparison.uncounted_tokens) == (40, 0)
-    counter.set_engines([steady, restarted])
+    counter.set_engines([steady, restarted_engine])
     assert counter.compare(5) is None
     steady.reading = 110
-    restarted.reading = 31
+    restarted_engine.reading = 31
     comparison = counter.compare(40)
     assert comparison is not None
     assert (comparison.engine_tokens, comparison.uncounted_tokens) == (40, 0)

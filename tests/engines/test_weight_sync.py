@@ -477,7 +477,7 @@ def test_weights_are_current_until_the_trainer_changes_its_own() -> None:
 def test_a_resumed_run_continues_the_versions() -> None:
     for version, is_synced, next_version in ((None, False, 0), (4, True, 4), (4, False, 5)):
         sync, _ = make_sync()
-        sync.resume_from(version, synced=is_synced)
+        sync.resume_from(version, is_synced=is_synced)
         assert sync.next_command().version == next_version
 
 

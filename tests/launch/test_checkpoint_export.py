@@ -55,7 +55,7 @@ def plan_with_log(
     stream = io.StringIO()
     start = None if model is None else Path(model)
     request = ExportRequest(Path(source), Path("out"), dtype=dtype, model=start)
-    return plan_export(request, JOB, Progress(0, enabled=True, stream=stream)), stream.getvalue()
+    return plan_export(request, JOB, Progress(0, is_enabled=True, stream=stream)), stream.getvalue()
 
 
 @pytest.mark.parametrize(

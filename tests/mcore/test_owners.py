@@ -91,9 +91,9 @@ def test_replicas_share_the_bytes(grid: Grid) -> None:
 @given(grids(), st.randoms(use_true_random=False))
 def test_the_plan_does_not_depend_on_the_order_of_the_units(grid: Grid, random: object) -> None:
     units = units_of(grid)
-    shuffled = list(units)
-    random.shuffle(shuffled)  # type: ignore[attr-defined]
-    assert owners_of_stage(units, grid, 0) == owners_of_stage(shuffled, grid, 0)
+    shuffled_units = list(units)
+    random.shuffle(shuffled_units)  # type: ignore[attr-defined]
+    assert owners_of_stage(units, grid, 0) == owners_of_stage(shuffled_units, grid, 0)
 
 
 def test_golden_plan_of_two_expert_ranks() -> None:

@@ -33,7 +33,7 @@ NORM = "model.norm.weight"
 NAMES = Fp8Weights(frozenset({Q_PROJ}), frozenset({NORM}))
 
 
-def quantized(*tensors: tuple[str, torch.Tensor]) -> Named:
+def quantize(*tensors: tuple[str, torch.Tensor]) -> Named:
     return list(quantize_weights(iter(tensors), NAMES))
 
 
@@ -41,7 +41,7 @@ def quantized(*tensors: tuple[str, torch.Tensor]) -> Named:
 def stream() -> Named:
     rng = torch.Generator().manual_seed(0)
     weight = torch.randn(200, 256, generator=rng)
-    return quantized((Q_PROJ, weight), (NORM, torch.ones(256)))
+    return quantize((Q_PROJ, weight), (NORM, torch.ones(256)))
 
 
 def check(stream: Named, dtype: torch.dtype = torch.float32) -> Named:
@@ -51,7 +51,7 @@ def check(stream: Named, dtype: torch.dtype = torch.float32) -> Named:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_each_matrix_becomes_scales_and_codes(dtype: torch.dtype) -> None:
     weight = torch.randn(200, 256, generator=torch.Generator().manual_seed(0)).to(dtype)
-    (scale_name, scales), (name, codes), (norm_name, norm) = quantized(
+    (scale_name, scales), (name, codes), (norm_name, norm) = quantize(
         (Q_PROJ, weight), (NORM, torch.ones(256, dtype=dtype))
     )
     assert (scale_name, name, norm_name) == (f"{Q_PROJ}_scale_inv", Q_PROJ, NORM)
@@ -74,13 +74,13 @@ def test_fake_quantization_rounds_to_the_same_values(
     tensors = {k: v.to(dtype) for k, v in load_file(tmp_path / "model.safetensors").items()}
     names = fp8_weights_of(EngineSettings(quantization="fp8"), read_shape(tmp_path))
     assert names is not None
-    simulated = dict(fake_quantize(iter(tensors.items()), "fp8_blockwise"))
+    simulation = dict(fake_quantize(iter(tensors.items()), "fp8_blockwise"))
     scales: dict[str, torch.Tensor] = {}
     for name, tensor in quantize_weights(iter(tensors.items()), names):
         if name.endswith("_scale_inv"):
             scales[name.removesuffix("_scale_inv")] = tensor
         elif name in names.matrices:
-            assert torch.equal(dequantize(tensor, scales[name], dtype), simulated[name]), name
+            assert torch.equal(dequantize(tensor, scales[name], dtype), simulation[name]), name
         else:
             assert tensor is tensors[name]
 
@@ -111,7 +111,7 @@ def test_weights_that_cannot_be_quantized_are_named(
     name: str, tensor: torch.Tensor, reason: str
 ) -> None:
     with pytest.raises(ValueError, match=rf"weight {name}: .*{reason}"):
-        quantized((name, tensor))
+        quantize((name, tensor))
 
 
 def test_a_complete_stream_passes_unchanged(stream: Named) -> None:
@@ -130,7 +130,7 @@ def test_a_tensor_that_comes_twice_is_named(stream: Named) -> None:
         check([*stream, stream[-1]])
 
 
-def changed(stream: Named, index: int, change: Any) -> Iterator[tuple[str, torch.Tensor]]:
+def change_tensor(stream: Named, index: int, change: Any) -> Iterator[tuple[str, torch.Tensor]]:
     for position, (name, tensor) in enumerate(stream):
         yield name, change(tensor) if position == index else tensor
 
@@ -149,7 +149,7 @@ def test_other_dtypes_and_shapes_are_named(
     stream: Named, index: int, change: Any, reason: str, check_stream: Any
 ) -> None:
     with pytest.raises(ValueError, match=reason):
-        list(check_stream(changed(stream, index, change), NAMES, torch.float32))
+        list(check_stream(change_tensor(stream, index, change), NAMES, torch.float32))
 
 
 @pytest.mark.parametrize("check_stream", [complete, check_part])
@@ -163,7 +163,7 @@ def test_an_unquantized_weight_never_reaches_an_fp8_parameter(check_stream: Any)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_part_of_the_stream_passes_unchanged(dtype: torch.dtype) -> None:
     """An owner sends a part, also in syncs that are not audited."""
-    part = quantized((Q_PROJ, torch.ones(200, 256)))
+    part = quantize((Q_PROJ, torch.ones(200, 256)))
     assert list(check_part(iter(part), NAMES, dtype)) == part
     norm = (NORM, torch.ones(256, dtype=dtype))
     assert list(check_part(iter([norm]), NAMES, dtype)) == [norm]

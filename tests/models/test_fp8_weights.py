@@ -64,8 +64,8 @@ def test_the_first_and_last_layers_can_stay_unquantized() -> None:
     assert layers == set(range(2, 47))
     assert "model.layers.0.mlp.experts.127.down_proj.weight" in names.others
     modules = quantization_config(QWEN3_30B_A3B, unquantized_first=2, unquantized_last=1)
-    skipped = [m for m in modules["modules_to_not_convert"] if m.count(".") == 2]
-    assert skipped == ["model.layers.0", "model.layers.1", "model.layers.47"]
+    skipped_layers = [m for m in modules["modules_to_not_convert"] if m.count(".") == 2]
+    assert skipped_layers == ["model.layers.0", "model.layers.1", "model.layers.47"]
 
 
 def test_routers_and_the_output_layer_are_never_quantized() -> None:

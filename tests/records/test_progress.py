@@ -55,7 +55,7 @@ SUPERVISED_STEP = {
 
 def line_of(values: Mapping[str, float], *, is_sampled: bool = True) -> str:
     stream = io.StringIO()
-    Progress(10, enabled=True, stream=stream).log_step(3, values, is_sampled=is_sampled)
+    Progress(10, is_enabled=True, stream=stream).log_step(3, values, is_sampled=is_sampled)
     return stream.getvalue()
 
 
@@ -184,7 +184,7 @@ def test_rejected_rollouts_are_in_the_line_with_their_reasons() -> None:
 def test_a_long_task_is_logged_repeatedly() -> None:
     stream = io.StringIO()
     deadline = time.monotonic() + 10
-    with Progress(1, enabled=True, stream=stream).task("loading the model", first_seconds=0.02):
+    with Progress(1, is_enabled=True, stream=stream).task("loading the model", first_seconds=0.02):
         while stream.getvalue().count("loading the model: ") < 2 and time.monotonic() < deadline:
             time.sleep(0.01)
     text = stream.getvalue()
@@ -205,7 +205,7 @@ def test_no_reminder_is_logged_after_the_task(monkeypatch: pytest.MonkeyPatch) -
         lines.append(text)
 
     monkeypatch.setattr(Progress, "log", log_slowly)
-    with Progress(1, enabled=True).task("loading the model", first_seconds=0.01):
+    with Progress(1, is_enabled=True).task("loading the model", first_seconds=0.01):
         assert is_logging.wait(10)
     assert lines
 
@@ -214,7 +214,7 @@ def test_a_closed_pipe_does_not_end_the_run() -> None:
     """With `| head -1`, the other lines go nowhere, and the exit code is that of the run."""
     script = (
         "from megatron_rl.records.progress import Progress\nimport time, sys\n"
-        "progress = Progress(1, enabled=True)\n"
+        "progress = Progress(1, is_enabled=True)\n"
         "for i in range(200):\n    progress.log(f'line {i}'); time.sleep(0.002)\n"
         "sys.exit(5)\n"
     )

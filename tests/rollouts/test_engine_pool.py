@@ -520,7 +520,7 @@ def test_a_response_that_is_no_longer_wanted_is_not_requested() -> None:
     async def run() -> None:
         async with pool_of(engine) as (pool, _, _):
             await pool.hold(keep_partials=False)
-            wanted = {"r/0": True, "r/1": True}
+            wanted_flags = {"r/0": True, "r/1": True}
             requests = {
                 rid: asyncio.create_task(
                     pool.generate(
@@ -529,13 +529,13 @@ def test_a_response_that_is_no_longer_wanted_is_not_requested() -> None:
                         rid=rid,
                         return_routes=True,
                         rejected_tokens=Counter(),
-                        is_wanted=partial(wanted.__getitem__, rid),
+                        is_wanted=partial(wanted_flags.__getitem__, rid),
                     )
                 )
-                for rid in wanted
+                for rid in wanted_flags
             }
             await asyncio.sleep(0.05)
-            wanted["r/1"] = False
+            wanted_flags["r/1"] = False
             pool.proceed()
             await asyncio.wait_for(requests["r/0"], 5)
             await asyncio.sleep(0.1)

@@ -106,8 +106,8 @@ def test_a_node_that_gets_a_request_has_to_settle_again(
         (first,) = [m for m in peer.receive(2) if isinstance(m, Settle)]
         peer.send(Held(0, 0, 0, first.number))
         has_answered.set()
-        (moved, second) = peer.receive(2)
-        assert isinstance(moved, GroupRequest) and isinstance(second, Settle)
+        (moved_request, second) = peer.receive(2)
+        assert isinstance(moved_request, GroupRequest) and isinstance(second, Settle)
         peer.send(Held(9, 9, 9, first.number))  # late
         peer.send(Held(1, 5, 7, second.number))
 

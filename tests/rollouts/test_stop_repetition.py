@@ -223,7 +223,7 @@ def test_what_was_cut_off_before_a_checkpoint_counts_as_repetitive_after_it(num_
     first = collect(InterruptedEngine(LOOP), SETTINGS, rollouts=rollouts)
     start = msgspec.structs.replace(first.group, open_samples=(0, 1)[:num_open])
     engine = InterruptedEngine(LOOP)
-    answer = collect(engine, SETTINGS, saved=SavedGroup(start, rollouts))
+    answer = collect(engine, SETTINGS, saved_group=SavedGroup(start, rollouts))
     assert [rollout.is_repetitive for rollout in answer.group.rollouts] == [True, True]
     assert [rollout.num_generated for rollout in answer.group.rollouts] == [12, 12]
     assert engine.num_sampled == 0
@@ -234,12 +234,12 @@ def collect(
     settings: RolloutSettings,
     *,
     rollouts: list[Rollout] | None = None,
-    saved: SavedGroup | None = None,
+    saved_group: SavedGroup | None = None,
     evaluation: bool = False,
 ) -> GroupDone:
     """Let a collector sample a group.
 
-    rollouts: receives its rollouts. saved: what a checkpoint has of the group.
+    rollouts: receives its rollouts. saved_group: what a checkpoint has of the group.
     """
 
     async def run() -> FromCollector:
@@ -256,10 +256,10 @@ def collect(
                 sampling=sampling,
                 evaluation=evaluation,
             )
-            if saved is not None:
-                for saved_rollout in saved.messages():
+            if saved_group is not None:
+                for saved_rollout in saved_group.messages():
                     await collector.handle(saved_rollout)
-                request = msgspec.structs.replace(request, start=saved.group)
+                request = msgspec.structs.replace(request, start=saved_group.group)
             await collector.handle(request)
             message = await asyncio.wait_for(outbox.get(), 10)
             if rollouts is not None:

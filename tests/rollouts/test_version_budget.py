@@ -85,7 +85,7 @@ async def sample(
     Returns it, the engine, and the number of parked responses before each new version.
     """
     engine = engine or VersionedEngine()
-    parked: list[int] = []
+    parked_counts: list[int] = []
     async with fake_engine(engine) as url:
         pool = EnginePool([Engine(url=url)], EngineSettings(), FORM, ignore)
         pool.set_version(0)
@@ -103,14 +103,14 @@ async def sample(
         for version in versions:
             while not pool.num_parked and not task.done():
                 await asyncio.sleep(0.01)
-            parked.append(pool.num_parked)
+            parked_counts.append(pool.num_parked)
             engine.version = version
             pool.set_version(version)
         generation = await asyncio.wait_for(task, 5)
         assert pool.num_parked == 0
         assert pool.num_sampled == len(generation.output_ids)
         await pool.close()
-    return generation, engine, parked
+    return generation, engine, parked_counts
 
 
 def spans(generation: Generation) -> list[tuple[str, int, int]]:
@@ -118,11 +118,11 @@ def spans(generation: Generation) -> list[tuple[str, int, int]]:
 
 
 def test_a_response_waits_for_the_next_version_when_its_budget_is_used_up() -> None:
-    generation, engine, parked = asyncio.run(sample(VersionBudget(2, 2), [1, 2]))
+    generation, engine, parked_counts = asyncio.run(sample(VersionBudget(2, 2), [1, 2]))
     assert generation.output_ids.tolist() == WHOLE
     assert spans(generation) == [("0", 0, 2), ("1", 2, 4), ("2", 4, 6)]
     assert engine.limits == [2, 2, 12]
-    assert parked == [1, 1]
+    assert parked_counts == [1, 1]
     assert generation.finish_reason == "stop"
     assert generation.routes is not None
     # Each piece has the rows of its own reading
@@ -143,15 +143,15 @@ def test_a_response_whose_step_trains_has_no_limit() -> None:
 @pytest.mark.parametrize("max_new_tokens", [3, 4])
 def test_the_limit_of_the_response_ends_it_whatever_its_budget_is(max_new_tokens: int) -> None:
     budget = VersionBudget(2, 9)
-    generation, _, parked = asyncio.run(sample(budget, [1], max_new_tokens=max_new_tokens))
+    generation, _, parked_counts = asyncio.run(sample(budget, [1], max_new_tokens=max_new_tokens))
     assert generation.output_ids.tolist() == WHOLE[:max_new_tokens]
     assert generation.finish_reason == "length"
-    assert parked == [1]
+    assert parked_counts == [1]
 
 
 def test_a_budget_of_no_tokens_waits_at_once() -> None:
-    generation, engine, parked = asyncio.run(sample(VersionBudget(0, 1), [1]))
-    assert spans(generation) == [("1", 0, 6)] and engine.limits == [16] and parked == [1]
+    generation, engine, parked_counts = asyncio.run(sample(VersionBudget(0, 1), [1]))
+    assert spans(generation) == [("1", 0, 6)] and engine.limits == [16] and parked_counts == [1]
 
 
 def test_a_response_that_is_aborted_gets_the_rest_of_its_budget_alone() -> None:

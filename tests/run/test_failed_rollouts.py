@@ -86,15 +86,15 @@ def test_a_save_in_the_background_ends_before_a_run_with_failed_rollouts(tmp_pat
     assert ranks.calls == ["begin 1", "wait", "begin 2", "wait"]
 
 
-@pytest.mark.parametrize(("step", "saved"), [(1, []), (3, [2])])
+@pytest.mark.parametrize(("step", "saved_steps"), [(1, []), (3, [2])])
 def test_failed_rollouts_save_nothing_that_is_saved_or_untrained(
-    tmp_path: Path, step: int, saved: list[int]
+    tmp_path: Path, step: int, saved_steps: list[int]
 ) -> None:
     ranks = FakeRanks()
     parts = ScriptedParts(on_sample=fail_at(step))
     with pytest.raises(TooManyRejected):
         lead(parts, tmp_path, steps=9, checkpoints=make_manager(ranks))
-    assert ranks.steps == saved
+    assert ranks.steps == saved_steps
 
 
 def test_failed_rollouts_save_nothing_without_checkpoints(tmp_path: Path) -> None:

@@ -178,8 +178,8 @@ def test_rates_of_another_judge_are_warned_about(tmp_path: Path) -> None:
     c = replace(c, data=replace(c.data, pass_rates=str(rates)))
     PassRateFile(rates, profile_header(c)).finish()
     same = replace(c, reward=replace(c.reward, timeout_s=3.0))
-    supervised = replace(c, environment=replace(c.environment, name="demonstration"))
-    for configuration in (c, same, supervised):
+    demonstration = replace(c, environment=replace(c.environment, name="demonstration"))
+    for configuration in (c, same, demonstration):
         assert read_data(configuration).warnings == ()
     other_answer = replace(c, reward=replace(c.reward, answer="last_line"))
     (warning,) = read_data(other_answer).warnings

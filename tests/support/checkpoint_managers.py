@@ -57,7 +57,7 @@ def make_manager(
         world_size=1,
         optimizer_steps=lambda: 7,
         dispatcher=ranks,  # type: ignore[arg-type]
-        progress=Progress(9, enabled=stream is not None, stream=stream),
+        progress=Progress(9, is_enabled=stream is not None, stream=stream),
         stop=stop or make_stop_request(),
         stop_file=stop_file,
     )

@@ -102,9 +102,9 @@ class ScriptedParts:
     def inflate_variance(self) -> None:
         self.calls.append("inflate_variance")
 
-    def resume_from(self, version: int | None, *, synced: bool) -> None:
+    def resume_from(self, version: int | None, *, is_synced: bool) -> None:
         assert version is not None
-        self.version = version - 1 if synced else version
+        self.version = version - 1 if is_synced else version
 
     @property
     def open_steps(self) -> tuple[int, ...]:
@@ -301,7 +301,7 @@ def lead(
         parts.calls.append(f"open parts for {c.rollout.max_new_tokens} tokens")
         return step_parts
 
-    progress = Progress(steps, enabled=stream is not None, stream=stream)
+    progress = Progress(steps, is_enabled=stream is not None, stream=stream)
     leader = Leader(
         train=settings,
         eval=eval_settings(evals or {}),

@@ -275,8 +275,8 @@ def test_a_batch_is_recorded_although_its_collector_has_ended(
     worker.train(make_plan(1, rollouts=refs))
     with pytest.raises(RolloutGone):
         read_rollout(refs[0])
-    recorded = [r for _, group in read_groups(batch_directory(tmp_path, 3)) for r in group]
-    assert sorted(r.rollout_id for r in recorded) == sorted(r.rollout_id for r in rollouts)
+    recorded_rollouts = [r for _, group in read_groups(batch_directory(tmp_path, 3)) for r in group]
+    assert sorted(r.rollout_id for r in recorded_rollouts) == sorted(r.rollout_id for r in rollouts)
 
 
 def test_a_step_without_rollouts_runs_no_pass(

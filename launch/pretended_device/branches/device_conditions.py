@@ -13,26 +13,26 @@ _HOST_CONSTANTS = frozenset({"cpu", "gloo"})
 _GPU_NAMES = ("cuda", "nccl", "on_gpu")
 _UNKNOWN_CALLS = ("get_device_capability", "device_count", "get_states")
 
-Known = Mapping[str, bool]  # the values of local variables on a GPU
+LocalValues = Mapping[str, bool]  # the values of local variables on a GPU
 
 
-def value_on_gpu(node: ast.expr, known: Known) -> bool | None:
+def value_on_gpu(node: ast.expr, variables: LocalValues) -> bool | None:
     """The truth value on a GPU of a condition about the device; None if it is about other things.
 
     Parts about other things are left out: `is_cuda and size > 0` is true on a GPU.
 
-    known: what is known of local variables.
+    variables: what is known of local variables.
     """
     if isinstance(node, ast.BoolOp):
-        return _combine(node, known)
+        return _combine(node, variables)
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
-        value = value_on_gpu(node.operand, known)
+        value = value_on_gpu(node.operand, variables)
         return None if value is None else not value
     if isinstance(node, ast.Compare) and len(node.ops) == 1:
-        return _compare(node.left, node.ops[0], node.comparators[0], known)
+        return _compare(node.left, node.ops[0], node.comparators[0], variables)
     if isinstance(node, ast.Call):
         return _call(node)
-    return _name(node, known)
+    return _name(node, variables)
 
 
 def is_gpu_test(node: ast.AST) -> TypeGuard[ast.expr]:
@@ -59,16 +59,16 @@ def is_torch_cuda(node: ast.AST) -> bool:
     return ast.unparse(node) == "torch.cuda" if isinstance(node, ast.Attribute) else False
 
 
-def _combine(node: ast.BoolOp, known: Known) -> bool | None:
-    values = [value_on_gpu(part, known) for part in node.values]
+def _combine(node: ast.BoolOp, variables: LocalValues) -> bool | None:
+    values = [value_on_gpu(part, variables) for part in node.values]
     known_values = [value for value in values if value is not None]
     if not known_values:
         return None
     return all(known_values) if isinstance(node.op, ast.And) else any(known_values)
 
 
-def _compare(left: ast.expr, op: ast.cmpop, right: ast.expr, known: Known) -> bool | None:
-    values = [value_on_gpu(side, known) for side in (left, right)]
+def _compare(left: ast.expr, op: ast.cmpop, right: ast.expr, variables: LocalValues) -> bool | None:
+    values = [value_on_gpu(side, variables) for side in (left, right)]
     is_same = isinstance(op, ast.Eq | ast.Is | ast.In)
     if not is_same and not isinstance(op, ast.NotEq | ast.IsNot | ast.NotIn):
         return None
@@ -108,9 +108,9 @@ def _call(node: ast.Call) -> bool | None:
     return True if names_gpu else None
 
 
-def _name(node: ast.expr, known: Known) -> bool | None:
-    if isinstance(node, ast.Name) and node.id in known:
-        return known[node.id]
+def _name(node: ast.expr, variables: LocalValues) -> bool | None:
+    if isinstance(node, ast.Name) and node.id in variables:
+        return variables[node.id]
     name = {ast.Name: "id", ast.Attribute: "attr"}.get(type(node))
     text = getattr(node, name) if name else ""
     if text == "is_cpu":

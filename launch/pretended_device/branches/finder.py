@@ -111,7 +111,7 @@ class _Walk:
         self.definitions: dict[_Scope, str] = {}  # with the qualified name
         self.references: list[_Reference] = []
         self._scopes: tuple[_Scope, ...] = ()
-        self._known: dict[str, bool] = {}
+        self._variables: dict[str, bool] = {}
 
     def block(self, statements: Sequence[ast.stmt], *, on_gpu: bool) -> None:
         """Walk through statements. on_gpu: True if only a GPU gets there."""
@@ -143,7 +143,7 @@ class _Walk:
             self.block(case.body, on_gpu=on_gpu or names_gpu)
 
     def _condition(self, test: ast.expr, on_gpu: bool) -> bool | None:
-        value = value_on_gpu(test, self._known)
+        value = value_on_gpu(test, self._variables)
         if value is None or not self._scopes:
             self._visit(test, on_gpu)
             return None
@@ -154,24 +154,24 @@ class _Walk:
 
     def _scope(self, node: _Scope, on_gpu: bool) -> None:
         outer_scopes = self._scopes
-        outer_known = self._known
+        outer_variables = self._variables
         for decorator in node.decorator_list:
             self._visit(decorator, on_gpu)
         for base in node.bases if isinstance(node, ast.ClassDef) else ():
             self._visit(base, on_gpu)
         self._scopes = (*outer_scopes, node)
-        self._known = dict(outer_known)
+        self._variables = dict(outer_variables)
         self.definitions[node] = ".".join(scope.name for scope in self._scopes)
         self.block(node.body, on_gpu=on_gpu)
         self._scopes = outer_scopes
-        self._known = outer_known
+        self._variables = outer_variables
 
     def _learn(self, node: ast.stmt) -> None:
         """Note what an assignment says of the device."""
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
-            value = value_on_gpu(node.value, self._known)
+            value = value_on_gpu(node.value, self._variables)
             if value is not None:
-                self._known[node.targets[0].id] = value
+                self._variables[node.targets[0].id] = value
 
     def _children(self, node: ast.AST, on_gpu: bool) -> None:
         for name, value in ast.iter_fields(node):
@@ -196,7 +196,7 @@ class _Walk:
             for condition in node.ifs:
                 self._condition(condition, on_gpu)
             return
-        if is_gpu_test(node) and value_on_gpu(node, self._known) is not None:
+        if is_gpu_test(node) and value_on_gpu(node, self._variables) is not None:
             self._condition(node, on_gpu)
             return
         self._refer(node, on_gpu)
@@ -240,11 +240,11 @@ def _parts(node: ast.JoinedStr | ast.Compare) -> list[ast.expr]:
 def _add_functions(walks: Sequence[_Walk]) -> None:
     """Add the functions that are used, and only in places that a GPU alone gets to."""
     uses = _uses(walks)
-    found: set[_Scope] = set()
-    while new := set(_more(uses, found)):
-        found |= new
+    gpu_scopes: set[_Scope] = set()
+    while new := set(_more(uses, gpu_scopes)):
+        gpu_scopes |= new
     for walk in walks:
-        for scope in found.intersection(walk.definitions):
+        for scope in gpu_scopes.intersection(walk.definitions):
             for inner in ast.walk(scope):
                 if isinstance(inner, _Function) and inner in walk.definitions:
                     place = Place(walk.source.name, walk.definitions[inner], "function")
@@ -275,13 +275,15 @@ def _meanings(reference: _Reference, file: str, definitions: Sequence[_Definitio
     if not reference.module:
         own = [one.scope for one in definitions if one.file == file]
         return own or [one.scope for one in definitions]
-    named = [one.scope for one in definitions if one.file.endswith(f"/{reference.module}.py")]
-    return named or [one.scope for one in definitions if "." in one.name]
+    module_scopes = [
+        one.scope for one in definitions if one.file.endswith(f"/{reference.module}.py")
+    ]
+    return module_scopes or [one.scope for one in definitions if "." in one.name]
 
 
-def _more(uses: Mapping[_Scope, Sequence[_Reference]], found: set[_Scope]) -> Iterator[_Scope]:
+def _more(uses: Mapping[_Scope, Sequence[_Reference]], gpu_scopes: set[_Scope]) -> Iterator[_Scope]:
     for scope, references in uses.items():
-        if scope not in found and all(
-            use.on_gpu or not found.isdisjoint(use.inside) for use in references
+        if scope not in gpu_scopes and all(
+            use.on_gpu or not gpu_scopes.isdisjoint(use.inside) for use in references
         ):
             yield scope

@@ -26,11 +26,11 @@ _CALL = "__record_gpu_place__"
 class BranchRecorder(MetaPathFinder):
     """Finds the modules with such places before Python does.
 
-    root: the folder of the packages. executed: the places that were executed.
+    root: the folder of the packages. executed_places: those that were executed.
     """
 
     def __init__(self, root: Path) -> None:
-        self.executed: set[Place] = set()
+        self.executed_places: set[Place] = set()
         self._files = {str(root / name): file for name, file in find_places(root).items()}
         self._places: list[Place] = []
 
@@ -49,7 +49,7 @@ class BranchRecorder(MetaPathFinder):
     def write(self, directory: Path) -> None:
         """Write the executed places as texts."""
         directory.mkdir(parents=True, exist_ok=True)
-        texts = sorted(map(str, self.executed))
+        texts = sorted(map(str, self.executed_places))
         (directory / f"{os.getpid()}.json").write_text(json.dumps(texts, indent=1))
 
     def find_spec(
@@ -71,7 +71,7 @@ class BranchRecorder(MetaPathFinder):
         """Note that a place was executed, and return the value."""
         place = self._places[index]
         if place.kind != "condition" or bool(value) == place.value:
-            self.executed.add(place)
+            self.executed_places.add(place)
         return value
 
 

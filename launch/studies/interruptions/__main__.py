@@ -73,8 +73,8 @@ def study(options: argparse.Namespace, directory: Path, park: ServerPark) -> Non
     settings += ["engine=external", f"engine.urls_file={urls}"]
     settings.append(f"engine.key_file={park.key_file}")
     urls.write_text("".join(f"{park.server(kind).url}\n" for kind in kinds))
-    undisturbed = RunFollower(directory / "undisturbed", settings, ranks=1)
-    require_end(undisturbed)
+    undisturbed_follower = RunFollower(directory / "undisturbed", settings, ranks=1)
+    require_end(undisturbed_follower)
     follower = RunFollower(directory / "disturbed", settings, ranks=1)
     follower.wait_for_step(1, _START_SECONDS)
     interrupter = Interrupter(
@@ -85,7 +85,7 @@ def study(options: argparse.Namespace, directory: Path, park: ServerPark) -> Non
             interrupter.step()
     require_end(follower)
     print(f"{interrupter.num_aborts} aborts, {interrupter.num_kills} kills")
-    print_losses(follower.run, read_evidence(undisturbed.run), options.steps)
+    print_losses(follower.run, read_evidence(undisturbed_follower.run), options.steps)
 
 
 def settings_of(options: argparse.Namespace) -> list[str]:
@@ -108,7 +108,7 @@ def require_end(follower: RunFollower) -> None:
     assert code == 0, f"the run ended with {code}:\n{follower.output[-6000:]}"
 
 
-def print_losses(run: Path, undisturbed: Evidence, num_steps: int) -> None:
+def print_losses(run: Path, undisturbed_evidence: Evidence, num_steps: int) -> None:
     """Print what a run has lost or doubled."""
     evidence = read_evidence(run)
     records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
@@ -121,7 +121,7 @@ def print_losses(run: Path, undisturbed: Evidence, num_steps: int) -> None:
         "requests sent again": evidence.num_repeated,
         "largest age": max(record.get("rollout/age/max", 0.0) for record in records),
         "tokens in no class": sum(record.get("account/unaccounted", 0.0) for record in records),
-        "weights": "same" if evidence.digest == undisturbed.digest else "other",
+        "weights": "same" if evidence.digest == undisturbed_evidence.digest else "other",
     }
     for name, value in rows.items():
         print(f"{name}: {value}")

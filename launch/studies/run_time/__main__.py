@@ -4,21 +4,21 @@ Start it in the root of the repository:
 
     python -m launch.studies.run_time clusters             # the table of docs/ahead.md, minutes
     python -m launch.studies.run_time clusters --small     # seconds
-    python -m launch.studies.run_time measure --out runs/run_time      # about 20 minutes
+    python -m launch.studies.run_time measure --out runs/run_time      # 10 to 20 minutes a round
     python -m launch.studies.run_time fit --runs runs/A runs/B --held-out runs/C
     python -m launch.studies.run_time ahead --out runs/ahead           # about 5 minutes a round
 
-`measure` trains twelve short runs one after the other. Constants are fitted to eight of them, and
-predict the others, which have other settings. Nothing else should use the cores. Runs that are
-there already are not trained again.
+`measure` trains ten short runs one after the other, and repeats that with other seeds. Constants
+are fitted to six of them, and predict the others, which have other settings. Nothing else should
+use the cores. Runs that are there already are not trained again.
 
 `fit` does the same with runs of yours, which have one engine, logger.timeline=true, eval.every=0
 and selection=uniform.
 
 `ahead` measures what sampling ahead brings on this machine, and how much it can bring at most.
 
-Output: Markdown tables of the constants, and of measured and simulated seconds a step. Steps
-before the third and the last one are left out.
+Output: Markdown tables of the constants, and of measured and simulated seconds a step. Runs that
+differ in their seeds alone share a row. Steps before the third and the last one are left out.
 """
 
 from __future__ import annotations
@@ -74,16 +74,18 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     fitting.add_argument("--held-out", type=Path, nargs="*", default=[], metavar="DIR")
     measuring = commands.add_parser("measure", help="train the runs first")
     measuring.add_argument("--out", type=Path, required=True, help="directory of the runs")
+    measuring.add_argument("--rounds", type=int, default=3, help="with other seeds; default: 3")
     measuring.add_argument("--steps", type=int, default=15, help="of each run; default: 15")
     ahead = commands.add_parser("ahead", help="what sampling ahead brings on this machine")
     ahead.add_argument("--out", type=Path, required=True, help="directory of the runs")
     ahead.add_argument("--rounds", type=int, default=3, help="with other seeds; default: 3")
     ahead.add_argument("--steps", type=int, default=12, help="of each run; default: 12")
     options = parser.parse_args(arguments)
-    if options.command == "ahead" and options.rounds < 1:
-        parser.error(f"--rounds={options.rounds}: it must be at least 1")
-    if options.command in ("measure", "ahead") and options.steps < _MIN_STEPS:
-        parser.error(f"--steps={options.steps}: it must be at least {_MIN_STEPS}")
+    if options.command in ("measure", "ahead"):
+        if options.rounds < 1:
+            parser.error(f"--rounds={options.rounds}: it must be at least 1")
+        if options.steps < _MIN_STEPS:
+            parser.error(f"--steps={options.steps}: it must be at least {_MIN_STEPS}")
     return options
 
 
@@ -103,7 +105,7 @@ def _lines(options: argparse.Namespace) -> Iterator[str]:
                 measure_rounds(options.out, options.rounds, options.steps, _log)
             )
         case _:
-            runs, others = measure(options.out, options.steps, _log)
+            runs, others = measure(options.out, options.rounds, options.steps, _log)
             yield from _fit_tables(runs, others)
 
 

@@ -6,7 +6,7 @@ of least squares.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from statistics import fmean
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from scipy.optimize import least_squares, nnls
 
 from launch.studies.run_time.measured_run import CannotFit, MeasuredRun, MeasuredStep
-from megatron_rl.planning.run_time.cluster import Cluster, Group, Machines
+from megatron_rl.planning.run_time.cluster import Cluster, Group, Machines, Slowdown
 from megatron_rl.planning.run_time.engine import EngineSpeed, Response
 from megatron_rl.planning.run_time.lengths import GroupLengths, TraceLengths
 from megatron_rl.planning.run_time.run import SimulatedRun, TrainerSpeed, simulate
@@ -33,18 +33,21 @@ SPEED_NAMES = tuple(_SCALES)
 _FIRST_ARRIVALS = (1e-4, 5e-4, 2e-3)
 _MAX_ITERATIONS = 12
 _DIFFERENCE = 1e-3  # relative step of the derivatives: the end of a simulated step has jumps
+_MAX_SIMULATIONS = 16  # of a run
 # Of the quickstart, as its engines log them. A timeline does not have the number.
 PROMPT_TOKENS = 16
 
 
 @dataclass(frozen=True)
 class Constants:
-    """The constants of a simulation. missing: those that no run shows. They are 0."""
+    """The constants of a simulation.
+
+    slowdowns: of each measured step. missing: constants that no run shows. They are 0.
+    """
 
     speed: EngineSpeed
     trainer: TrainerSpeed
-    engine_slowdown: float
-    trainer_slowdown: float
+    slowdowns: tuple[Slowdown, ...]
     missing: tuple[str, ...]
 
 
@@ -69,7 +72,7 @@ def fit(runs: Sequence[MeasuredRun]) -> Constants:
     interruptions = [
         step.next_rollouts for run in resuming for step in run.steps if step.is_sampling
     ]
-    slowdowns = (0.0, 0.0)
+    slowdowns: tuple[Slowdown, ...] = (Slowdown(),)
     if waiting:
         slowdowns = fit_slowdowns(waiting, speed, trainer)
     else:
@@ -78,7 +81,7 @@ def fit(runs: Sequence[MeasuredRun]) -> Constants:
         trainer = replace(trainer, interrupt=fmean(interruptions))
     else:
         missing.append("interrupt")
-    return Constants(speed, trainer, *slowdowns, missing=tuple(missing))
+    return Constants(speed, trainer, slowdowns, missing=tuple(missing))
 
 
 def fit_engine(runs: Sequence[MeasuredRun]) -> EngineSpeed:
@@ -134,30 +137,36 @@ def fit_trainer(runs: Sequence[MeasuredRun]) -> TrainerSpeed:
 
 def fit_slowdowns(
     runs: Sequence[MeasuredRun], speed: EngineSpeed, trainer: TrainerSpeed
-) -> tuple[float, float]:
-    """Fit by how much engine and trainer slow each other down. Returns that of the engine first.
+) -> tuple[Slowdown, ...]:
+    """Fit by how much engine and trainer slowed each other down in each step.
 
     A time t during which the other one works, too, moves the end by t * slowdown / (1 + slowdown).
+    Cores are shared in another way in each step: where the trainer is slow, the engine is often
+    fast. So the mean alone would hide that a step takes as long as the slower of both.
+
+    Raises `CannotFit` if both never work at the same time.
     """
-    overlap = 0.0
-    sampling = 0.0
-    training = 0.0
+    slowdowns = []
     for run in runs:
         for step, later in zip(run.steps, run.steps[1:], strict=False):
             # Groups of `later` count from its own start
             end = step.end + later.sampled_at
-            overlap += max(0.0, min(end, step.trained_at) - step.taken_at)
-            sampling += end - step.taken_at - alone_seconds(run, later, speed)
-            training += step.training - trainer.step - trainer.token * step.tokens
-    if overlap <= 0:
+            overlap = min(end, step.trained_at) - step.taken_at
+            if overlap <= 0:
+                continue
+            sampling = end - step.taken_at - alone_seconds(run, later, speed)
+            training = step.training - trainer.step - trainer.token * step.tokens
+            slowdowns.append(Slowdown(_slowdown(sampling / overlap), _slowdown(training / overlap)))
+    if not slowdowns:
         raise CannotFit(
             "sampling and training never overlap in the runs with max_staleness above 0"
         )
-    return _slowdown(sampling / overlap), _slowdown(training / overlap)
+    return tuple(slowdowns)
 
 
 def _slowdown(share: float) -> float:
-    share = min(max(share, 0.0), 0.9)
+    """Return the slowdown that makes this share of the time longer, within limits."""
+    share = min(max(share, -1.0), 0.9)
     return share / (1 - share)
 
 
@@ -212,17 +221,30 @@ def trace_of(runs: Iterable[MeasuredRun], size: tuple[int, int]) -> TraceLengths
 
 def simulator(
     constants: Constants, runs: Sequence[MeasuredRun]
-) -> Callable[[MeasuredRun], SimulatedRun]:
-    """Return a function that simulates a run with the lengths of `runs`."""
+) -> Callable[[MeasuredRun], list[SimulatedRun]]:
+    """Return a function that simulates a run several times, with the lengths of `runs`.
 
-    def simulate_run(run: MeasuredRun) -> SimulatedRun:
-        machines = Machines(
-            speed=constants.speed,
-            max_running=run.max_running,
-            engine_slowdown=constants.engine_slowdown,
-            trainer_slowdown=constants.trainer_slowdown,
-        )
+    Each simulation begins with the slowdown of another measured step.
+    """
+
+    def simulate_run(run: MeasuredRun) -> list[SimulatedRun]:
         trace = trace_of(runs, run.size)
-        return simulate(run.rollout, trace, machines, constants.trainer, run.num_steps)
+        simulations = []
+        for slowdowns in _rotations(constants.slowdowns):
+            machines = Machines(
+                speed=constants.speed, max_running=run.max_running, slowdowns=slowdowns
+            )
+            simulations.append(
+                simulate(run.rollout, trace, machines, constants.trainer, run.num_steps)
+            )
+        return simulations
 
     return simulate_run
+
+
+def _rotations(slowdowns: Sequence[Slowdown]) -> Iterator[Sequence[Slowdown]]:
+    """Yield the slowdowns from other beginnings: as many as there are, but not too many."""
+    count = min(_MAX_SIMULATIONS, len(slowdowns))
+    for i in range(count):
+        begin = i * len(slowdowns) // count
+        yield (*slowdowns[begin:], *slowdowns[:begin])

@@ -78,7 +78,6 @@ class MeasuredRun:
     """A run. steps: from `FIRST_STEP` to the one before the last."""
 
     name: str
-    seed: int
     rollout: RolloutSettings
     max_running: int
     num_steps: int
@@ -98,6 +97,14 @@ class MeasuredRun:
     def size(self) -> tuple[int, int]:
         """The prompts of a step, and the samples of each."""
         return self.rollout.prompts_per_step, self.rollout.samples_per_prompt
+
+    def repeats(self, other: MeasuredRun) -> bool:
+        """True if another run did the same work, but for the seed."""
+        return (
+            self.rollout == other.rollout
+            and self.max_running == other.max_running
+            and self.num_steps == other.num_steps
+        )
 
 
 def read_run(directory: Path) -> MeasuredRun:
@@ -121,7 +128,6 @@ def read_run(directory: Path) -> MeasuredRun:
     )
     return MeasuredRun(
         name=directory.name,
-        seed=settings["seed"],
         rollout=rollout,
         max_running=settings["engine.max_running_requests"],
         num_steps=num_steps,

@@ -32,6 +32,11 @@ class PlannedRun(NamedTuple):
     settings: tuple[str, ...]
     is_fitted: bool = False
 
+    def with_seed(self, seed: int) -> PlannedRun:
+        """Return the same run with a seed, also in its name."""
+        settings = (f"seed={seed}", *self.settings)
+        return self._replace(name=f"{self.name}-seed{seed}", settings=settings)
+
 
 ONE_AHEAD = "rollout.max_staleness=1"
 _TWO_AHEAD = "rollout.max_staleness=2"
@@ -39,37 +44,33 @@ _HALF = "rollout.prompts_per_step=32"
 _THREE_QUARTERS = "rollout.prompts_per_step=48"
 _NARROW = "engine.max_running_requests=64"
 _RESUME = "rollout.on_update=resume"
+_BUDGET = ("rollout.on_update=budget", "rollout.tokens_per_version=12")
 # Fitted runs are between the others: the speed of a machine changes over minutes
 PLAN = (
-    PlannedRun("alone-seed0", ("seed=0",), True),
-    PlannedRun("wait1-seed0", ("seed=0", ONE_AHEAD), True),
-    PlannedRun(
-        "budget2-seed1",
-        ("seed=1", _TWO_AHEAD, "rollout.on_update=budget", "rollout.tokens_per_version=12"),
-        False,
-    ),
-    PlannedRun("narrow-seed0", ("seed=0", _NARROW), True),
-    PlannedRun("resume1-seed0", ("seed=0", ONE_AHEAD, _RESUME), True),
-    PlannedRun("most-wait1-seed1", ("seed=1", _THREE_QUARTERS, ONE_AHEAD), False),
-    PlannedRun("half-wait1-seed0", ("seed=0", _HALF, ONE_AHEAD), True),
-    PlannedRun("half-seed0", ("seed=0", _HALF), True),
-    PlannedRun("resume2-seed1", ("seed=1", _TWO_AHEAD, _RESUME), False),
-    PlannedRun("alone-seed1", ("seed=1",), True),
-    PlannedRun("narrow-wait1-seed1", ("seed=1", _NARROW, ONE_AHEAD), False),
-    PlannedRun("wait1-seed1", ("seed=1", ONE_AHEAD), True),
+    PlannedRun("alone", (), True),
+    PlannedRun("wait1", (ONE_AHEAD,), True),
+    PlannedRun("budget2", (_TWO_AHEAD, *_BUDGET)),
+    PlannedRun("narrow", (_NARROW,), True),
+    PlannedRun("resume1", (ONE_AHEAD, _RESUME), True),
+    PlannedRun("most-wait1", (_THREE_QUARTERS, ONE_AHEAD)),
+    PlannedRun("half-wait1", (_HALF, ONE_AHEAD), True),
+    PlannedRun("resume2", (_TWO_AHEAD, _RESUME)),
+    PlannedRun("half", (_HALF,), True),
+    PlannedRun("narrow-wait1", (_NARROW, ONE_AHEAD)),
 )
 
 
 def measure(
-    directory: Path, num_steps: int, log: Callable[[str], None]
+    directory: Path, num_rounds: int, num_steps: int, log: Callable[[str], None]
 ) -> tuple[list[MeasuredRun], list[MeasuredRun]]:
     """Train the planned runs one after the other, unless their directories exist.
 
-    Returns those to fit and the others. Raises `CannotFit` for a run that fails, or has failed.
+    Each round trains all of them with another seed. Returns those to fit and the others. Raises
+    `CannotFit` for a run that fails, or has failed.
     """
     fitted_runs: list[MeasuredRun] = []
     other_runs: list[MeasuredRun] = []
-    for plan in PLAN:
+    for plan in (plan.with_seed(seed) for seed in range(num_rounds) for plan in PLAN):
         train_once(directory, plan, num_steps, log)
         runs = fitted_runs if plan.is_fitted else other_runs
         runs.append(read_run(directory / plan.name))

@@ -133,18 +133,16 @@ def _mean_text(values: Sequence[float], digits: str = ".0f") -> str:
 
 
 def _measure_round(directory: Path, seed: int, num_steps: int, log: Callable[[str], None]) -> Round:
-    setting = f"seed={seed}"
-    plans = [
-        PlannedRun(f"alone-seed{seed}", (setting,)),
-        PlannedRun(f"ahead-seed{seed}", (setting, ONE_AHEAD)),
-    ]
+    plan_alone = PlannedRun("alone", ()).with_seed(seed)
+    plan_ahead = PlannedRun("ahead", (ONE_AHEAD,)).with_seed(seed)
+    plans = [plan_alone, plan_ahead]
     # The speed of a machine changes over minutes: no kind of run is always the first
     if seed % 2:
         plans.reverse()
     for plan in plans:
         train_once(directory, plan, num_steps, log)
-    alone = read_run(directory / f"alone-seed{seed}")
-    ahead = read_run(directory / f"ahead-seed{seed}")
+    alone = read_run(directory / plan_alone.name)
+    ahead = read_run(directory / plan_ahead.name)
     sampling_beside, training_beside = _measure_beside(directory, seed, num_steps, log)
     return Round(
         step=alone.seconds_a_step,
@@ -161,7 +159,7 @@ def _measure_beside(
     directory: Path, seed: int, num_steps: int, log: Callable[[str], None]
 ) -> tuple[float, float]:
     """Return the seconds a step of two programs side by side: of sampling, and of training."""
-    sampling = PlannedRun(f"sampling-seed{seed}", (f"seed={seed}", "mode=rollout_only"))
+    sampling = PlannedRun("sampling", ("mode=rollout_only",)).with_seed(seed)
     training = PlannedRun(
         f"training-seed{seed}",
         (

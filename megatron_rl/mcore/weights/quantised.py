@@ -75,9 +75,9 @@ def complete(weights: NamedTensors, names: Fp8Weights, dtype: torch.dtype) -> Na
     missing = dict(_expected_dtypes(names, dtype))
     yield from _without_other_tensors(weights, names, missing)
     if missing:
-        shown = ", ".join(list(missing)[:8])
+        first_names = ", ".join(list(missing)[:8])
         more = f" and {len(missing) - 8} more" if len(missing) > 8 else ""
-        raise ValueError(f"the weights sent are incomplete: {shown}{more} did not come")
+        raise ValueError(f"the weights sent are incomplete: {first_names}{more} did not come")
 
 
 def _without_other_tensors(
@@ -109,8 +109,10 @@ def _matrix(tensor: torch.Tensor) -> torch.Tensor:
 def _require_scales(name: str, codes: torch.Tensor, scales: torch.Size | None) -> None:
     shape = tuple(-(-size // BLOCK) for size in codes.shape)
     if scales is None or tuple(scales) != shape:
-        found = "none came before it" if scales is None else f"they have the shape {tuple(scales)}"
-        raise ValueError(f"weight {name}: its scales must have the shape {shape}, and {found}")
+        problem = (
+            "none came before it" if scales is None else f"they have the shape {tuple(scales)}"
+        )
+        raise ValueError(f"weight {name}: its scales must have the shape {shape}, and {problem}")
 
 
 def _expected_dtypes(names: Fp8Weights, dtype: torch.dtype) -> Iterator[tuple[str, torch.dtype]]:

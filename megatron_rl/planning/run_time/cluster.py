@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from megatron_rl.planning.run_time.engine import EngineSpeed, Piece, Response, SimulatedEngine
 from megatron_rl.rollouts.messages import VersionBudget
@@ -16,15 +18,25 @@ QUEUE_PER_SLOT = 2
 SAME_TIME = 1e-9  # seconds
 
 
+class Slowdown(NamedTuple):
+    """The slowdown of engine and trainer by each other, if they share cores or memory.
+
+    engine: what a second of an engine, or of the way to it, takes longer while the trainer works,
+    in seconds. trainer: what a second of the trainer takes longer while an engine works or gets
+    requests. Below 0, it takes less.
+    """
+
+    engine: float = 0.0
+    trainer: float = 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Machines:
     """The engines and the trainer.
 
     engines: their number. node_engines: engines of a node; the last node may have fewer.
-    max_running: responses that an engine runs at a time.
-    engine_slowdown: what a second of an engine, or of the way to it, takes longer while the trainer
-    works, in seconds. trainer_slowdown: what a second of the trainer takes longer while an engine
-    works or gets requests. Both are 0 if they share neither cores nor memory.
+    max_running: responses that an engine runs at a time. slowdowns: of the first step, the second
+    one and so on. After the last of them, the first one follows.
 
     Raises ValueError for values outside of their limits.
     """
@@ -33,14 +45,15 @@ class Machines:
     engines: int = 1
     node_engines: int = 8
     max_running: int = 256
-    engine_slowdown: float = 0.0
-    trainer_slowdown: float = 0.0
+    slowdowns: Sequence[Slowdown] = (Slowdown(),)
 
     def __post_init__(self) -> None:
         if min(self.engines, self.node_engines, self.max_running) < 1:
             raise ValueError("engines, node_engines and max_running must be at least 1")
-        if min(self.engine_slowdown, self.trainer_slowdown) < 0:
-            raise ValueError("slowdowns must be at least 0")
+        if not self.slowdowns:
+            raise ValueError("machines need at least one slowdown")
+        if min(min(slowdown) for slowdown in self.slowdowns) <= -1:
+            raise ValueError("slowdowns must be above -1")
 
     def open_nodes(self) -> list[SimulatedNode]:
         """Make the nodes, with engines that do nothing."""
@@ -203,9 +216,9 @@ class Cluster:
 
     def __init__(self, machines: Machines) -> None:
         self.now = 0.0
-        self._machines = machines
         self._nodes = machines.open_nodes()
         self._engines = [(node, engine) for node in self._nodes for engine in node.engines]
+        self._slowdowns = itertools.cycle(machines.slowdowns)
         # The clock of engines advances less while the trainer slows them down
         self._engine_now = 0.0
         self._engine_slowness = 1.0
@@ -231,13 +244,14 @@ class Cluster:
             self._pass_until_event(event)
 
     def train(self, seconds: float) -> None:
-        """Train for so many seconds of a trainer that nothing slows down."""
+        """Train a step for so many seconds of a trainer that nothing slows down."""
         self._dispatch()
-        self._engine_slowness = 1.0 + self._machines.engine_slowdown
+        slowdown = next(self._slowdowns)
+        self._engine_slowness = 1.0 + slowdown.engine
         while seconds > 0:
             slowness = 1.0
             if self._is_any_busy() or self._next_arrival() < math.inf:
-                slowness += self._machines.trainer_slowdown
+                slowness += slowdown.trainer
             event = self._next_event_seconds()
             if event >= seconds * slowness:
                 self._pass(seconds * slowness)

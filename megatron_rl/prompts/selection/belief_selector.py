@@ -205,7 +205,7 @@ class BeliefStep:
             candidate = self._consider(prompt, epoch)
             if candidate is not None:
                 self._add(candidate)
-                expected_mixed += candidate.first_prediction.mixed
+                expected_mixed += candidate.first_prediction.mixed_probability
                 budget -= self._group_size
 
     def _remaining_budget(self) -> float:
@@ -227,7 +227,7 @@ class BeliefStep:
         whole_group = predictions[0]
         usefulness = 1.0 - whole_group.all_correct
         if settings.skip == "zero_variance":
-            usefulness = whole_group.mixed
+            usefulness = whole_group.mixed_probability
         acceptance = acceptance_probability(usefulness, beliefs.declines(row), settings.expert)
         self._acceptances.append(acceptance)
         if coin(self.selector.seed, epoch, prompt.id) >= acceptance:
@@ -289,7 +289,9 @@ class BeliefStep:
             for candidate in self._candidates
             if candidate.first_kind not in (None, GroupKind.TOO_FEW_VERDICTS)
         ]
-        predicted_mixed = sum(candidate.first_prediction.mixed for candidate in candidates)
+        predicted_mixed = sum(
+            candidate.first_prediction.mixed_probability for candidate in candidates
+        )
         observed_mixed = sum(candidate.first_kind is GroupKind.MIXED for candidate in candidates)
         self.selector.calibration.add(predicted_mixed, observed_mixed, len(candidates))
 

@@ -20,11 +20,11 @@ class StepSpan:
 def choose_steps(spans: Iterable[Span], first: int, last: int) -> list[Span]:
     """Return the spans between the first request and the last command of some steps."""
     spans = list(spans)
-    chosen = [span for span in spans if first <= span.step <= last]
-    if not chosen:
+    spans_of_steps = [span for span in spans if first <= span.step <= last]
+    if not spans_of_steps:
         return []
-    start = min(span.start for span in chosen)
-    end = max(span.end for span in chosen)
+    start = min(span.start for span in spans_of_steps)
+    end = max(span.end for span in spans_of_steps)
     return [span for span in spans if span.end > start and span.start < end]
 
 
@@ -42,12 +42,12 @@ def sampled_steps(spans: Iterable[Span]) -> list[StepSpan]:
 def place_in_rows(spans: Sequence[Span]) -> list[tuple[int, Span]]:
     """Return each span, by its start, with the first row in which nothing overlaps it."""
     row_ends: list[float] = []
-    placed: list[tuple[int, Span]] = []
+    placements: list[tuple[int, Span]] = []
     for span in sorted(spans, key=lambda span: (span.start, span.end)):
         free_rows = (row for row, end in enumerate(row_ends) if end <= span.start)
         row = next(free_rows, len(row_ends))
         if row == len(row_ends):
             row_ends.append(span.end)
         row_ends[row] = span.end
-        placed.append((row, span))
-    return placed
+        placements.append((row, span))
+    return placements

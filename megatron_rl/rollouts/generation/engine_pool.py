@@ -57,7 +57,7 @@ class _Member:
 
     num_ranks: those of the engine. failures: number of consecutive failures. left_out: the engine
     failed, and rank 0 knows it.
-    removed: set once rank 0 has removed the engine.
+    removal_event: set once rank 0 has removed the engine.
     """
 
     client: GenerateClient
@@ -65,7 +65,7 @@ class _Member:
     in_flight: int = 0
     failures: int = 0
     left_out: bool = False
-    removed: asyncio.Event = field(default_factory=asyncio.Event)
+    removal_event: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 @dataclass(frozen=True, eq=False)
@@ -193,7 +193,7 @@ class EnginePool:
         self._running: set[_RunningRequest] = set()
         self._stopped_groups: set[str] = set()
         # Responses that wait for other weights, and the rollout of each
-        self._parked: dict[PartialResponse, str] = {}
+        self._parked_responses: dict[PartialResponse, str] = {}
         self.on_parking: Callable[[], None] = lambda: None
         self._idle_time = IdleTime()
         for engine in engines:
@@ -215,7 +215,7 @@ class EnginePool:
 
     def recheck_budgets(self) -> None:
         """Let parked responses look whether they may go on."""
-        self._parked.clear()  # from now on, not only once their tasks go on
+        self._parked_responses.clear()  # from now on, not only once their tasks go on
         self._version_change.set()
         self._version_change = asyncio.Event()
 
@@ -359,7 +359,7 @@ class EnginePool:
                 response.add(replace(piece, finish_reason=FinishReason.ABORT))
                 return response.generation() if response.is_complete else None
             if not self._is_interrupted(piece, attempts):
-                return _joined(response, piece)
+                return _join_last_piece(response, piece)
             response.add(piece)
             if limit is not None and not response.is_complete:
                 return None  # less is left of its budget
@@ -382,18 +382,18 @@ class EnginePool:
 
         0 while another response is open.
         """
-        if self._responses - self._parked.keys():
+        if self._responses - self._parked_responses.keys():
             return 0
-        return len(set(self._parked.values()))
+        return len(set(self._parked_responses.values()))
 
     async def _park(self, response: PartialResponse, rid: str) -> None:
         """Wait for the next weights."""
-        self._parked[response] = rid
+        self._parked_responses[response] = rid
         self.on_parking()
         try:
             await self._version_change.wait()
         finally:
-            self._parked.pop(response, None)
+            self._parked_responses.pop(response, None)
 
     @property
     def partials(self) -> tuple[int, int]:
@@ -519,7 +519,7 @@ class EnginePool:
         if member is not None:
             self._slots.remove(self._slots_per_engine)
             self._note_idle_engines()
-            member.removed.set()
+            member.removal_event.set()
         return member
 
     async def _request(
@@ -570,7 +570,7 @@ class EnginePool:
                 first_route_row=response.first_route_row,
             )
         )
-        removal = asyncio.ensure_future(member.removed.wait())
+        removal = asyncio.ensure_future(member.removal_event.wait())
         try:
             await asyncio.wait({answer, removal}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
@@ -581,7 +581,7 @@ class EnginePool:
         except (RequestFailed, GenerationRejected) as failure:
             if isinstance(failure, GenerationRejected):
                 self._count_tokens(fields.group, failure.num_tokens)
-            if member.removed.is_set() and _is_engine_fault(failure):
+            if member.removal_event.is_set() and _is_engine_fault(failure):
                 raise _EngineRemoved from failure
             if _is_engine_fault(failure):
                 await self._count_failure(member, failure)
@@ -647,7 +647,7 @@ def _cut_off(response: PartialResponse) -> Generation:
     return replace(response.generation(), finish_reason=FinishReason.LENGTH)
 
 
-def _joined(response: PartialResponse, last_piece: Generation) -> Generation:
+def _join_last_piece(response: PartialResponse, last_piece: Generation) -> Generation:
     """Return a response with its last piece. One that has no other stays as the engine sent it."""
     if not response.pieces:
         return last_piece

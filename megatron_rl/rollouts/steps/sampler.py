@@ -260,8 +260,8 @@ class RolloutSampler:
         num_new = sum(map(sampled_tokens, new_parts.values()))
         num_lost = sum(sampled_tokens(batch.parts[part_id]) for part_id in part_ids)
         self._num_tokens += num_new - num_lost
-        repeated = batch.with_parts(new_parts, num_repeated=len(part_ids))
-        return replace(repeated, generated_tokens=batch.generated_tokens + num_new - num_lost)
+        new_batch = batch.with_parts(new_parts, num_repeated=len(part_ids))
+        return replace(new_batch, generated_tokens=batch.generated_tokens + num_new - num_lost)
 
     def _submit(self, sampling: StepSampling, requests: Sequence[RolloutRequest]) -> None:
         parameters = Sampling(

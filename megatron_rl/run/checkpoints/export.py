@@ -124,7 +124,7 @@ def export_checkpoint(request: ExportRequest) -> None:
     from megatron_rl.mcore.job import join, leave
 
     job = join(ParallelSettings())
-    progress = Progress(0, enabled=job.rank == 0)
+    progress = Progress(0, is_enabled=job.rank == 0)
     try:
         plan = plan_export(request, job, progress)
         with progress.task("importing Megatron"):

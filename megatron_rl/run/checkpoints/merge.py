@@ -90,7 +90,7 @@ def merge(request: MergeRequest) -> None:
         return merging.ties(tensors[0], tensors[1:], weights, density=density, scale=scale)
 
     dtype = None if request.dtype is None else getattr(torch, request.dtype)
-    progress = Progress(0, enabled=True)
+    progress = Progress(0, is_enabled=True)
     progress.log(f"merging {len(request.sources)} checkpoints")
     with progress.task("merging"):
         merging.merge_checkpoints(request.sources, request.out, merge_tensors, dtype=dtype)

@@ -296,7 +296,7 @@ def _changes(saved_settings: dict[str, Any], settings: dict[str, Any]) -> dict[s
 
 def _is_fixed(key: str, fixed_keys: Sequence[str]) -> bool:
     """True for a fixed key, and for a key of a fixed section."""
-    return any(key == fixed or key.startswith(f"{fixed}.") for fixed in fixed_keys)
+    return any(key == fixed_key or key.startswith(f"{fixed_key}.") for fixed_key in fixed_keys)
 
 
 def _is_same(key: str, value: Any, saved_value: Any) -> bool:

@@ -41,7 +41,7 @@ class SampleKeeper:
     dispatcher: Dispatcher
     texts: SampleTexts
     log: Callable[[str], None]
-    _printed: set[str] = field(default_factory=set, init=False, repr=False)
+    _printed_kinds: set[str] = field(default_factory=set, init=False, repr=False)
 
     def is_due(self, step: int) -> bool:
         """Return whether the step keeps samples: the first one, and every `samples.every`-th."""
@@ -62,15 +62,15 @@ class SampleKeeper:
         An error in the choice or in the file never ends the run: it costs a warning and a metric.
         An error of the ranks does, because they would wait for one another.
         """
-        chosen = self._choose(batch, credit, plan, extremes)
-        if chosen is None:
+        samples = self._choose(batch, credit, plan, extremes)
+        if samples is None:
             return _metrics(None, 0)
         parts: list[SamplePart] = []
-        if chosen.contexts:
-            parts = self.dispatcher.run(chosen.command)
-        num_written = self._write(plan.step, chosen.contexts, parts)
+        if samples.contexts:
+            parts = self.dispatcher.run(samples.command)
+        num_written = self._write(plan.step, samples.contexts, parts)
         return _metrics(
-            num_written, chosen.num_left_out + len(chosen.contexts) - (num_written or 0)
+            num_written, samples.num_left_out + len(samples.contexts) - (num_written or 0)
         )
 
     def _choose(
@@ -79,7 +79,7 @@ class SampleKeeper:
         credit: BatchCredit,
         plan: StepPlan,
         extremes: dict[SampleKind, int],
-    ) -> _Chosen | None:
+    ) -> _Choice | None:
         """Choose the samples, None if that fails."""
         try:
             choices = choose_samples(
@@ -89,7 +89,7 @@ class SampleKeeper:
                 f"{self.seed}/samples/{plan.step}",
             )
             contexts = tuple(_contexts(choices.choices, batch, credit, plan))
-            return _Chosen(contexts, _command(contexts, plan), choices.num_left_out)
+            return _Choice(contexts, _command(contexts, plan), choices.num_left_out)
         # Any exception: samples are for people, and no reason to lose a run
         except Exception as error:
             self._warn(plan.step, error, f"{type(error).__name__}: {error}")
@@ -114,8 +114,8 @@ class SampleKeeper:
         self._print_once(kind, f"step {step} keeps no samples: {reason}")
 
     def _print_once(self, kind: str, text: str) -> None:
-        if kind not in self._printed:
-            self._printed.add(kind)
+        if kind not in self._printed_kinds:
+            self._printed_kinds.add(kind)
             self.log(f"warning: {text}. The run continues, and others like it are only counted")
 
     def _assemble(
@@ -138,7 +138,7 @@ class SampleKeeper:
 
 
 @dataclass(frozen=True)
-class _Chosen:
+class _Choice:
     """The samples of a step, and the command that gathers them.
 
     num_left_out: responses of chosen groups that `samples.max_mb` leaves out.

@@ -50,5 +50,5 @@ def _comes_from_peer(error: BaseException) -> bool:
 
 def _comes_from_process_group(error: BaseException) -> bool:
     """True for errors of torch's process groups. Bad data is reported before torch is imported."""
-    distributed = sys.modules.get("torch.distributed")
-    return distributed is not None and isinstance(error, distributed.DistError)
+    torch_distributed = sys.modules.get("torch.distributed")
+    return torch_distributed is not None and isinstance(error, torch_distributed.DistError)

@@ -117,9 +117,9 @@ def f(x):
     module = importlib.import_module("module_with_places")
     try:
         assert (module.f("cpu"), module.only.__doc__) == (3, "Return a number.")
-        assert recorder.executed == set()
+        assert recorder.executed_places == set()
         assert module.f("cuda") == 3
-        assert sorted(place.text for place in recorder.executed) == ["", "x == 'cuda'"]
+        assert sorted(place.text for place in recorder.executed_places) == ["", "x == 'cuda'"]
         recorder.write(tmp_path / "out")
         (file,) = (tmp_path / "out").iterdir()
         assert "x == 'cuda' is True" in file.read_text()

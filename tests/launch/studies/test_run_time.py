@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 import numpy as np
 import pytest
@@ -23,7 +24,7 @@ from launch.studies.run_time.measurement import PLAN, PlannedRun
 from launch.studies.run_time.validation import Comparison, compare, comparison_table
 from megatron_rl.config.cli import compose
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.planning.run_time.cluster import Machines
+from megatron_rl.planning.run_time.cluster import Machines, Slowdown
 from megatron_rl.planning.run_time.engine import EngineSpeed, Response
 from megatron_rl.planning.run_time.lengths import TraceLengths
 from megatron_rl.planning.run_time.run import SimulatedRun, TrainerSpeed, simulate
@@ -35,7 +36,7 @@ SPEED = EngineSpeed(
     step=0.01, request=3e-5, kv_token=2e-7, prompt_token=8e-5, dispatch=0.3, arrival=1e-3
 )
 TRAINER = TrainerSpeed(step=0.2, token=1.5e-4, sync=0.1, interrupt=0.6)
-MACHINES = Machines(speed=SPEED, max_running=64, engine_slowdown=0.3, trainer_slowdown=0.2)
+MACHINES = Machines(speed=SPEED, max_running=64, slowdowns=[Slowdown(0.3, 0.2)])
 NUM_STEPS = 8
 
 
@@ -149,8 +150,13 @@ def test_fit_recovers_planted_constants(fit_runs: Sequence[Path]) -> None:
     assert constants.trainer.step == pytest.approx(TRAINER.step, rel=0.02)
     assert constants.trainer.token == pytest.approx(TRAINER.token, rel=0.02)
     assert constants.trainer.sync == pytest.approx(TRAINER.sync, rel=0.02)
-    assert constants.engine_slowdown == pytest.approx(0.3, rel=0.05)
-    assert constants.trainer_slowdown == pytest.approx(0.2, rel=0.05)
+    # Two runs with five pairs of a step and the next one
+    assert len(constants.slowdowns) == 2 * (NUM_STEPS - FIRST_STEP - 1)
+    for slowdown in constants.slowdowns:
+        assert slowdown.engine == pytest.approx(0.3, rel=0.2)
+        assert slowdown.trainer == pytest.approx(0.2, rel=0.05)
+    mean = fmean(slowdown.engine for slowdown in constants.slowdowns)
+    assert mean == pytest.approx(0.3, rel=0.05)
     # An engine ends its pass first
     assert TRAINER.interrupt <= constants.trainer.interrupt <= TRAINER.interrupt + 0.03
     assert constants.missing == ()
@@ -168,9 +174,32 @@ def test_other_runs_are_predicted(fit_runs: Sequence[Path], other_runs: Sequence
 
 def test_an_error_is_that_of_the_simulation(other_runs: Sequence[Path]) -> None:
     run = read_run(other_runs[0])
-    assert Comparison(run, 1.1 * run.seconds_a_step, False).error == pytest.approx(0.1)
-    slower = [replace(step, end=2 * step.end) for step in run.steps]
-    assert replace(run, steps=slower).seconds_a_step == pytest.approx(2 * run.seconds_a_step)
+    seconds = run.seconds_a_step
+    assert Comparison([run], [1.1 * seconds], False).error == pytest.approx(0.1)
+    slower_steps = [replace(step, end=2 * step.end) for step in run.steps]
+    slower_run = replace(run, steps=slower_steps)
+    assert slower_run.seconds_a_step == pytest.approx(2 * seconds)
+    assert Comparison([run], [seconds], False).measured_error == run.standard_error
+    simulations = [seconds, 2 * seconds]
+    repeats = Comparison([run, slower_run, slower_run], simulations, False)
+    assert repeats.measured_seconds == pytest.approx(5 / 3 * seconds)
+    assert repeats.error == pytest.approx(-0.1)
+    # The standard deviation of 1, 2, 2 is the root of 1/3
+    assert repeats.measured_error == pytest.approx(seconds / 3)
+    assert repeats.simulated_error == pytest.approx(seconds / 2)
+
+
+def test_runs_that_differ_in_their_seeds_share_a_row(
+    fit_runs: Sequence[Path], other_runs: Sequence[Path]
+) -> None:
+    alone, half, narrow, wait, wait_half, resume = (read_run(run) for run in fit_runs)
+    alone_again, wait_again = (read_run(run) for run in other_runs[:2])
+    constants = fit([alone])
+    comparisons = compare(constants, [alone, wait, wait_again, alone_again], [alone])
+    rows = [(item.runs, item.is_fitted) for item in comparisons]
+    assert rows == [([alone, alone_again], True), ([wait, wait_again], True), ([alone], False)]
+    longer = replace(alone, num_steps=9)
+    assert not any(alone.repeats(run) for run in (half, narrow, wait, wait_half, resume, longer))
 
 
 def test_constants_that_no_run_shows_are_named(
@@ -180,7 +209,7 @@ def test_constants_that_no_run_shows_are_named(
     lines = capsys.readouterr().out.splitlines()
     guesses = [line.split(" | ")[0] for line in lines if "assumed: no run shows it" in line]
     assert guesses == ["| interrupt", "| engine_slowdown", "| trainer_slowdown"]
-    assert fit([read_run(fit_runs[0])]).engine_slowdown == 0
+    assert fit([read_run(fit_runs[0])]).slowdowns == (Slowdown(),)
 
 
 def test_the_last_group_of_a_step_matters_most(fit_runs: Sequence[Path]) -> None:
@@ -252,8 +281,9 @@ def test_tokens_of_a_group_are_split_evenly() -> None:
 def test_planned_runs_are_accepted_and_check_what_was_not_fitted() -> None:
     for plan in PLAN:
         compose(["experiment=quickstart", "parallel=single", *plan.settings])
-    fitted_settings = {plan.settings[1:] for plan in PLAN if plan.is_fitted}
-    assert fitted_settings.isdisjoint(plan.settings[1:] for plan in PLAN if not plan.is_fitted)
+    fitted_settings = {plan.settings for plan in PLAN if plan.is_fitted}
+    assert fitted_settings.isdisjoint(plan.settings for plan in PLAN if not plan.is_fitted)
+    assert PLAN[1].with_seed(3) == ("wait1-seed3", ("seed=3", "rollout.max_staleness=1"), True)
     other_settings = " ".join(" ".join(plan.settings) for plan in PLAN if not plan.is_fitted)
     for value in ("max_staleness=2", "on_update=budget", "on_update=resume"):
         assert value in other_settings
@@ -266,16 +296,19 @@ def test_planned_runs_are_trained_once(
 
     def write(directory: Path, plan: PlannedRun, num_steps: int) -> None:
         names.append(plan.name)
-        write_run(directory / plan.name, *plan.settings, f"train.total_steps={num_steps}")
+        settings = ("engine.max_running_requests=256", *plan.settings)
+        write_run(directory / plan.name, *settings, f"train.total_steps={num_steps}")
 
     monkeypatch.setattr(measurement, "train", write)
-    options = ["measure", "--out", str(tmp_path), "--steps", str(NUM_STEPS)]
+    options = ["measure", "--out", str(tmp_path), "--rounds", "2", "--steps", str(NUM_STEPS)]
     assert command.main(options) == ExitCode.OK
     table = capsys.readouterr().out
-    assert names == [plan.name for plan in PLAN]
-    assert all(f"| {name} |" in table for name in names)
+    first_names = [f"{plan.name}-seed0" for plan in PLAN]
+    assert names == first_names + [f"{plan.name}-seed1" for plan in PLAN]
+    assert all(f"| {name} |" in table for name in first_names)
+    assert "-seed1" not in table
     assert command.main(options) == ExitCode.OK
-    assert len(names) == len(PLAN)
+    assert len(names) == 2 * len(PLAN)
     assert command.main([*options[:-1], "7"]) == ExitCode.REFUSED
     assert "8 steps instead of 7" in capsys.readouterr().err
 
@@ -284,6 +317,12 @@ def test_too_few_steps_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         command.main(["measure", "--out", "runs/run_time", "--steps", "4"])
     assert "at least 5" in capsys.readouterr().err
+
+
+def test_no_round_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command.main(["measure", "--out", "runs/run_time", "--rounds", "0"])
+    assert "--rounds=0" in capsys.readouterr().err
 
 
 def test_a_run_that_fails_is_named(tmp_path: Path) -> None:

@@ -55,14 +55,14 @@ class SimulatedQueue:
     checkpoint: SavedGroups = field(default_factory=SavedGroups)
     _ready: list[Group] = field(default_factory=list)  # that have arrived
     _outstanding: dict[str, GroupRequest] = field(default_factory=dict)
-    _delivered: dict[str, GroupRequest] = field(default_factory=dict)
+    _delivered_requests: dict[str, GroupRequest] = field(default_factory=dict)
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         for request in requests:
-            assert request.group_id not in self._outstanding | self._delivered
+            assert request.group_id not in self._outstanding | self._delivered_requests
             checkpoint = self.checkpoint.take(request)
             if checkpoint is not None and checkpoint.is_finished:
-                self._delivered[request.group_id] = request
+                self._delivered_requests[request.group_id] = request
                 self._ready.append(checkpoint.group)
             else:
                 self._outstanding[request.group_id] = request
@@ -83,7 +83,7 @@ class SimulatedQueue:
             self._ready.append(self._answer(self.order.choice(sorted(self._outstanding))))
 
     def tokens_of(self, group_id: str) -> int:
-        return 3 * self._delivered[group_id].num_samples
+        return 3 * self._delivered_requests[group_id].num_samples
 
     def saved_tokens_of(self, group_id: str) -> int:
         return 0
@@ -94,11 +94,11 @@ class SimulatedQueue:
     def request_again(self, group_ids: Sequence[str]) -> None:
         self.num_repeated += len(group_ids)
         self.lost_ids -= set(group_ids)
-        self.submit([self._delivered.pop(group_id) for group_id in group_ids])
+        self.submit([self._delivered_requests.pop(group_id) for group_id in group_ids])
 
     def release(self, group_ids: Sequence[str]) -> None:
         for group_id in group_ids:
-            del self._delivered[group_id]
+            del self._delivered_requests[group_id]
 
     def drop_saved(self) -> int:
         return self.checkpoint.drop()
@@ -109,7 +109,7 @@ class SimulatedQueue:
     def withdraw(self, group_ids: Sequence[str]) -> None:
         for group_id in group_ids:
             self._outstanding.pop(group_id, None)
-            self._delivered.pop(group_id, None)
+            self._delivered_requests.pop(group_id, None)
             self._ready = [group for group in self._ready if group.group_id != group_id]
 
     def lift_budgets(self) -> None:
@@ -134,7 +134,7 @@ class SimulatedQueue:
 
     @property
     def held_ids(self) -> list[str]:
-        return sorted(self._delivered)
+        return sorted(self._delivered_requests)
 
     @property
     def is_empty(self) -> bool:
@@ -142,7 +142,7 @@ class SimulatedQueue:
 
     def _answer(self, group_id: str) -> Group:
         request = self._outstanding.pop(group_id)
-        self._delivered[group_id] = request
+        self._delivered_requests[group_id] = request
         self.deliveries[group_id] += 1
         first = request.first_sample
         refs = tuple(
@@ -172,7 +172,7 @@ class SimulatedRun:
     sampler: RolloutSampler
     ahead: StepsAhead
     continues: bool = False
-    trained: dict[int, list[str]] = field(default_factory=dict)
+    trained_ids: dict[int, list[str]] = field(default_factory=dict)
     ages: Counter[int] = field(default_factory=Counter)
 
     def run(self, steps: int, faults: dict[int, str]) -> SimulatedRun:
@@ -218,7 +218,9 @@ class SimulatedRun:
             for group in groups
         )
         for batch in batches.values():
-            queue._delivered |= {id_: self.queue._delivered[id_] for id_ in batch.delivered_ids}
+            queue._delivered_requests |= {
+                id_: self.queue._delivered_requests[id_] for id_ in batch.delivered_ids
+            }
         self.queue = queue
         scripted_queue: Any = queue
         settings = self.sampler.settings
@@ -246,7 +248,7 @@ class SimulatedRun:
 
     def _train(self, step: int, batch: RolloutBatch) -> None:
         rollouts = [rollout for group in batch.all_groups for rollout in group.rollouts]
-        self.trained[step] = sorted(rollout.rollout_id for rollout in rollouts)
+        self.trained_ids[step] = sorted(rollout.rollout_id for rollout in rollouts)
         for rollout in rollouts:
             self.ages[self.queue.version - rollout.tokens_by_version[0][0]] += 1
         self.queue.release(batch.delivered_ids)
@@ -282,8 +284,8 @@ def test_every_group_is_trained_once_and_never_too_old(
 ) -> None:
     calm_run = make_run(name, max_staleness=max_staleness, seed=0).run(12, {})
     run = make_run(name, max_staleness=max_staleness, seed=seed).run(12, faults)
-    assert run.trained == calm_run.trained
-    ids = [rollout_id for ids in run.trained.values() for rollout_id in ids]
+    assert run.trained_ids == calm_run.trained_ids
+    ids = [rollout_id for ids in run.trained_ids.values() for rollout_id in ids]
     assert len(ids) == len(set(ids))
     assert max(run.ages) <= min(max_staleness, 1)
     assert run.queue.held_ids == [] and not run.queue.lost_ids
@@ -309,12 +311,12 @@ def test_responses_that_continue_are_trained_once_and_never_too_old(
     run = make_run("uniform", max_staleness=max_staleness, seed=seed, continues=True)
     run.run(12, faults)
     if "rollback" not in faults.values():
-        assert run.trained == calm_run.trained
+        assert run.trained_ids == calm_run.trained_ids
     if not {"rollback", "collector ends"} & set(faults.values()):
         assert set(run.queue.deliveries.values()) == {1}, "what a checkpoint has is sampled again"
-    ids = [rollout_id for ids in run.trained.values() for rollout_id in ids]
+    ids = [rollout_id for ids in run.trained_ids.values() for rollout_id in ids]
     assert len(ids) == len(set(ids)) == 12 * 16
-    for step, rollout_ids in run.trained.items():
+    for step, rollout_ids in run.trained_ids.items():
         assert all(rollout_id.startswith(f"step-{step}-") for rollout_id in rollout_ids)
     assert max(run.ages) <= max_staleness
     assert run.queue.held_ids == [] and run.queue.is_empty

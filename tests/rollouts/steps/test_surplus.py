@@ -161,7 +161,7 @@ def test_tokens_of_a_checkpoint_are_in_the_account_and_were_not_sampled_by_this_
         for group in whole.all_groups
         if group.group_id in ("step-1-4", "step-1-6", "step-1-7")
     ]
-    assert [saved.num_tokens for saved in saved_groups] == [12, 12, 12]
+    assert [group.num_tokens for group in saved_groups] == [12, 12, 12]
     hub = ScriptedHub(3, scores_of(THREE_OF_FOUR))
     hub.endless_ids = {"step-1-7"}
     sampler = open_sampler(hub, "abort")

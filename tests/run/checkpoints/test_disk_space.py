@@ -147,8 +147,8 @@ def test_rollouts_that_a_run_saves_count_for_every_step_that_saves_them(
     sizes = required_bytes(c, shape)
     assert sizes["logger.save_rollouts_every"] == 3 * step_bytes
     assert "logger.save_rollouts_every" not in required_keys(with_mode(mode, *overrides))
-    resumed = required_bytes(c, shape, steps_done=5)
-    assert resumed["logger.save_rollouts_every"] == step_bytes
+    resumed_sizes = required_bytes(c, shape, steps_done=5)
+    assert resumed_sizes["logger.save_rollouts_every"] == step_bytes
     set_free_bytes(monkeypatch)(sum(sizes.values()) - 1)
     with pytest.raises(NotEnoughDiskSpace, match=r"raise logger\.save_rollouts_every"):
         require_disk_space(c, shape)

@@ -159,11 +159,15 @@ def test_a_state_that_lacks_a_field_is_refused(tmp_path: Path, missing: str) -> 
 def test_each_rank_loads_its_own_random_numbers_unless_the_number_of_ranks_changed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
-    loaded: dict[str, Any] = {}
+    loaded_state: dict[str, Any] = {}
     monkeypatch.setattr(
-        checkpoint, "load_tensors", lambda *_, optimizer_steps: loaded.update(steps=optimizer_steps)
+        checkpoint,
+        "load_tensors",
+        lambda *_, optimizer_steps: loaded_state.update(steps=optimizer_steps),
     )
-    monkeypatch.setattr(checkpoint, "load_random_state", lambda file: loaded.update(file=file))
+    monkeypatch.setattr(
+        checkpoint, "load_random_state", lambda file: loaded_state.update(file=file)
+    )
     state = msgspec.structs.replace(make_state(5), optimizer_steps=7, world_size=2)
     worker: Any = SimpleNamespace(
         layout=SimpleNamespace(rank=world_size - 1, world_size=world_size),
@@ -171,11 +175,11 @@ def test_each_rank_loads_its_own_random_numbers_unless_the_number_of_ranks_chang
         optimizer=None,
     )
     warning = ResumePoint(tmp_path, state).load(worker)
-    assert loaded.pop("steps") == 7
+    assert loaded_state.pop("steps") == 7
     if world_size == 2:
-        assert loaded == {"file": checkpoint.random_state_file(tmp_path, 1)} and warning == ""
+        assert loaded_state == {"file": checkpoint.random_state_file(tmp_path, 1)} and warning == ""
     else:
-        assert loaded == {}
+        assert loaded_state == {}
         assert f"for 2 ranks: they start anew on {world_size} ranks" in warning
 
 
@@ -214,7 +218,7 @@ def test_the_resume_point_is_found_after_the_previous_processes_ended(
     death = threading.Timer(0.5, die)
     death.start()
     parts = OpenParts()
-    supervision: Any = SimpleNamespace(progress=Progress(1, enabled=False), parts=parts)
+    supervision: Any = SimpleNamespace(progress=Progress(1, is_enabled=False), parts=parts)
     resume_point = open_run._find_resume_point(
         "auto", RunDirectory(tmp_path / "job"), JOB, supervision
     )
@@ -300,8 +304,8 @@ def test_open_steps_resume_with_the_staleness_that_began_them_and_not_with_less(
 ) -> None:
     """A stop request also finds the next step itself open, and may find old tokens in it alone."""
     ahead = ("rollout.on_update=resume", "train.total_steps=9")
-    begun = make_configuration(tmp_path, *ahead, "rollout.max_staleness=2")
-    state = make_state(5, flat_configuration(begun))
+    first_configuration = make_configuration(tmp_path, *ahead, "rollout.max_staleness=2")
+    state = make_state(5, flat_configuration(first_configuration))
     position = msgspec.structs.replace(state.position, open_steps=open_steps)
     resume_point = ResumePoint(tmp_path, msgspec.structs.replace(state, position=position))
     for staleness in (2, 3):

@@ -67,7 +67,7 @@ def measure(
 ) -> str:
     """Measure the sets; returns the screen."""
     screen = io.StringIO()
-    progress = Progress(0, enabled=True, stream=screen)
+    progress = Progress(0, is_enabled=True, stream=screen)
     records: Any = SimpleNamespace(metrics=engines, progress=progress)
     evaluations = {name: engines.evaluation(groups) for name, groups in sets.items()}
     parts: Any = engines
@@ -109,8 +109,10 @@ def test_table_of_every_set() -> None:
 
 def test_a_set_of_judged_rewards_has_no_accuracy_and_no_pass_rates() -> None:
     engines = ScriptedEngines()
-    judged = group(*[Verdict(reward=reward, correctness=None) for reward in (0.2, 0.6)])
-    screen = measure(engines, {"essays": [judged], "easy": SETS["easy"]}, with_checkpoint=False)
+    judged_group = group(*[Verdict(reward=reward, correctness=None) for reward in (0.2, 0.6)])
+    screen = measure(
+        engines, {"essays": [judged_group], "easy": SETS["easy"]}, with_checkpoint=False
+    )
     assert engines.metrics[0]["eval/essays/reward"] == pytest.approx(0.4)
     assert {"eval/essays/accuracy", "eval/essays/pass@1"}.isdisjoint(engines.metrics[0])
     heading, essays, easy = (line.split("] ")[1] for line in screen.splitlines())

@@ -72,7 +72,7 @@ def run(path: Path, *, failing_id: str = "") -> tuple[list[str], dict[str, float
     screen = io.StringIO()
     values: dict[str, float] = {}
     metrics = SimpleNamespace(write=lambda step, metrics: values.update(metrics))
-    progress = Progress(0, enabled=True, stream=screen)
+    progress = Progress(0, is_enabled=True, stream=screen)
     records: Any = SimpleNamespace(metrics=metrics, progress=progress)
     fleet = SimpleNamespace(admit_without_weights=lambda: None)
     parts: Any = SimpleNamespace(finish=lambda: None, stop=lambda: None, fleet=fleet)

@@ -28,8 +28,8 @@ def suspend(job: subprocess.Popen[str]) -> None:
         pass
 
 
-@pytest.mark.parametrize(("frozen", "rank"), [(0, 1), (1, 0)])
-def test_a_stopped_rank_is_named_with_its_process(frozen: int, rank: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("victim", "rank"), [(0, 1), (1, 0)])
+def test_a_stopped_rank_is_named_with_its_process(victim: int, rank: int, tmp_path: Path) -> None:
     clock = Clock()
     with start_ranks(2, tmp_path) as jobs:
         frozen_ranks = FrozenRanks(
@@ -37,16 +37,16 @@ def test_a_stopped_rank_is_named_with_its_process(frozen: int, rank: int, tmp_pa
         )
         for clock.now in range(1, 20):
             frozen_ranks.check()
-        suspend(jobs[frozen])
+        suspend(jobs[victim])
         for clock.now in range(20, 27):
             frozen_ranks.check()
         clock.now = 27
-        message = rf"rank {frozen} of the training was stopped .* 7 s: process {jobs[frozen].pid}"
+        message = rf"rank {victim} of the training was stopped .* 7 s: process {jobs[victim].pid}"
         with pytest.raises(RankFrozen, match=message) as failure:
             frozen_ranks.check()
         assert failure.value.exit_code == ExitCode.PEER_FAILED
         failure.value.kill_processes()
-        assert jobs[frozen].wait(10) == -signal.SIGKILL
+        assert jobs[victim].wait(10) == -signal.SIGKILL
         assert jobs[rank].poll() is None
         clock.now = 28
         frozen_ranks.check()

@@ -155,8 +155,8 @@ def test_experts_without_rounding_are_those_of_the_trainer() -> None:
     down = rows(3, 128, 128, seed=2) / 10
     plain = experts(x, gate_up, down, weights, ids)
     assert torch.equal(plain, experts(x, gate_up, down, weights, ids, rounding=torch.Tensor.float))
-    rounded = experts(x, gate_up, down, weights, ids, rounding=round_activations)
-    error = float((rounded - plain).norm() / plain.norm())
+    rounded_output = experts(x, gate_up, down, weights, ids, rounding=round_activations)
+    error = float((rounded_output - plain).norm() / plain.norm())
     assert 0.005 < error < 0.05
 
 
@@ -164,7 +164,7 @@ def test_codes_and_scales_are_listed_beside_values() -> None:
     state = {"w.weight": torch.zeros(2), "w.weight_scale_inv": torch.ones(1)}
 
     class WeightChecker:
-        def _compute_checksum(self, skipped: Any = None, *, role: str) -> dict[str, Any]:
+        def _compute_checksum(self, skip_tensor_list: Any = None, *, role: str) -> dict[str, Any]:
             return {"checksums": {"w.weight": "values"}, "role": role}
 
         def _model_state(self) -> Any:

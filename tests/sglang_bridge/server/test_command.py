@@ -168,7 +168,7 @@ def test_gloo_uses_the_interface_over_which_the_servers_of_an_engine_meet(
     monkeypatch.setattr(addresses.psutil, "net_if_addrs", lambda: {"lo": [], "ib0": interface})
     place = replace(PLACE, host="10.0.0.5", num_servers=2)
     assert environment_of({}, place)["GLOO_SOCKET_IFNAME"] == "ib0"
-    chosen = {"GLOO_SOCKET_IFNAME": "eth7"}
-    assert environment_of(chosen, place)["GLOO_SOCKET_IFNAME"] == "eth7"
+    environment = {"GLOO_SOCKET_IFNAME": "eth7"}
+    assert environment_of(environment, place)["GLOO_SOCKET_IFNAME"] == "eth7"
     for other in (replace(place, num_servers=1), replace(place, host="10.0.0.6")):
         assert "GLOO_SOCKET_IFNAME" not in environment_of({}, other)

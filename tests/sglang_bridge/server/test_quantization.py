@@ -22,7 +22,7 @@ FP8: dict[str, Any] = {
 }
 
 
-def served(tmp_path: Path, **changes: Any) -> dict[str, Any]:
+def checkpoint_info(tmp_path: Path, **changes: Any) -> dict[str, Any]:
     """`/server_info` of a server whose checkpoint has this quantization_config."""
     config = {key: value for key, value in (FP8 | changes).items() if value is not None}
     (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
@@ -46,7 +46,7 @@ def test_quantized_servers_are_refused_by_an_unquantized_run(tmp_path: Path) -> 
     answers = {
         "runs with quantization=fp8": {"quantization": "fp8"},
         "runs with a quantization_config in --json-model-override-args": started_with(FP8),
-        f"serves the quantized checkpoint {tmp_path}": served(tmp_path),
+        f"serves the quantized checkpoint {tmp_path}": checkpoint_info(tmp_path),
     }
     for reason, info in answers.items():
         with pytest.raises(
@@ -57,13 +57,13 @@ def test_quantized_servers_are_refused_by_an_unquantized_run(tmp_path: Path) -> 
 
 
 def test_servers_with_the_same_quantization_are_accepted(tmp_path: Path) -> None:
-    require_quantization(ENGINE, served(tmp_path), FP8)
+    require_quantization(ENGINE, checkpoint_info(tmp_path), FP8)
     require_quantization(ENGINE, started_with(FP8), FP8)
     # As published checkpoints list them: other names for the same, and modules that stay anyway
     same = ["model.embed_tokens", "layers.0", "model.layers.1.input_layernorm", "lm_head"]
-    require_quantization(ENGINE, served(tmp_path, modules_to_not_convert=same), FP8)
-    ignored = {"ignored_layers": ["layers.0"], "modules_to_not_convert": ["model.layers.7"]}
-    require_quantization(ENGINE, served(tmp_path, **ignored), FP8)
+    require_quantization(ENGINE, checkpoint_info(tmp_path, modules_to_not_convert=same), FP8)
+    exclusions = {"ignored_layers": ["layers.0"], "modules_to_not_convert": ["model.layers.7"]}
+    require_quantization(ENGINE, checkpoint_info(tmp_path, **exclusions), FP8)
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_other_quantizations_are_refused_by_name(
     tmp_path: Path, changes: dict[str, Any], difference: str
 ) -> None:
     with pytest.raises(EngineUnhealthy, match=difference) as error:
-        require_quantization(ENGINE, served(tmp_path, **changes), FP8)
+        require_quantization(ENGINE, checkpoint_info(tmp_path, **changes), FP8)
     assert "engine.quantization=fp8: http://127.0.0.1:3 quantizes with" in str(error.value)
     assert f"--json-model-override-args '{format_override(FP8)}'" in str(error.value)
 
@@ -98,7 +98,7 @@ def test_unquantized_servers_are_refused_by_a_quantized_run() -> None:
 
 
 def test_the_command_line_comes_before_the_checkpoint(tmp_path: Path) -> None:
-    info = served(tmp_path, weight_block_size=[64, 64])
+    info = checkpoint_info(tmp_path, weight_block_size=[64, 64])
     info["json_model_override_args"] = format_override(FP8)
     require_quantization(ENGINE, info, FP8)
 

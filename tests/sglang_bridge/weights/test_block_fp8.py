@@ -60,14 +60,14 @@ def test_checksums_of_a_fused_parameter_in_any_order(order: list[int]) -> None:
     record = expectation()
     for index in order:
         record.add(*stream[index])
-    fused = f"{ATTENTION}.qkv_proj.weight"
+    weight = f"{ATTENTION}.qkv_proj.weight"
     assert record.checksums() == {
-        fused: sha(*(values(*p) for p in pairs.values())),
-        f"{fused}:codes": sha(*(codes for codes, _ in pairs.values())),
-        f"{fused}_scale_inv": sha(*(scales for _, scales in pairs.values())),
+        weight: sha(*(values(*p) for p in pairs.values())),
+        f"{weight}:codes": sha(*(codes for codes, _ in pairs.values())),
+        f"{weight}_scale_inv": sha(*(scales for _, scales in pairs.values())),
     }
-    assert record.tensors_of(f"{fused}_scale_inv") == tuple(f"{name}_scale_inv" for name in QKV)
-    assert record.tensors_of(f"{fused}:codes") == tuple(QKV)
+    assert record.tensors_of(f"{weight}_scale_inv") == tuple(f"{name}_scale_inv" for name in QKV)
+    assert record.tensors_of(f"{weight}:codes") == tuple(QKV)
     assert record.held_bytes == 0
 
 

@@ -86,12 +86,12 @@ def test_an_engine_that_fails_gets_nothing_more_and_the_others_everything() -> N
     assert failing.names == ["w0"] and good.values == [0, 1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("frozen", [ScriptedGroup(send=60), ScriptedGroup(load=60)])
+@pytest.mark.parametrize("frozen_group", [ScriptedGroup(send=60), ScriptedGroup(load=60)])
 def test_an_engine_that_does_not_answer_costs_half_of_the_time_once(
-    frozen: ScriptedGroup,
+    frozen_group: ScriptedGroup,
 ) -> None:
     """Small buckets vanish in the buffers of a connection: only the reply does not come."""
-    groups = [frozen, ScriptedGroup(), ScriptedGroup(load=60)]
+    groups = [frozen_group, ScriptedGroup(), ScriptedGroup(load=60)]
     start = time.monotonic()
     courier, _ = carry(*groups, seconds=2.0)
     assert set(courier.failures) == {"http://0", "http://2"}

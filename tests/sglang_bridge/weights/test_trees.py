@@ -98,11 +98,11 @@ def test_an_engine_that_is_missing_in_one_update_costs_its_tree_alone(log: list[
 def test_a_group_that_an_engine_refuses_late_is_dropped_and_the_engine_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    dropped: list[object] = []
+    dropped_groups: list[object] = []
     monkeypatch.setattr(weight_group, "open_store", lambda *_, **__: SimpleNamespace(port=1))
     monkeypatch.setattr(weight_group, "_wait_for_arrival", lambda *_: None)
     monkeypatch.setattr(weight_group, "join_as_source", lambda *_, **__: "group")
-    monkeypatch.setattr(weight_group, "abort", dropped.append)
+    monkeypatch.setattr(weight_group, "abort", dropped_groups.append)
     monkeypatch.setattr(weight_group, "start_call", _start_call)
 
     class Joining(PeerAdmin):
@@ -117,7 +117,7 @@ def test_a_group_that_an_engine_refuses_late_is_dropped_and_the_engine_named(
     admins = [Joining("http://127.0.0.1:1", None), Refusing("http://127.0.0.1:2", None)]
     with pytest.raises(RequestFailed, match=r"^http://127\.0\.0\.1:2: not today$"):
         WeightGroup.open(admins, backend="gloo", timeout=5.0, joining=threading.Lock())
-    assert dropped == ["group"]
+    assert dropped_groups == ["group"]
 
 
 def test_engines_that_do_not_say_whether_they_joined_share_one_limit(

@@ -479,7 +479,7 @@ class TwoRanks:
         self.admins = [RecordingAdmin(url, self.logs[0], set()) for url in (A, B)]
         crews = [ThreadCrew(rank, inbox, gathering) for rank in (0, 1)]
         scripts = [first_script, script]
-        self.opened: list[str] = []
+        self.opened_urls: list[str] = []
         self.parts = [
             RankPart(
                 RecordingTransport(log, script),
@@ -492,7 +492,7 @@ class TwoRanks:
         self.updater = WeightUpdater(self.parts[0])
 
     def _open_admin(self, engine: Engine) -> AdminClient:
-        self.opened.append(engine.url)
+        self.opened_urls.append(engine.url)
         return AdminClient(engine, create_keys())
 
     def push(self, version: int = 1, *, owns_any: bool = True) -> None:
@@ -518,7 +518,7 @@ def test_owners_begin_with_different_engines() -> None:
 def test_a_rank_that_owns_nothing_connects_to_no_engine() -> None:
     ranks = TwoRanks()
     ranks.push(owns_any=False)
-    assert (ranks.logs[1], ranks.opened) == ([], [])
+    assert (ranks.logs[1], ranks.opened_urls) == ([], [])
 
 
 @pytest.mark.parametrize("step", ["connect", "send b"])
@@ -538,11 +538,11 @@ def test_a_rank_keeps_its_client_until_rank_0_forgets_the_engine() -> None:
     ranks = TwoRanks()
     ranks.push(1)
     ranks.push(2)
-    assert ranks.opened == [A, B]
+    assert ranks.opened_urls == [A, B]
     ranks.updater.forget(ranks.admins[1])
     ranks.push(3)
     assert "forget 2" in ranks.logs[1]
-    assert ranks.opened == [A, B, B]
+    assert ranks.opened_urls == [A, B, B]
 
 
 def test_owners_connect_to_new_engines_one_after_another() -> None:

@@ -21,7 +21,7 @@ class GroupPrediction:
     all_incorrect: float
 
     @property
-    def mixed(self) -> float:
+    def mixed_probability(self) -> float:
         """Probability that they are neither all correct nor all incorrect."""
         return max(0.0, 1.0 - (self.all_correct + self.all_incorrect))
 

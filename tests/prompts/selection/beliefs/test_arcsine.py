@@ -20,7 +20,7 @@ def mixed_probability(mean: float, variance: float, samples: int) -> float:
     return GroupPrediction(
         all_correct_probability(mean, variance, samples),
         all_incorrect_probability(mean, variance, samples),
-    ).mixed
+    ).mixed_probability
 
 
 def arrays(*numbers: float) -> tuple[np.ndarray, ...]:

@@ -30,7 +30,7 @@ def group_of(prompt: Prompt, *scores: Verdict | float | None) -> Group:
 def probability(beliefs: Beliefs, prompt: Prompt, step: int, samples: int = 8) -> float:
     """Probability of a mixed group of `samples` rollouts."""
     (prediction,) = GroupPredictions(beliefs, step, (samples,)).of(prompt, beliefs.row(prompt))
-    return prediction.mixed
+    return prediction.mixed_probability
 
 
 def test_uninformative_probability_by_hand() -> None:
