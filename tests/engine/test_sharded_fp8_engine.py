@@ -20,8 +20,8 @@ from tests.engine.test_fp8_engine import (
     LAYERS,
     Push,
     Weights,
-    dequantized,
-    quantized,
+    dequantize_stream,
+    quantize,
     sample,
     with_weights,
     write_model,
@@ -76,7 +76,7 @@ def dtype(engine: ManagedEngine) -> torch.dtype:
 @pytest.fixture(scope="module")
 def stream(model: Path, dtype: torch.dtype) -> Weights:
     content = load_file(model / "model.safetensors")
-    return quantized({name: tensor.to(dtype) for name, tensor in content.items()}, model)
+    return quantize({name: tensor.to(dtype) for name, tensor in content.items()}, model)
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_two_ranks_compute_with_the_dequantized_weights(
     response = sample(engine, prompt, 60)
     tokens = torch.tensor([*prompt, *response.output_ids])
     target = torch.from_numpy(response.logprobs.copy())
-    copy = with_weights(model, dequantized(stream), tmp_path / "dequantized")
+    copy = with_weights(model, dequantize_stream(stream), tmp_path / "dequantized")
     errors = [
         (logprobs_of(path, tokens)[len(prompt) - 1 :] - target).abs() for path in (copy, model)
     ]
