@@ -54,9 +54,9 @@ def require_same_nccl(
         return
     if not info.get("enable_deterministic_inference"):
         return
-    expected = deterministic_environment(environment)
-    if any(environment.get(name) != value for name, value in expected.items()):
-        words = " ".join(f"{name}={value}" for name, value in expected.items())
+    needed_variables = deterministic_environment(environment)
+    if any(environment.get(name) != value for name, value in needed_variables.items()):
+        words = " ".join(f"{name}={value}" for name, value in needed_variables.items())
         raise EngineUnhealthy(
             f"engine.urls: {engine.url} runs with --enable-deterministic-inference and "
             f"tp_size={engine.tp}, for which SGLang sets NCCL's algorithm and channels. The group "

@@ -112,9 +112,9 @@ def _differing_values(
 ) -> dict[str, str]:
     """Return the parameters that differ on a rank. Both lists have one item for each rank."""
     reasons: dict[str, str] = {}
-    for index, (expected, checksums) in enumerate(zip(expectations, ranks, strict=True)):
+    for index, (expected_checksums, checksums) in enumerate(zip(expectations, ranks, strict=True)):
         where = f" by rank {index}" if len(ranks) > 1 else ""
-        for name, checksum in expected.items():
+        for name, checksum in expected_checksums.items():
             if checksum != checksums[name]:
                 reasons.setdefault(name, f"sent {checksum}, held{where} {checksums[name]}")
     return reasons

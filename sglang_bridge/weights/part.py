@@ -161,10 +161,10 @@ class RankPart:
     def _check_dtypes(self, tensors: NamedTensors) -> NamedTensors:
         """Raise `ValueError` for a tensor of another dtype: an engine would convert it silently."""
         for name, tensor in tensors:
-            expected = tensor.dtype if self._dtype_of is None else self._dtype_of(name)
-            if tensor.dtype != expected:
+            engine_dtype = tensor.dtype if self._dtype_of is None else self._dtype_of(name)
+            if tensor.dtype != engine_dtype:
                 raise ValueError(
-                    f"weight {name}: {tensor.dtype} is sent, but engines hold {expected}. The "
+                    f"weight {name}: {tensor.dtype} is sent, but engines hold {engine_dtype}. The "
                     "export must convert it to engine.dtype"
                 )
             yield name, tensor

@@ -224,13 +224,15 @@ def simulator(
 ) -> Callable[[MeasuredRun], list[SimulatedRun]]:
     """Return a function that simulates a run several times, with the lengths of `runs`.
 
-    Each simulation begins with the slowdown of another measured step.
+    Each simulation begins with the slowdown of another measured step. One is enough for a run with
+    max_staleness=0, in which nothing slows down.
     """
 
     def simulate_run(run: MeasuredRun) -> list[SimulatedRun]:
         trace = trace_of(runs, run.size)
         simulations = []
-        for slowdowns in _rotations(constants.slowdowns):
+        is_ahead = run.rollout.max_staleness > 0
+        for slowdowns in _rotations(constants.slowdowns if is_ahead else (Slowdown(),)):
             machines = Machines(
                 speed=constants.speed, max_running=run.max_running, slowdowns=slowdowns
             )

@@ -1,6 +1,7 @@
 """`python -m launch.studies.run_time`: constants that were planted, and its tables."""
 
 import json
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +15,11 @@ from launch.studies.run_time import clusters, measurement
 from launch.studies.run_time.clusters import SMALL, cluster_table, measure_gain, sampling_seconds
 from launch.studies.run_time.fit import (
     PROMPT_TOKENS,
+    _slowdown,
     alone_seconds,
     fit,
     fit_engine,
+    simulator,
     split,
 )
 from launch.studies.run_time.measured_run import FIRST_STEP, CannotFit, read_run
@@ -160,6 +163,29 @@ def test_fit_recovers_planted_constants(fit_runs: Sequence[Path]) -> None:
     # An engine ends its pass first
     assert TRAINER.interrupt <= constants.trainer.interrupt <= TRAINER.interrupt + 0.03
     assert constants.missing == ()
+
+
+def test_each_step_shows_its_slowdowns(
+    fit_runs: Sequence[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pairs = [Slowdown(0.1, 0.6), Slowdown(0.5, 0.1)]
+    machines = replace(MACHINES, slowdowns=pairs)
+    monkeypatch.setattr(sys.modules[__name__], "MACHINES", machines)
+    alone = read_run(fit_runs[0])
+    ahead = read_run(write_run(tmp_path / "ahead", "rollout.max_staleness=1"))
+    constants = fit([alone, ahead])
+    for index, slowdown in enumerate(constants.slowdowns, start=FIRST_STEP - 1):
+        assert slowdown == pytest.approx(pairs[index % 2], rel=0.2)
+    simulate_run = simulator(constants, [alone, ahead])
+    seconds = [run.seconds_a_step(FIRST_STEP) for run in simulate_run(ahead)]
+    assert len(seconds) == len(constants.slowdowns)
+    assert len(set(seconds)) > 1
+    assert fmean(seconds) == pytest.approx(ahead.seconds_a_step, rel=0.04)
+    assert len(simulate_run(alone)) == 1
+
+
+def test_a_slowdown_has_limits() -> None:
+    assert [_slowdown(share) for share in (-9.0, 0.0, 0.5, 9.0)] == pytest.approx([-0.5, 0, 1, 9])
 
 
 def test_other_runs_are_predicted(fit_runs: Sequence[Path], other_runs: Sequence[Path]) -> None:
