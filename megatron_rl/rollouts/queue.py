@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import msgspec
@@ -294,13 +294,6 @@ class RolloutQueue:
         """Drop the groups of a checkpoint that no request asked for. Returns their tokens."""
         return self._partials.saved_groups.drop()
 
-    def count_saved(self, group_ids: Collection[str]) -> int:
-        """Return the tokens that a checkpoint had of requests whose groups nobody has received."""
-        starts = (self._outstanding[id_].start for id_ in group_ids if id_ in self._outstanding)
-        num_tokens = sum(start.num_tokens for start in starts if start is not None)
-        arrived_ids = {group.group_id for group in self._ready}.intersection(group_ids)
-        return num_tokens + sum(map(self.saved_tokens_of, arrived_ids))
-
     def _deliver_saved(self, request: GroupRequest, start: SavedGroup) -> None:
         group_id = request.group_id
         tokens = start.num_tokens
@@ -354,9 +347,15 @@ class RolloutQueue:
         return None
 
     def lift_budgets(self) -> None:
-        """Let the responses of all requests so far be sampled to their end."""
+        """Let the responses of all requests so far be sampled to their end.
+
+        This includes groups that are requested again later.
+        """
         for outstanding in self._outstanding.values():
             outstanding.request = msgspec.structs.replace(outstanding.request, budget=None)
+        for group_id, holder in self._holders.items():
+            request = msgspec.structs.replace(holder.request, budget=None)
+            self._holders[group_id] = replace(holder, request=request)
         for node in self.connected_nodes:
             self._send(node, LiftBudgets())
 
@@ -534,17 +533,23 @@ class RolloutQueue:
             self._send_settle(node)
         reminder = Reminder()
         # Of nodes as events have told: the requests of one that is gone have to be moved first
-        while waiting_nodes := self._epochs.keys() - self._holding.answers.keys():
+        while (
+            waiting_nodes := self._epochs.keys() - self._holding.answers.keys()
+        ) or self._is_any_unassigned():
             if idle is not None:
                 idle()
             if not can_continue():
                 break
             self._wait_for_events(_HOLD_POLL_SECONDS)
             if reminder.is_due():
-                nodes = sorted(waiting_nodes)
-                self._write_log(f"waiting for responses of node(s) {nodes} to use up their budget")
+                place = f"node(s) {sorted(waiting_nodes)}" if waiting_nodes else "a lost collector"
+                self._write_log(f"waiting for responses of {place} to use up their budget")
         self._holding.settle_numbers = None
         return self._held_requests()
+
+    def _is_any_unassigned(self) -> bool:
+        """Return True if a request waits for a collector."""
+        return any(outstanding.node is None for outstanding in self._outstanding.values())
 
     def _send_settle(self, node: int) -> None:
         """Ask a node, after the requests that it has, to settle. Earlier answers do not count."""

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import msgspec
 import pytest
@@ -143,6 +144,56 @@ def test_withdrawn_requests_can_be_made_again(queue: RolloutQueue, peer: Peer) -
     groups = list(queue.as_completed(lambda: None))
     assert [group.group_id for group in groups] == ["a"]
     assert queue.tokens_of("a") == 3
+
+
+def test_a_settle_waits_for_a_collector_that_replaces_a_lost_one(
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
+) -> None:
+    """Its requests would be sampled with other weights otherwise."""
+    queue.submit([request("a")])
+    peer.receive(1)
+    queue.disconnect_before(0, 1, "ended")
+    queue.lost_groups([])  # handles events
+    assert queue.connected_nodes == []
+
+    def replace_collector() -> Peer:
+        time.sleep(0.3)
+        later = Peer(hub, 0, epoch=1)
+        settles: list[Settle] = []
+        while not settles:
+            settles = [m for m in later.receive() if isinstance(m, Settle)][-1:]
+        later.send(Held(1, 5, 7, settles[0].number))
+        return later
+
+    with ThreadPoolExecutor() as threads:
+        future = threads.submit(replace_collector)
+        held_requests = queue.settle(can_continue=lambda: True)
+    assert held_requests == HeldRequests(num_partials=1, num_tokens=5, num_new_tokens=7)
+    future.result().close()
+
+
+def test_a_settle_that_waits_for_a_collector_ends_when_nothing_can_sample(
+    queue: RolloutQueue, peer: Peer
+) -> None:
+    queue.submit([request("a")])
+    queue.disconnect_before(0, 1, "ended")
+    answers = iter([True, True, False])
+    held_requests = queue.settle(can_continue=lambda: next(answers))
+    assert held_requests == HeldRequests(0, 0, 0)
+    assert next(answers, None) is None
+
+
+def test_lifted_budgets_are_gone_for_groups_that_are_requested_again(
+    queue: RolloutQueue, peer: Peer
+) -> None:
+    queue.submit([msgspec.structs.replace(request("a"), budget=VersionBudget(2, 3))])
+    peer.receive(1)
+    peer.send(group_done("a"))
+    assert [group.group_id for group in queue.as_completed(lambda: None)] == ["a"]
+    queue.lift_budgets()
+    queue.request_again(["a"])
+    messages = peer.receive(3)
+    assert [m.budget for m in messages if isinstance(m, GroupRequest)] == [None]
 
 
 def test_lifted_budgets_are_gone_for_collectors_that_come_later(

@@ -73,12 +73,23 @@ class AbortedEngine(VersionedEngine):
         return reply
 
 
+class RetractedEngine(AbortedEngine):
+    """Sends its aborted tokens without routes, as SGLang does after a retraction."""
+
+    def __call__(self, n: int, body: Reply) -> Reply:
+        reply = super().__call__(n, body)
+        if not n:
+            del reply["meta_info"]["routed_experts"]
+        return reply
+
+
 async def sample(
     budget: VersionBudget | None,
     versions: list[int],
     *,
     max_new_tokens: int = 16,
     engine: VersionedEngine | None = None,
+    rejected_tokens: Counter[str] | None = None,
 ) -> tuple[Generation, VersionedEngine, list[int]]:
     """Sample a response while the engine gets these versions, each once the response is parked.
 
@@ -86,6 +97,7 @@ async def sample(
     """
     engine = engine or VersionedEngine()
     parked_counts: list[int] = []
+    rejected = Counter[str]() if rejected_tokens is None else rejected_tokens
     async with fake_engine(engine) as url:
         pool = EnginePool([Engine(url=url)], EngineSettings(), FORM, ignore)
         pool.set_version(0)
@@ -95,7 +107,7 @@ async def sample(
                 Sampling(max_new_tokens=max_new_tokens, temperature=1.0, stop_token_ids=(EOS,)),
                 rid="r",
                 return_routes=True,
-                rejected_tokens=Counter[str](),
+                rejected_tokens=rejected,
                 seed=11,
                 budget=lambda: budget,
             )
@@ -108,7 +120,7 @@ async def sample(
             pool.set_version(version)
         generation = await asyncio.wait_for(task, 5)
         assert pool.num_parked == 0
-        assert pool.num_sampled == len(generation.output_ids)
+        assert pool.num_sampled == len(generation.output_ids) + rejected.total()
         await pool.close()
     return generation, engine, parked_counts
 
@@ -158,6 +170,22 @@ def test_a_response_that_is_aborted_gets_the_rest_of_its_budget_alone() -> None:
     generation, engine, _ = asyncio.run(sample(VersionBudget(2, 2), [1, 2], engine=AbortedEngine()))
     assert spans(generation) == [("0", 0, 2), ("1", 2, 4), ("2", 4, 6)]
     assert engine.limits == [1, 1, 2, 12]
+
+
+@pytest.mark.parametrize(("budget", "limit"), [(None, 16), (VersionBudget(6, 2), 6)])
+def test_aborted_tokens_without_routes_are_sampled_again(
+    budget: VersionBudget | None, limit: int
+) -> None:
+    """The rest of the response has no routes for them, so it could not be trained on."""
+    rejected = Counter[str]()
+    generation, engine, _ = asyncio.run(
+        sample(budget, [], engine=RetractedEngine(), rejected_tokens=rejected)
+    )
+    assert generation.output_ids.tolist() == WHOLE
+    assert generation.routes is not None
+    assert len(generation.routes) == len(PROMPT.token_ids) + len(WHOLE) - 1
+    assert rejected == {"aborted_without_routes": 1}
+    assert engine.limits == [1, limit]
 
 
 async def next_held(outbox: asyncio.Queue[FromCollector]) -> Held:

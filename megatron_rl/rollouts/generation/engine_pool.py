@@ -45,6 +45,7 @@ _MAX_LOST_ENGINES = 5
 _MAX_EMPTY_ABORTS = 10
 # A request may be on its way to the engine when it is aborted, so it is aborted again.
 _ABORT_SECONDS = 0.25
+_ABORTED_WITHOUT_ROUTES = "aborted_without_routes"  # a reason to reject tokens
 _FIRST_BACKOFF_SECONDS = 0.2
 _LAST_BACKOFF_SECONDS = 5.0
 
@@ -126,6 +127,16 @@ class _Attempts:
             self.rejected_tokens[failure.reason] += failure.num_tokens
         elif _is_loss(failure):
             self.lost_engines += 1
+
+    def drop_tokens(self, piece: Generation) -> Generation:
+        """Return an aborted piece without its tokens: what follows them has no routes for them.
+
+        SGLang sends tokens without routes if it aborts a request that it had retracted.
+        """
+        self.rejected_tokens[_ABORTED_WITHOUT_ROUTES] += len(piece.output_ids)
+        return replace(
+            piece, output_ids=piece.output_ids[:0], logprobs=piece.logprobs[:0], version_spans=()
+        )
 
     @property
     def is_exhausted(self) -> bool:
@@ -358,6 +369,8 @@ class EnginePool:
             if _is_cut(piece, response, limit):
                 response.add(replace(piece, finish_reason=FinishReason.ABORT))
                 return response.generation() if response.is_complete else None
+            if fields.return_routes and piece.routes is None:
+                piece = attempts.drop_tokens(piece)
             if not self._is_interrupted(piece, attempts):
                 return _join_last_piece(response, piece)
             response.add(piece)

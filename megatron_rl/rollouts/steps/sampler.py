@@ -102,23 +102,25 @@ class RolloutSampler:
         """Drop the steps that are open or have failed, with their requests.
 
         Their prompts will be selected again. What a checkpoint had of steps that have not begun is
-        dropped, too. Returns the number of tokens that have arrived for all of them, or that the
-        checkpoint had.
+        dropped, too. Engines abort what they work on. Returns the number of tokens that were
+        sampled for all of them, also before the checkpoint.
         """
-        num_saved = self.queue.drop_saved()
+        num_tokens = self.queue.drop_saved()
         if not self._states_before:
-            return num_saved
-        ids = [group_id for group_ids in self._failed_ids.values() for group_id in group_ids]
-        for sampling in self._open.values():
-            num_saved += self.queue.count_saved(sampling.requested_ids)
-            ids += [*sampling.requested_ids, *sampling.parts]
-        self.queue.withdraw(ids)
+            return num_tokens
+        failed_ids = [group_id for ids in self._failed_ids.values() for group_id in ids]
+        num_tokens += sum(map(self.queue.tokens_of, failed_ids))
+        num_tokens += sum(sampling.generated_tokens for sampling in self._open.values())
+        num_tokens += self._abort(
+            [id_ for sampling in self._open.values() for id_ in sampling.requested_ids]
+        )
+        part_ids = [part_id for sampling in self._open.values() for part_id in sampling.parts]
+        self.queue.withdraw([*failed_ids, *part_ids])
         self.selector.restore(self.state())
-        num_tokens = sum(sampling.generated_tokens for sampling in self._open.values())
         self._open.clear()
         self._states_before.clear()
         self._failed_ids.clear()
-        return num_saved + num_tokens
+        return num_tokens
 
     def count_tokens(self) -> int:
         """Return the tokens that engines have sampled for groups since the last call."""
@@ -223,13 +225,18 @@ class RolloutSampler:
         """Abort the requests that the step does not need, and free what was sampled for them."""
         waiting_ids, delivered_ids = sampling.surplus_ids()
         num_cut = sum(map(self.queue.tokens_of, delivered_ids))
-        num_aborted, num_saved = self.queue.abort(waiting_ids, self.idle)
+        num_aborted = self._abort(waiting_ids)
         self.queue.withdraw(delivered_ids)
         sampling.generated_tokens += num_aborted
-        self._num_tokens += num_aborted - num_saved
         sampling.drop((*waiting_ids, *delivered_ids))
         counts = {"surplus_cut": num_cut, "surplus_aborted": num_aborted}
         sampling.unused_tokens = {name: count for name, count in counts.items() if count}
+
+    def _abort(self, part_ids: Sequence[str]) -> int:
+        """Abort requests. Returns the tokens that were sampled for them."""
+        num_tokens, num_saved = self.queue.abort(part_ids, self.idle)
+        self._num_tokens += num_tokens - num_saved
+        return num_tokens
 
     def _arrivals(
         self, ids: Collection[str], can_continue: Callable[[], bool] | None = None

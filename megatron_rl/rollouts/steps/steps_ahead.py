@@ -97,7 +97,7 @@ class StepsAhead:
     @property
     def max_staleness(self) -> int:
         """The largest number of steps that a batch is sampled ahead."""
-        return self._max_staleness
+        return self._max_staleness if self._continues_responses else min(1, self._max_staleness)
 
     @property
     def is_used(self) -> bool:
@@ -139,12 +139,14 @@ class StepsAhead:
     def begin_open(self, step: int, last_step: int, version: int, source: StepSource) -> None:
         """Begin the steps that may be sampled with the present weights, before `step` is taken.
 
-        last_step: rollouts of later steps are not sampled. version: of the present weights.
+        last_step: rollouts of later steps are not sampled, unless these were open in the
+        checkpoint. version: of the present weights.
         """
         if not self._continues_responses:
             return
-        for ahead_step in range(step, min(step + self._max_staleness, last_step) + 1):
-            if not self.has_begun(ahead_step, source):
+        for ahead_step in range(step, step + self._max_staleness + 1):
+            is_sampled = ahead_step <= last_step or ahead_step in self._saved_steps
+            if is_sampled and not self.has_begun(ahead_step, source):
                 source.begin_step(ahead_step, self._budget(ahead_step - step, version))
 
     def take(self, step: int, source: StepSource) -> RolloutBatch:
@@ -179,18 +181,17 @@ class StepsAhead:
 
         can_continue: the wait ends without them once it returns False.
 
-        A step that cannot be sampled is an error of its own: `take` raises it.
+        A step that cannot be sampled is an error of its own: `take` raises it. Those after it stay
+        open, because a run that resumes before it selects their prompts again.
         """
-        while source.open_steps:
+        while source.open_steps and not self._failures:
             step = source.open_steps[0]
-            if step in self._failures:
-                return
             state = source.state()
             try:
                 batch = source.finish_step(can_continue)
             except Failure as failure:
                 self._failures[step] = failure
-                continue
+                return
             if batch is None:
                 return
             self._batches[step] = batch
@@ -198,8 +199,8 @@ class StepsAhead:
 
     def complete_for_save(self, source: StepSource) -> None:
         """Wait for the rollouts of all steps that have begun, so that a checkpoint holds them."""
-        if self._tokens_per_version is not None and source.open_steps:
-            source.lift_budgets()
+        if self._tokens_per_version is not None:
+            source.lift_budgets()  # also of groups that are sampled again, because they are lost
         self.complete(source)
         self._batches = {step: source.replace_lost(batch) for step, batch in self._batches.items()}
 

@@ -103,8 +103,10 @@ class SimulatedQueue:
     def drop_saved(self) -> int:
         return self.checkpoint.drop()
 
-    def count_saved(self, group_ids: Collection[str]) -> int:
-        return 0
+    def abort(self, group_ids: Sequence[str], idle: Callable[[], None]) -> tuple[int, int]:
+        num_tokens = sum(map(self.tokens_of, set(group_ids) & self._delivered_requests.keys()))
+        self.withdraw(group_ids)
+        return num_tokens, 0
 
     def withdraw(self, group_ids: Sequence[str]) -> None:
         for group_id in group_ids:
@@ -340,6 +342,25 @@ def test_open_steps_begin_with_the_budget_of_their_distance() -> None:
     assert run.sampler.open_steps == (5, 6)
 
 
+def test_steps_that_were_open_in_a_checkpoint_begin_although_their_phase_ends() -> None:
+    """Otherwise their responses would draw fewer tokens of the present weights than before."""
+    run = make_run("uniform", max_staleness=2, seed=0, continues=True)
+    run.ahead = StepsAhead(2, continues_responses=True, tokens_per_version=7)
+    run.ahead.restore({}, (4, 5))
+    run.ahead.begin_open(4, 4, 11, run.sampler)
+    assert run.sampler.open_steps == (4, 5)
+    assert [sampling.budget for sampling in run.sampler._open.values()] == [
+        None,
+        VersionBudget(7, 12),
+    ]
+
+
+def test_without_continued_responses_one_step_is_sampled_ahead_at_most() -> None:
+    assert StepsAhead(5).max_staleness == 1
+    assert StepsAhead(5, continues_responses=True).max_staleness == 5
+    assert StepsAhead(0).max_staleness == 0
+
+
 def test_a_step_is_sampled_while_the_one_before_trains() -> None:
     run = make_run("uniform", max_staleness=1, seed=0)
     batch = run.ahead.take(1, run.sampler)
@@ -407,6 +428,27 @@ def test_a_batch_that_cannot_be_used_is_an_error_of_its_own_step(
         run.ahead.take(2, run.sampler)
     run.sampler.settle()
     assert run.sampler.state() != state
+
+
+def test_steps_after_one_that_failed_are_selected_again_by_a_resumed_run(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = make_run("uniform", max_staleness=2, seed=0, continues=True)
+    run.ahead.begin_open(1, 9, 0, run.sampler)
+    run.ahead.take(1, run.sampler)
+    state = run.sampler.state()
+
+    def refuse(batch: RolloutBatch, label: str, share: float) -> None:
+        if label == "step-2":
+            raise TooManyRejected(label)
+
+    monkeypatch.setattr(RolloutBatch, "require", refuse)
+    for _ in range(2):
+        run.ahead.complete_for_save(run.sampler)
+    assert not run.ahead.batches
+    assert run.sampler.state() == state
+    with pytest.raises(TooManyRejected, match="step-2"):
+        run.ahead.take(2, run.sampler)
 
 
 def test_batches_that_are_dropped_are_counted() -> None:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from megatron_rl.config.schema import DataSettings, RolloutSettings, SelectionSettings
 from megatron_rl.contracts.group import Group
 from megatron_rl.prompts.selection.oversample import Oversample
+from megatron_rl.prompts.selection.uniform import Uniform
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.rollouts.messages import AbortGroups, ToCollector
 from megatron_rl.rollouts.partials.saved_groups import SavedGroup, SavedGroups
@@ -189,11 +190,36 @@ def test_tokens_of_steps_that_a_checkpoint_had_begun_are_dropped_with_the_others
 def test_tokens_of_a_checkpoint_are_dropped_with_a_step_that_has_begun_again() -> None:
     """One of its groups is whole, and a collector continues another one."""
     (first, *_) = sample(ScriptedHub(1, scores_of(THREE_OF_FOUR)), "finish")
-    sampler = open_sampler(ScriptedHub(3, scores_of(THREE_OF_FOUR)), "finish")
+    hub = ScriptedHub(3, scores_of(THREE_OF_FOUR))
+    sampler = open_sampler(hub, "finish")
     whole, part, *_ = first.all_groups
     sampler.queue.restore(SavedGroups([saved_group(whole, ()), saved_group(part, (2,))]))
     sampler.begin_step(1)
-    assert (sampler.drop_open(), sampler.drop_open()) == (24, 0)
+    num_tokens = sampler.drop_open()
+    assert num_tokens == 24 + hub.num_tokens > 24
+    assert sampler.drop_open() == 0
+    assert sampler.count_tokens() == hub.num_tokens
+
+
+@given(st.integers(0, 2**32), st.integers(0, 30))
+def test_tokens_of_all_open_steps_are_counted_when_they_are_dropped(
+    seed: int, num_polls: int
+) -> None:
+    """Those of groups that have arrived, of groups on their way, and of aborted ones."""
+    hub = ScriptedHub(seed, scores_of(THREE_OF_FOUR))
+    source = PromptSource(POOL, POOL[:1], DataSettings(source="column_addition", shuffle=False))
+    queue = RolloutQueue(hub, SETTINGS)  # type: ignore[arg-type]
+    queue.configure({})
+    sampler = RolloutSampler(queue, SETTINGS, Uniform(source, SETTINGS), (1,), idle)
+    for step in (1, 2, 3):
+        sampler.begin_step(step)
+    batch = sampler.finish_step()
+    assert batch is not None
+    for _ in range(num_polls):
+        queue.count_in_flight()  # handles an event
+    assert sampler.drop_open() == hub.num_tokens - batch.generated_tokens
+    assert hub.kept_ids == set(batch.delivered_ids)
+    assert sampler.open_steps == ()
 
 
 def saved_group(group: Group, open_samples: tuple[int, ...]) -> SavedGroup:
