@@ -11,7 +11,7 @@ import pytest
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.rollouts.generation.engine_pool import EnginePool, RequestForm
-from megatron_rl.rollouts.messages import AbortRequest, FromCollector
+from megatron_rl.rollouts.messages import AbortRequest, EngineLeftOut, FromCollector
 from sglang_bridge.engine import Engine
 from sglang_bridge.generation import FinishReason, Generation
 from tests.support.fake_engine import LAYERS, TOPK, Reply, fake_engine
@@ -126,6 +126,43 @@ def test_running_responses_end_before_a_hold_without_partials() -> None:
             assert not waiting.done() and len(engine.bodies) == 1
             pool.proceed()
             await asyncio.wait_for(waiting, 5)
+            await pool.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("proceeds", [False, True])
+def test_an_engine_that_does_not_stop_is_left_out_unless_the_hold_is_over(
+    proceeds: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("megatron_rl.rollouts.generation.engine_pool._STOP_SECONDS", 0.3)
+    whole_engine = InterruptedEngine(len(WHOLE))
+    reports: list[FromCollector] = []
+
+    async def report(message: FromCollector) -> None:
+        reports.append(message)
+
+    def answer(n: int, body: Reply) -> Reply:
+        return whole_engine(1, body)
+
+    async def run() -> None:
+        async with fake_engine(answer, seconds=1.0) as slow, fake_engine(answer) as fast:
+            pool = EnginePool([Engine(url=slow)], EngineSettings(), FORM, report)
+            task = generate(pool)
+            await asyncio.sleep(0.05)
+            hold = asyncio.create_task(pool.hold(keep_partials=True))
+            if proceeds:
+                await asyncio.sleep(0.1)
+                pool.proceed()
+            else:
+                await asyncio.wait_for(hold, 0.8)
+                pool.add(Engine(url=fast))
+                pool.proceed()
+            generation = await asyncio.wait_for(task, 5)
+            assert generation.output_ids.tolist() == WHOLE
+            await hold
+            left_out = [m.url for m in reports if isinstance(m, EngineLeftOut)]
+            assert left_out == ([] if proceeds else [slow])
             await pool.close()
 
     asyncio.run(run())

@@ -45,6 +45,8 @@ _MAX_LOST_ENGINES = 5
 _MAX_EMPTY_ABORTS = 10
 # A request may be on its way to the engine when it is aborted, so it is aborted again.
 _ABORT_SECONDS = 0.25
+# An engine aborts a request after its forward pass. One that takes so long hangs.
+_STOP_SECONDS = 120.0
 _ABORTED_WITHOUT_ROUTES = "aborted_without_routes"  # a reason to reject tokens
 _FIRST_BACKOFF_SECONDS = 0.2
 _LAST_BACKOFF_SECONDS = 5.0
@@ -196,6 +198,7 @@ class EnginePool:
         self._gate = asyncio.Event()
         self._gate.set()
         self._keeps_partials = False
+        self._num_holds = 0
         self._idle = asyncio.Event()  # no engine works on a request
         self._idle.set()
         self._version_change = asyncio.Event()
@@ -417,12 +420,29 @@ class EnginePool:
     async def hold(self, *, keep_partials: bool) -> None:
         """Send no further request until `proceed`, and wait until no engine works on one.
 
-        keep_partials: requests that an engine aborts meanwhile are continued later. If not, the
+        keep_partials: requests that an engine aborts meanwhile are continued later. An engine that
+        does not abort them within two minutes is left out, and others continue them. If False, the
         running ones are expected to end.
         """
         self._keeps_partials = keep_partials
         self._gate.clear()
+        self._num_holds += 1
+        number = self._num_holds
+        if keep_partials:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._idle.wait(), _STOP_SECONDS)
+            if number == self._num_holds and not self._gate.is_set():
+                await self._leave_out_busy()
         await self._idle.wait()
+
+    async def _leave_out_busy(self) -> None:
+        """Leave out the engines that still work on requests, and take these away from them."""
+        for member in self._usable_members():
+            if member.in_flight:
+                reason = f"it still worked on requests {_STOP_SECONDS:g} s after they were aborted"
+                _log.warning("%s is left out: %s", member.client.url, reason)
+                await self._leave_out(member, reason)
+                member.removal_event.set()
 
     def proceed(self) -> None:
         """Send requests again, and continue the responses that were interrupted."""
@@ -636,14 +656,18 @@ class EnginePool:
             return
         if _is_unusable_response(failure) and not self._has_others({member}):
             return
-        member.left_out = True
         _log.warning(
             "%s is left out after %d failures in a row: %s",
             member.client.url,
             member.failures,
             failure,
         )
-        await self._report(EngineLeftOut(member.client.url, str(failure)))
+        await self._leave_out(member, str(failure))
+
+    async def _leave_out(self, member: _Member, reason: str) -> None:
+        """Send an engine nothing more, until rank 0 adds it again."""
+        member.left_out = True
+        await self._report(EngineLeftOut(member.client.url, reason))
 
     async def _abort(self, url: str, rid: str) -> None:
         await self._report(AbortRequest(url, rid))
