@@ -89,6 +89,10 @@ class _RequestFields:
     seed: int | None
     is_wanted: Callable[[], bool]
 
+    def lacks_routes(self, piece: Generation) -> bool:
+        """Return True for a piece without the routes that were requested."""
+        return self.return_routes and piece.routes is None
+
     @property
     def group(self) -> str:
         return self.rid.rpartition("/")[0]
@@ -372,8 +376,6 @@ class EnginePool:
             if _is_cut(piece, response, limit):
                 response.add(replace(piece, finish_reason=FinishReason.ABORT))
                 return response.generation() if response.is_complete else None
-            if fields.return_routes and piece.routes is None:
-                piece = attempts.drop_tokens(piece)
             if not self._is_interrupted(piece, attempts):
                 return _join_last_piece(response, piece)
             response.add(piece)
@@ -488,7 +490,8 @@ class EnginePool:
         Returns None if another attempt may follow. Raises `EngineError` and `GenerationRejected`.
         """
         try:
-            return await self._request(member, response, limit, fields)
+            piece = await self._request(member, response, limit, fields)
+            return attempts.drop_tokens(piece) if fields.lacks_routes(piece) else piece
         except _EngineRemoved:
             attempts.lost_engines += 1
             if attempts.is_exhausted:

@@ -205,7 +205,7 @@ def test_tokens_of_a_checkpoint_are_dropped_with_a_step_that_has_begun_again() -
 def test_tokens_of_all_open_steps_are_counted_when_they_are_dropped(
     seed: int, num_polls: int
 ) -> None:
-    """Those of groups that have arrived, of groups on their way, and of aborted ones."""
+    """Tokens of groups that have arrived, of groups on their way, and of aborted ones."""
     hub = ScriptedHub(seed, scores_of(THREE_OF_FOUR))
     source = PromptSource(POOL, POOL[:1], DataSettings(source="column_addition", shuffle=False))
     queue = RolloutQueue(hub, SETTINGS)  # type: ignore[arg-type]
