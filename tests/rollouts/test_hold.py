@@ -168,6 +168,35 @@ def test_an_engine_that_does_not_stop_is_left_out_unless_the_hold_is_over(
     asyncio.run(run())
 
 
+def test_a_hold_that_is_over_leaves_no_engine_out_during_the_next_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seconds = "megatron_rl.rollouts.generation.engine_pool._STOP_SECONDS"
+    whole_engine = InterruptedEngine(len(WHOLE))
+    reports: list[FromCollector] = []
+
+    async def report(message: FromCollector) -> None:
+        reports.append(message)
+
+    async def run() -> None:
+        async with fake_engine(lambda n, body: whole_engine(1, body), seconds=1.0) as url:
+            pool = EnginePool([Engine(url=url)], EngineSettings(), FORM, report)
+            task = generate(pool)
+            await asyncio.sleep(0.05)
+            monkeypatch.setattr(seconds, 0.3)
+            first_hold = asyncio.create_task(pool.hold(keep_partials=True))
+            await asyncio.sleep(0.05)
+            pool.proceed()
+            monkeypatch.setattr(seconds, 60.0)
+            await asyncio.wait_for(pool.hold(keep_partials=True), 5)
+            assert (await task).output_ids.tolist() == WHOLE
+            await first_hold
+            assert reports == []
+            await pool.close()
+
+    asyncio.run(run())
+
+
 def generate_under_aborts(num_aborts: int, num_tokens: int) -> tuple[Generation, int]:
     """Sample a response while somebody else aborts it.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
@@ -122,11 +123,17 @@ class StepsAhead:
         return self._states_before.get(step)
 
     def restore(
-        self, batches: Mapping[int, RolloutBatch], open_steps: Collection[int] = ()
+        self,
+        batches: Mapping[int, RolloutBatch],
+        open_steps: Collection[int] = (),
+        last_step: int = sys.maxsize,
     ) -> None:
-        """Continue with the batches of a checkpoint. open_steps: those that were open there."""
+        """Continue with the batches of a checkpoint.
+
+        open_steps: those that were open there. last_step: of the run, no later one is sampled.
+        """
         self._batches = dict(batches)
-        self._saved_steps = frozenset(open_steps)
+        self._saved_steps = frozenset(step for step in open_steps if step <= last_step)
 
     def has_begun(self, step: int, source: StepSource) -> bool:
         """Return True for a step whose rollouts were requested already."""

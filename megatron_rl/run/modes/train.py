@@ -99,8 +99,7 @@ class TrainingMode:
                     point.checkpoint, position.steps_ahead, connections.store, routes, vocab_size
                 )
                 groups = load_open_steps(point.checkpoint, position.open_steps, routes, vocab_size)
-            open_steps = [step for step in position.open_steps if step <= c.train.total_steps]
-            steps_ahead.restore(batches, open_steps)
+            steps_ahead.restore(batches, position.open_steps, c.train.total_steps)
             log = self.setup.progress.log
             connections.queue.restore(SavedGroups(groups, connections.store, log))
 

@@ -346,7 +346,7 @@ def test_steps_that_were_open_in_a_checkpoint_begin_although_their_phase_ends() 
     """Otherwise their responses would draw fewer tokens of the present weights than before."""
     run = make_run("uniform", max_staleness=2, seed=0, continues=True)
     run.ahead = StepsAhead(2, continues_responses=True, tokens_per_version=7)
-    run.ahead.restore({}, (4, 5))
+    run.ahead.restore({}, (4, 5, 6), last_step=5)
     run.ahead.begin_open(4, 4, 11, run.sampler)
     assert run.sampler.open_steps == (4, 5)
     assert [sampling.budget for sampling in run.sampler._open.values()] == [
@@ -449,6 +449,11 @@ def test_steps_after_one_that_failed_are_selected_again_by_a_resumed_run(
     assert run.sampler.state() == state
     with pytest.raises(TooManyRejected, match="step-2"):
         run.ahead.take(2, run.sampler)
+    # The failed step and the open one are counted
+    later_ids = [id_ for id_ in run.queue.held_ids if not id_.startswith("step-1-")]
+    assert any(id_.startswith("step-2-") for id_ in later_ids)
+    num_tokens = sum(map(run.queue.tokens_of, later_ids))
+    assert run.sampler.drop_open() == num_tokens > 0
 
 
 def test_batches_that_are_dropped_are_counted() -> None:
