@@ -106,15 +106,15 @@ class PausedEngine:
             self.is_resumed = True
             await asyncio.to_thread(call_admin, self.engine, "/continue_generation", {})
 
-    async def run(self, pool: EnginePool) -> list[Generation | BaseException]:
+    async def run(self, pool: EnginePool, attempt: int) -> list[Generation | BaseException]:
         """Run 48 requests, pause the engine during them, and run one more after that."""
         sampling = Sampling(max_new_tokens=100, temperature=5.0)
         for index in range(48):
-            seed = 2**63 - 1 - index
+            seed = 2**63 - 1 - 48 * attempt - index
             request = pool.generate(
                 PROMPT.token_ids,
                 sampling,
-                rid=f"r{index}",
+                rid=f"r{attempt}.{index}",
                 return_routes=True,
                 rejected_tokens=Counter(),
                 seed=seed,
@@ -181,7 +181,25 @@ def test_the_engine_counts_the_tokens_of_responses_that_are_rejected(
 def test_requests_at_their_deadline_are_aborted_with_their_tokens(
     engine: ManagedEngine,
 ) -> None:
-    """A paused engine is silent, so that every request expires and is aborted and answered."""
+    """A paused engine is silent, so that every request expires and is aborted and answered.
+
+    On a busy machine, all responses may end before the pause arrives. Then this is tried again.
+    """
+    for attempt in range(5):
+        results = pause_engine_during_requests(engine, attempt)
+        generations = [result for result in results if isinstance(result, Generation)]
+        # These requests had no token yet
+        num_expired = sum(isinstance(result, RequestExpired) for result in results)
+        assert len(generations) + num_expired == len(results), results
+        if check_aborted_generations(generations):
+            return
+    pytest.fail("no response was aborted with a part of its tokens")
+
+
+def pause_engine_during_requests(
+    engine: ManagedEngine, attempt: int
+) -> list[Generation | BaseException]:
+    """Pause an engine until the deadline of all requests. Returns their answers and failures."""
     paused_engine = PausedEngine(engine)
     form = RequestForm(
         api_key=engine.keys.api_key,
@@ -193,7 +211,7 @@ def test_requests_at_their_deadline_are_aborted_with_their_tokens(
 
     async def run() -> list[Generation | BaseException]:
         pool = EnginePool([Engine(url=engine.url)], settings, form, paused_engine.handle)
-        return await paused_engine.run(pool)
+        return await paused_engine.run(pool, attempt)
 
     counter = TokenCounter([engine.admin()], log=pytest.fail)
     results = asyncio.run(run())
@@ -202,20 +220,20 @@ def test_requests_at_their_deadline_are_aborted_with_their_tokens(
     )
     assert comparison is not None and comparison.engine_tokens > 0
     assert comparison.uncounted_tokens == 0, "tokens of aborted requests are counted, too"
-    assert paused_engine.aborts, "no request was running when the engine was paused"
-    generations = [result for result in results if isinstance(result, Generation)]
-    # These requests had no token yet
-    num_expired = sum(isinstance(result, RequestExpired) for result in results)
-    assert len(generations) + num_expired == len(results), results
-    check_aborted_generations(generations)
+    return results
 
 
-def check_aborted_generations(generations: Sequence[Generation]) -> None:
-    """Some were aborted with a part of their tokens. The others are whole, with their routes."""
-    assert any(generation.finish_reason is FinishReason.ABORT for generation in generations)
+def check_aborted_generations(generations: Sequence[Generation]) -> int:
+    """Check that aborted responses have a part of their tokens, and others have their routes.
+
+    Returns the number of aborted responses.
+    """
+    num_aborted = 0
     for generation in generations:
         if generation.finish_reason is FinishReason.ABORT:
+            num_aborted += 1
             assert 0 < len(generation.output_ids) < 100
         else:
             assert generation.routes is not None
             assert len(generation.routes) == len(PROMPT.token_ids) + len(generation.output_ids) - 1
+    return num_aborted
