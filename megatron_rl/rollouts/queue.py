@@ -22,6 +22,7 @@ from megatron_rl.contracts.group import NEVER_SENT, STALE, Group, RolloutRef
 from megatron_rl.credit.group_kinds import kind_of
 from megatron_rl.records.reminder import Reminder
 from megatron_rl.rollouts.generation.idle_time import IdleEngines
+from megatron_rl.rollouts.generation.lent_engines import LentEngines
 from megatron_rl.rollouts.hub import CollectorConnected, CollectorGone, CollectorHub, Event
 from megatron_rl.rollouts.messages import (
     AbortGroups,
@@ -187,7 +188,8 @@ class RolloutQueue:
     """Distributes group requests over the collectors of all nodes.
 
     Each request goes to the node with the fewest outstanding rollouts. It waits while no collector
-    is connected. If the last engine of a node leaves, its requests go to nodes that have one.
+    is connected. If the last engine of a node leaves, engines of other nodes are lent to its
+    collector, which continues what it has begun with.
 
     num_repeated: requests that were sent again, because their collector was gone, or because what a
     checkpoint had of them did not fit.
@@ -218,6 +220,7 @@ class RolloutQueue:
         self._is_version_set = False
         self._configurations: Mapping[int, Configure] = {}
         self._engines: dict[str, Engine] = {}  # by URL, those that were added
+        self._lent_engines = LentEngines()
         self._epochs: dict[int, int] = {}  # by node, the epoch of the collector that is configured
         self._outstanding: dict[str, _Outstanding] = {}
         self._ready = deque[Group]()  # groups that `as_completed` has not yielded yet
@@ -240,23 +243,28 @@ class RolloutQueue:
         """Let the collector of the engine's node use it. It holds the current weights."""
         self._engines[engine.url] = engine
         self.engines_left_out.discard(engine.url)
+        self._lent_engines.remove_engine(engine.url)
         self._send(engine.node, AddEngine(engine))
-        self._move_requests()
+        self._provide_engines()
 
     def remove_engine(self, url: str) -> None:
         """Let no collector use an engine. Does nothing for an engine that was not added."""
         engine = self._engines.pop(url, None)
         self.engines_left_out.discard(url)
         if engine is not None:
-            self._send(engine.node, RemoveEngine(url))
-            self._move_requests()
+            for node in [engine.node, *self._lent_engines.remove_engine(url)]:
+                self._send(node, RemoveEngine(url))
+            self._provide_engines()
 
     def set_version(self, version: int) -> None:
         """Set the version of the trainer's weights, which the engines hold now."""
+        is_new = version != self._version
         self._version = version
         self._is_version_set = True
         for node in self._epochs:
             self._send(node, SetVersion(version))
+        if is_new:
+            self._take_back_engines()
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Request groups. The rest of a group is not sent again if a collector has begun with it.
@@ -705,6 +713,8 @@ class RolloutQueue:
         node = min(nodes, key=lambda n: (self._loads[n], n))
         outstanding.node = node
         self._loads[node] += outstanding.request.num_samples
+        if node not in self._nodes_with_engines():
+            self._lend_engines(node)
         start = outstanding.start
         for rollout in () if start is None else start.messages():
             self._send(node, rollout)
@@ -720,19 +730,55 @@ class RolloutQueue:
         nodes = {engine.node for engine in self._engines.values()}
         return [node for node in self.connected_nodes if node in nodes]
 
-    def _move_requests(self) -> None:
-        """Withdraw the requests of nodes without engines if other nodes have some."""
+    def _provide_engines(self) -> None:
+        """Lend engines to the collectors that have requests and no engine of their own node.
+
+        If a collector can use none of them, its requests move to nodes that have engines.
+        """
         nodes_with_engines = self._nodes_with_engines()
-        if not nodes_with_engines:
-            return
-        ids_by_node: dict[int, list[str]] = {}
-        for outstanding in self._outstanding.values():
-            if outstanding.node is not None and outstanding.node not in nodes_with_engines:
-                ids_by_node.setdefault(outstanding.node, []).extend(_ids_of(outstanding.request))
-        for node, group_ids in ids_by_node.items():
-            self._send(node, Withdraw(tuple(group_ids)))
-            self._dropped_requests.ids.setdefault(node, Counter()).update(group_ids)
-            self._detach(node)
+        for node in self.connected_nodes:
+            if not self._loads[node] or node in nodes_with_engines:
+                continue
+            self._lend_engines(node)
+            if nodes_with_engines and node not in self._lent_engines.nodes:
+                self._move_requests(node)
+
+    def _lend_engines(self, node: int) -> None:
+        for engine in self._lent_engines.lend(node, self._engines.values()):
+            self._send(node, AddEngine(engine))
+
+    def _take_back_engines(self) -> None:
+        """Take engines back from collectors that need them no longer.
+
+        No engine works on a request right after a weight sync, so none is interrupted.
+        """
+        nodes_with_engines = self._nodes_with_engines()
+        for node in self._lent_engines.nodes:
+            if node in nodes_with_engines or not self._loads[node]:
+                for url in self._lent_engines.take_back(node):
+                    self._send(node, RemoveEngine(url))
+
+    def _handle_unusable_loan(self, node: int, message: EngineLeftOut) -> None:
+        """Take back an engine that a collector of another node cannot use.
+
+        It may serve all the same: its own node may reach it.
+        """
+        self._write_log(f"node {node} cannot use {message.url} of another node: {message.reason}")
+        self._lent_engines.take_back_unusable(node, message.url)
+        self._send(node, RemoveEngine(message.url))
+        self._provide_engines()
+
+    def _move_requests(self, node: int) -> None:
+        """Withdraw the requests of a node, and send them to others."""
+        group_ids = [
+            id_
+            for outstanding in self._outstanding.values()
+            if outstanding.node == node
+            for id_ in _ids_of(outstanding.request)
+        ]
+        self._send(node, Withdraw(tuple(group_ids)))
+        self._dropped_requests.ids.setdefault(node, Counter()).update(group_ids)
+        self._detach(node)
         self._assign_waiting()
 
     def _detach(self, node: int) -> None:
@@ -786,6 +832,8 @@ class RolloutQueue:
                 self._handle_gone(node, epoch, reason)
             case Failed():
                 raise _failure(node, message)
+            case EngineLeftOut() if self._lent_engines.is_lent(node, message.url):
+                self._handle_unusable_loan(node, message)
             case AbortRequest() | EngineLeftOut() | CallAbandoned():
                 self._handle_news(message)
             case Held():
@@ -818,6 +866,7 @@ class RolloutQueue:
         """Configure a collector that has connected, and send it the requests that wait."""
         self._epochs[node] = epoch
         self._loads[node] = 0
+        self._lent_engines.take_back(node)
         if node in self._configurations:
             self._send(node, self._configurations[node])
         if self._is_version_set:
@@ -831,8 +880,8 @@ class RolloutQueue:
             self._send(node, StorePartials(self._partials.number))
         self._send_settle(node)
         self._assign_waiting()
-        # Requests may be at nodes without engines, because this one was not connected
-        self._move_requests()
+        # Other nodes may have requests that they cannot answer
+        self._provide_engines()
 
     def _handle_gone(self, node: int, epoch: int, reason: str) -> None:
         """Send the requests of a collector that is gone to others. They may have to wait."""

@@ -35,6 +35,7 @@ pytestmark = [
 DTYPES = ("float32", "bfloat16")
 DAILY_DTYPES = ("float32", pytest.param("bfloat16", marks=pytest.mark.nightly))
 SHORT = 3
+MEDIUM = 6
 LONG = 9
 # Long enough for an engine and a collector that are cut off and come back
 VERY_LONG = 30
@@ -286,3 +287,33 @@ def test_an_engine_and_a_collector_of_the_second_node_are_replaced(
         assert seconds < 60
     assert job.wait() == {"node-1": 0, "node-2": 0}, job.output
     assert_equal(job.run, reference_of(dtype, LONG), LONG, except_for=FAULT_METRICS)
+
+
+@pytest.mark.parametrize("dtype", DAILY_DTYPES)
+def test_responses_go_on_at_the_other_node_when_an_engine_is_killed(
+    nodes: Nodes, root: Path, tmp_path: Path, dtype: str
+) -> None:
+    """The second node has no other engine. Its collector keeps what it has begun with."""
+    settings = [
+        *settings_of(dtype, MEDIUM),
+        "rollout.max_staleness=2",
+        "rollout.on_update=budget",
+        "rollout.tokens_per_version=6",
+    ]
+    reference = start_job(tmp_path, *settings, "engine.count=2", ranks=2)
+    output, _ = reference.communicate(timeout=900)
+    assert reference.returncode == 0, output[-4000:]
+    job = NodeJob(root, [*nodes], *settings)
+    job.wait_for_step(2)
+    with job.hold("sampling"):
+        (process,) = job.find(nodes["node-2"], "sglang::scheduler")
+        process.kill()
+    seconds = job.wait_for_step(last_step(job.run / "metrics.jsonl") + 1)
+    print_row(dtype, "SIGKILL the only engine of node-2", f"{seconds:.0f} s")
+    assert job.wait() == {"node-1": 0, "node-2": 0}, job.output
+    assert_equal(
+        job.run, tmp_path / "job", MEDIUM, except_for=(*FAULT_METRICS, "rollout/in_flight")
+    )
+    records = read_metrics(job.run)
+    assert min(record["sync/engines"] for record in records if "sync/engines" in record) == 1
+    assert sum(record.get("rollout/repeated", 0) for record in records) == 0

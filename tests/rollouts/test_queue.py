@@ -36,12 +36,11 @@ from megatron_rl.rollouts.messages import (
     SetVersion,
     Stop,
     ToCollector,
-    Withdraw,
 )
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
-from tests.support.collectors import Peer, group_done, request
+from tests.support.collectors import Observer, Peer, group_done, request, requested_ids
 from tests.support.rollouts import VERSION, make_rollout
 
 
@@ -52,12 +51,6 @@ def queue(hub: CollectorHub, peer: Peer) -> Iterator[RolloutQueue]:
 
 def idle() -> None:
     pass
-
-
-def requested_ids(peer: Peer, count: int) -> list[str]:
-    return [
-        message.group_id for message in peer.receive(count) if isinstance(message, GroupRequest)
-    ]
 
 
 def test_each_group_is_delivered_once_and_can_be_released(queue: RolloutQueue, peer: Peer) -> None:
@@ -419,20 +412,6 @@ def test_stale_rollouts_add_to_what_the_collector_rejected_as_such(
     assert group.rejections == {"stale": 3, "engine": 1}
 
 
-class Observer:
-    """Notes what a queue reports."""
-
-    def __init__(self) -> None:
-        self.failed_engines: list[tuple[str, str]] = []
-        self.lost_collectors: list[tuple[int, int]] = []
-
-    def handle_engine_failure(self, url: str, reason: str) -> None:
-        self.failed_engines.append((url, reason))
-
-    def handle_lost_collector(self, node: int, epoch: int, reason: str) -> None:
-        self.lost_collectors.append((node, epoch))
-
-
 def replace_collector(hub: CollectorHub, node: int, *, epoch: int = 1) -> Peer:
     """End the collector of a node as its node's report does, and connect the next one."""
     hub.disconnect(node, epoch - 1, "ended: killed by signal 9")
@@ -457,44 +436,6 @@ def test_an_observer_learns_of_engines_and_collectors_that_failed(
     queue.submit([])
     assert observer.failed_engines == [("http://e", "500: broken")]
     assert observer.lost_collectors == [(0, 0)]
-
-
-def test_requests_of_a_node_without_engines_move_to_one_that_has_some(
-    hub: CollectorHub, queue: RolloutQueue, peer: Peer
-) -> None:
-    other = Peer(hub, 1)
-    hub.wait_for(2, 5)
-    queue.add_engine(Engine(url="http://a:1", node=0))
-    queue.add_engine(Engine(url="http://b:1", node=1))
-    queue.submit([request("a"), request("b")])
-    assert requested_ids(peer, 2) == ["a"]
-    queue.remove_engine("http://a:1")
-    assert peer.receive(2) == [RemoveEngine("http://a:1"), Withdraw(("a",))]
-    peer.send(group_done("a"))  # it was on its way when the request was withdrawn
-    other.send(group_done("b"))
-    other.send(msgspec.structs.replace(group_done("a"), attempt=1))
-    groups = list(queue.as_completed(idle))
-    assert sorted(group.group_id for group in groups) == ["a", "b"]
-    queue.release(["a"])
-    assert [m for m in other.receive(4) if isinstance(m, Release)] == [Release(("a",))]
-    assert queue.num_repeated == 1
-    other.close()
-
-
-def test_requests_move_to_a_node_with_engines_once_its_collector_connects(
-    hub: CollectorHub, queue: RolloutQueue, peer: Peer
-) -> None:
-    queue.add_engine(Engine(url="http://b:1", node=1))
-    queue.submit([request("a")])
-    assert requested_ids(peer, 1) == ["a"]  # no other collector is connected
-    other = Peer(hub, 1)
-    hub.wait_for(2, 5)
-    queue.lost_groups([])  # handles the connection
-    assert peer.receive(1) == [Withdraw(("a",))]
-    assert "a" in requested_ids(other, 2)
-    other.send(msgspec.structs.replace(group_done("a"), attempt=1))
-    assert [group.group_id for group in queue.as_completed(idle)] == ["a"]
-    other.close()
 
 
 def test_requests_of_a_lost_collector_go_to_another_node_under_the_same_ids(

@@ -80,3 +80,24 @@ def request(name: str, num_samples: int = 2, *, evaluation: bool = False) -> Gro
 def group_done(name: str, samples: tuple[RolloutRef, ...] = (), **changes: object) -> GroupDone:
     group = Group(group_id=name, prompt=request(name).prompt, rollouts=samples)
     return GroupDone(group=msgspec.structs.replace(group, **changes), generated_tokens=5)
+
+
+def requested_ids(peer: Peer, count: int) -> list[str]:
+    """Return the ids of the groups that the next `count` messages request."""
+    return [
+        message.group_id for message in peer.receive(count) if isinstance(message, GroupRequest)
+    ]
+
+
+class Observer:
+    """Notes what a queue reports."""
+
+    def __init__(self) -> None:
+        self.failed_engines: list[tuple[str, str]] = []
+        self.lost_collectors: list[tuple[int, int]] = []
+
+    def handle_engine_failure(self, url: str, reason: str) -> None:
+        self.failed_engines.append((url, reason))
+
+    def handle_lost_collector(self, node: int, epoch: int, reason: str) -> None:
+        self.lost_collectors.append((node, epoch))
