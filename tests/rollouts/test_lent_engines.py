@@ -58,7 +58,7 @@ def lending_queue(queue: RolloutQueue, peer: Peer, other: Peer) -> RolloutQueue:
 def test_a_collector_whose_last_engine_leaves_goes_on_with_those_of_other_nodes(
     lending_queue: RolloutQueue, peer: Peer, other: Peer
 ) -> None:
-    """It keeps what it has begun with. New requests go to nodes that have engines."""
+    """Its requests stay where they are. New ones go to nodes that have engines."""
     lending_queue.submit([request("c")])
     assert requested_ids(other, 1) == ["c"]
     assert peer.receive() == []
@@ -79,6 +79,31 @@ def test_a_lent_engine_that_leaves_is_taken_from_all_collectors(
     lending_queue.add_engine(B_ENGINE)
     assert peer.receive(1) == [AddEngine(B_ENGINE)]
     assert other.receive(1) == [AddEngine(B_ENGINE)]
+
+
+def test_a_lent_engine_that_is_added_again_is_added_for_all_collectors(
+    lending_queue: RolloutQueue, peer: Peer, other: Peer
+) -> None:
+    lending_queue.add_engine(B_ENGINE)
+    assert peer.receive(1) == [AddEngine(B_ENGINE)]
+    assert other.receive(1) == [AddEngine(B_ENGINE)]
+
+
+def test_a_collector_that_replaces_a_lost_one_gets_lent_engines_again(
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
+) -> None:
+    queue.add_engine(B_ENGINE)
+    queue.submit([request("a")])
+    assert peer.receive(2) == [AddEngine(B_ENGINE), request("a")]
+    replacement = Peer(hub, 0, epoch=1)
+    queue.disconnect_before(0, 1, "ended")
+    deadline = time.monotonic() + 5
+    while queue.connected_nodes != [0]:
+        assert time.monotonic() < deadline
+        queue.lost_groups([])  # handles what has arrived
+    repeated_request = msgspec.structs.replace(request("a"), attempt=1)
+    assert replacement.receive(2) == [AddEngine(B_ENGINE), repeated_request]
+    replacement.close()
 
 
 def test_an_engine_is_lent_until_a_sync_after_the_return_of_the_nodes_own(
