@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import threading
 import time
 from collections.abc import Iterator
@@ -39,6 +40,7 @@ from tests.chaos.sync_rank import (
 )
 from tests.sglang_bridge.tiny_model import EXPERTS, write_tiny_model
 from tests.support.engines import running_engine
+from tests.support.exactness import EXACT
 from tests.support.sync_ranks import Ranks
 
 pytestmark = [pytest.mark.chaos, pytest.mark.engine, pytest.mark.timeout(900)]
@@ -145,7 +147,7 @@ class Pair:
             assert "DONE" in ranks.lines and ranks.failures == []
             self.audit(version)
             first, second = (asyncio.run(ask_once(engine)) for engine in self.engines)
-            assert first.values == second.values
+            assert self.are_equal(first.values, second.values)
             self.values_of[str(version)] = first.values
         assert len({*self.values_of.values()}) == len(VERSIONS)
 
@@ -173,7 +175,14 @@ class Pair:
         """Require that each answer is that of one whole version."""
         for answer in answers:
             (version,) = answer.versions
-            assert answer.values == self.values_of[version], answer
+            assert self.are_equal(answer.values, self.values_of[version]), answer
+
+    def are_equal(self, values: tuple[int, float], others: tuple[int, float]) -> bool:
+        """Compare answers. MKL's sums depend on the batch on a processor without AVX-512."""
+        tolerance = {"float32": 1e-4, "bfloat16": 2e-2}[self.dtype]
+        return values[0] == others[0] and math.isclose(
+            values[1], others[1], rel_tol=0.0, abs_tol=0.0 if EXACT else tolerance
+        )
 
     def start_again(self, engine: ManagedEngine) -> None:
         """Replace an engine, as its node does."""

@@ -130,7 +130,7 @@ def test_a_second_trainer_on_an_engine_is_noticed(
     The second one's sync is its first, which a run audits by value.
     """
     shared_receiver = receivers[0]
-    shared_receiver.delay("/update_weights_from_distributed", 0.3)
+    shared_receiver.delay("/update_weights_from_distributed", 1.0)
     both = [
         Ranks(tmp_path, urls=[shared_receiver.url], versions=[version], keys=KEYS)
         for version in (1, 2)

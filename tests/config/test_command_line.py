@@ -59,19 +59,26 @@ def test_a_refusal_exits_with_code_2_before_torch_is_imported(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_refusal_takes_less_than_two_seconds_of_processor_time(tmp_path: Path) -> None:
-    """Other processes share the machine, and the wall clock would measure them too."""
+def processor_seconds_of(*arguments: str, cwd: Path, code: int) -> float:
+    """Run Python, and return the processor time that it takes.
+
+    Other processes share the machine, and the wall clock would measure them too.
+    """
     before = os.times()
-    start_time = time.monotonic()
     process = subprocess.run(
-        [sys.executable, str(SCRIPT), "+foo=1"], cwd=tmp_path, capture_output=True, check=False
+        [sys.executable, *arguments], cwd=cwd, capture_output=True, check=False, timeout=120
     )
     after = os.times()
-    assert process.returncode == ExitCode.REFUSED
+    assert process.returncode == code
     user_seconds = after.children_user - before.children_user
-    system_seconds = after.children_system - before.children_system
-    assert user_seconds + system_seconds < 2.0
-    assert time.monotonic() - start_time < 20.0
+    return user_seconds + after.children_system - before.children_system
+
+
+def test_a_refusal_takes_little_more_time_than_the_imports_that_it_needs(tmp_path: Path) -> None:
+    """On a machine where these take 0.3 s, a refusal takes less than 1.4 s."""
+    imports = processor_seconds_of("-c", "import hydra, omegaconf, msgspec", cwd=tmp_path, code=0)
+    refusal = processor_seconds_of(str(SCRIPT), "+foo=1", cwd=tmp_path, code=ExitCode.REFUSED)
+    assert refusal < 3 * imports + 0.5
 
 
 def test_only_rank_0_reports_refusals(tmp_path: Path) -> None:

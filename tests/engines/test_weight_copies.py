@@ -47,7 +47,7 @@ class Scene:
             (0, 1), NodeBoard(store), timeout_seconds=20, log=self.lines.append
         )
         self.impatient = RemoteWeightCopies(
-            (0, 1), NodeBoard(store), timeout_seconds=0.3, log=self.lines.append
+            (0, 1), NodeBoard(store), timeout_seconds=2, log=self.lines.append
         )
 
 
@@ -87,12 +87,12 @@ def test_a_silent_node_is_named_after_the_timeout(scene: Scene) -> None:
     scene.keepers[1].close()
     replies = scene.impatient.take(Path("/shared/push-1"), [0, 1])
     assert replies[0].path
-    assert "sync.timeout_s=0.3" in replies[1].reason
+    assert "sync.timeout_s=2" in replies[1].reason
 
 
 def test_a_long_wait_says_what_it_waits_for(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     reminder = weight_copies.Reminder
     monkeypatch.setattr(weight_copies, "Reminder", lambda: reminder(first_seconds=0.05))
     scene.keepers[1].close()
-    scene.impatient.take(Path("/shared/push-1"), [0, 1])
+    scene.impatient.take(Path("/shared/push-1"), [1])
     assert scene.lines[0].startswith("waiting for nodes [1] to rebuild the weights")

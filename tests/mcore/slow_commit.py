@@ -16,6 +16,7 @@ compat.install()
 
 import torch
 import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 
 from megatron_rl.mcore.checkpoint import streaming
 from megatron_rl.records.progress import print_line
@@ -28,7 +29,10 @@ def commit_slowly(*_: Any, **__: Any) -> None:
 
 
 def main() -> None:
-    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=LIMIT_SECONDS))
+    # Imports may take one rank longer than the limit
+    dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=120))
+    dist.barrier()
+    c10d._set_pg_timeout(datetime.timedelta(seconds=LIMIT_SECONDS), dist.group.WORLD)
     streaming.commit_checkpoint = commit_slowly
     directory = Path(sys.argv[1])
     weights: Any = SimpleNamespace(buckets=[])

@@ -94,7 +94,7 @@ def test_all_processes_of_a_killed_node_end_and_its_files_are_gone(nodes: Nodes)
 def test_peers_hear_of_a_kill_and_not_of_a_power_failure(nodes: Nodes) -> None:
     one, two = nodes
     script = f"import socket; c = socket.create_connection(('{two.name}', 7001)); "
-    script += "c.settimeout(3); print('ready', flush=True); print(repr(c.recv(1)))"
+    script += "c.settimeout(10); print('ready', flush=True); print(repr(c.recv(1)))"
     ends = []
     for strike in (two.kill, lambda: nodes.power_off(two)):
         server = two.start(sys.executable, "-c", SERVER, "7001", stdout=subprocess.PIPE)
@@ -104,7 +104,7 @@ def test_peers_hear_of_a_kill_and_not_of_a_power_failure(nodes: Nodes) -> None:
         )
         assert client.stdout is not None and client.stdout.readline() == "ready\n"
         strike()
-        ends.append(client.communicate(timeout=20)[0].strip().splitlines()[-1])
+        ends.append(client.communicate(timeout=60)[0].strip().splitlines()[-1])
         if not ends[1:]:
             two.boot()
     nodes.power_on(two)
@@ -140,6 +140,11 @@ def test_ports_are_cut_alone(nodes: Nodes) -> None:
     assert 0.05 < time.monotonic() - start < 5
 
 
+def best_seconds(flow: Flow, nbytes: int) -> float:
+    """Return the shortest of three times: other processes may hold one up."""
+    return min(flow.seconds(nbytes) for _ in range(3))
+
+
 @pytest.mark.parametrize("megabits", [8, 40])
 def test_a_limited_link_is_as_slow_as_it_says(nodes: Nodes, megabits: int) -> None:
     """Both directions: what the node receives, and what it sends."""
@@ -147,10 +152,10 @@ def test_a_limited_link_is_as_slow_as_it_says(nodes: Nodes, megabits: int) -> No
     num_megabits = 12
     nbytes = num_megabits * 10**6 // 8
     flows = (Flow(one, two, PORTS[0]), Flow(two, one, PORTS[1]))
-    assert [flow.seconds(nbytes) < 0.3 for flow in flows] == [True, True]
+    assert [best_seconds(flow, nbytes) < 0.3 for flow in flows] == [True, True]
     nodes.limit(two, megabits)
     for flow in flows:
-        rate = num_megabits / flow.seconds(nbytes)
+        rate = num_megabits / best_seconds(flow, nbytes)
         assert 0.75 * megabits < rate < 1.25 * megabits
 
 

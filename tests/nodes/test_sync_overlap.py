@@ -60,10 +60,11 @@ def open_receiver(node: Node, file: Path) -> Iterator[str]:
 
 
 def seconds_of_syncs(node: Node, url: str, gathering: float) -> tuple[float, float]:
-    """Send from a node twice: without gathering, and with so many seconds of it."""
-    words = (url, str(BUCKETS), str(BUCKET_BYTES), "0", str(gathering / BUCKETS))
+    """Send from a node without gathering, and with so many seconds of it: the best of three."""
+    paces = ("0", *[str(gathering / BUCKETS)] * 3)
+    words = (url, str(BUCKETS), str(BUCKET_BYTES), *paces)
     program = [sys.executable, "-m", "tests.nodes.paced_sender", *words]
     variables = [f"{name}={value}" for name, value in PYTHON.items()]
     output = node.run("env", "-C", str(ROOT), *variables, *program, seconds=200)
-    alone, both = json.loads(output.strip().splitlines()[-1])
-    return alone, both
+    alone, *both = json.loads(output.strip().splitlines()[-1])
+    return alone, min(both)

@@ -4,7 +4,6 @@ import json
 import socket
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -74,26 +73,26 @@ def test_a_bad_row_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(600)
 def test_a_bad_row_ends_all_ranks_with_one_message(tmp_path: Path) -> None:
     overrides = settings(tmp_path, "parallel=ep2")
     with (tmp_path / "sums.jsonl").open("a") as file:
         file.write('{"prompt": "1+1="}\n')
-    start = time.monotonic()
     process = subprocess.run(
         [*TORCHRUN, "--standalone", "--nproc-per-node=2", str(SCRIPT), *overrides],
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,  # much less than parallel.timeout_s
         check=False,
     )
-    assert time.monotonic() - start < 60
     assert process.stderr.count("(exit code ") == 1, process.stderr
     assert "(exit code 3: bad_data)" in process.stderr
     assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.distributed
+@pytest.mark.timeout(600)
 def test_a_bad_row_ends_the_ranks_of_all_nodes(tmp_path: Path) -> None:
     """The ranks of other nodes would wait until they time out for a rank 0 that never joins."""
     key_file = tmp_path / "keys.json"
@@ -118,7 +117,7 @@ def test_a_bad_row_ends_the_ranks_of_all_nodes(tmp_path: Path) -> None:
         for node in range(2)
     ]
     try:
-        errors = [node.communicate(timeout=90)[1] for node in nodes]
+        errors = [node.communicate(timeout=240)[1] for node in nodes]
     finally:
         for node in nodes:
             node.kill()

@@ -84,8 +84,9 @@ class RunFollower:
         """Look once, and wait a moment. Returns False after the end of the run."""
         is_running = self.job.poll() is None
         step = last_step(self.run / "metrics.jsonl")
-        if step > self.step:
-            self.step_times[step] = time.monotonic()
+        now = time.monotonic()
+        for new_step in range(self.step + 1, step + 1):
+            self.step_times[new_step] = now
         if is_running:
             self._find_processes()
             time.sleep(_POLL_SECONDS)

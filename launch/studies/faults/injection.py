@@ -20,7 +20,8 @@ from launch.testbed.jobs import (
     wait_for_step,
 )
 
-MAX_SECONDS = 15.0
+# Less than parallel.timeout_s, after which ranks end by themselves
+MAX_SECONDS = 60.0
 _SHARED_MEMORY = Path("/dev/shm")
 # Log lines of torchrun, which it may print before those of the run
 _TORCHRUN_LINE = re.compile(r"^\[?[WEI]\d{4} |^=+$|^\s*$")

@@ -36,7 +36,8 @@ def test_a_close_wins_over_starts() -> None:
 
     thread = threading.Thread(target=start_repeatedly)
     thread.start()
-    time.sleep(0.3)
+    while len(processes) < 3:
+        time.sleep(0.02)
     tree.close(1.0)
     count = len(processes)
     assert count > 1
