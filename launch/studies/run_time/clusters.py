@@ -171,8 +171,9 @@ def _simulate(
 
 def _cell(gain: Gain) -> str:
     mean = fmean(gain.speed_ups)
-    spread = stdev(gain.speed_ups) if len(gain.speed_ups) > 1 else 0.0
-    return f"{mean:.2f} ± {spread:.2f} x, {fmean(gain.bound_shares):.0%}"
+    num_seeds = len(gain.speed_ups)
+    error = stdev(gain.speed_ups) / num_seeds**0.5 if num_seeds > 1 else 0.0
+    return f"{mean:.2f} ± {error:.2f} x, {fmean(gain.bound_shares):.0%}"
 
 
 def assumption_table(scenario: Scenario) -> Iterator[str]:

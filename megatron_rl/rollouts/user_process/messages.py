@@ -12,6 +12,8 @@ from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.contracts.wire_types import Count
 
+HEARTBEAT_SECONDS = 0.5  # between two messages of a process that does nothing else
+
 
 class OpenClass(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
     """Construct the class. The first message, and the only one before `ClassReady`.

@@ -16,6 +16,7 @@ from megatron_rl.contracts.plugins import PluginError
 from megatron_rl.rewards.user_calls import Ending, Outcome
 from megatron_rl.rollouts.user_process.attempts import Attempt, RunningCall
 from megatron_rl.rollouts.user_process.messages import (
+    HEARTBEAT_SECONDS,
     CallEnd,
     CallError,
     CallStart,
@@ -181,7 +182,8 @@ class RemoteClass:
         self._watch = ProcessWatch(
             process,
             self._calls,
-            max_silence_s=self._limits.timeout_s + _GRACE_SECONDS,
+            # Longer than a call may take with its cancellation, which names the call
+            max_silence_s=self._limits.timeout_s + 2 * (_GRACE_SECONDS + HEARTBEAT_SECONDS),
             end=lambda reason: self._lose(process, reason),
             warn=self._warn,
         )

@@ -28,6 +28,7 @@ from megatron_rl.rewards.user_calls import Ending, await_call
 from megatron_rl.rollouts.user_process.current_call import CALL, CurrentCall, make_task_factory
 from megatron_rl.rollouts.user_process.frames import FrameConnection
 from megatron_rl.rollouts.user_process.messages import (
+    HEARTBEAT_SECONDS,
     CallEnd,
     CallError,
     CallStart,
@@ -43,7 +44,6 @@ from megatron_rl.rollouts.user_process.messages import (
 )
 from megatron_rl.rollouts.user_process.remote_episode import QuickActions, RemoteEpisode
 
-HEARTBEAT_SECONDS = 0.5
 # A loop that is blocked for so long writes the stacks of all threads to the log.
 _STACK_SECONDS = 10.0
 _MAX_TRACE_LENGTH = 20_000

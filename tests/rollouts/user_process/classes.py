@@ -57,7 +57,7 @@ def open_class(
 def score_in_process(
     name: str,
     *texts: str,
-    timeout_s: float = 0.5,
+    timeout_s: float = 2.0,
     memory: int = 16 * GIGABYTE,
     max_abandoned: int = 100,
     then: tuple[str, ...] = ("after",),

@@ -219,7 +219,7 @@ def test_an_episode_begins_again_with_the_same_seeds_when_another_one_blocks() -
         seeds[body["sampling_params"]["sampling_seed"]] += 1
         return reply(body, "047" if body["rid"].startswith("g/1#") else "46")
 
-    group, (rollout,), warnings = collect("BlocksOnce", answer, 2, timeout_s=2.0)
+    group, (rollout,), warnings = collect("BlocksOnce", answer, 2, timeout_s=5.0)
     assert group.rejections == {"environment_abandoned": 1}
     assert rollout.sample_index == 0 and len(rollout.segments) == 3
     # 47 and its end; 046 and its end
