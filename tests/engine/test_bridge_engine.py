@@ -3,7 +3,6 @@
 import asyncio
 import stat
 import subprocess
-import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -31,7 +30,7 @@ from sglang_bridge.weights.disk import DiskTransport
 from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.expectation import WeightExpectation
 from tests.sglang_bridge.tiny_model import EXPERTS, LAYERS, TOP_K, write_tiny_model
-from tests.support.engines import running_engine
+from tests.support.engines import flush_idle_cache, running_engine
 from tests.support.updaters import SoleUpdater, in_units
 
 pytestmark = pytest.mark.engine
@@ -168,14 +167,8 @@ def test_cancelled_request_is_aborted(engine: ManagedEngine) -> None:
                 await task
 
     asyncio.run(cancel_one())
-    deadline = time.monotonic() + 20  # the engine checks for closed connections every four seconds
-    while True:
-        try:
-            engine.admin().flush_cache()  # refused while a request runs
-            break
-        except RequestFailed:
-            assert time.monotonic() < deadline, "the request still runs"
-            time.sleep(0.1)
+    # The engine checks for closed connections every four seconds
+    flush_idle_cache(engine.admin(), seconds=10.0)
 
 
 def test_new_weights_arrive_and_responses_carry_their_version(

@@ -40,7 +40,7 @@ from megatron_rl.training.micro_batches import Batcher
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.server.managed_engine import ManagedEngine
 from tests.mcore.replayed_models import build
-from tests.support.engines import running_engine
+from tests.support.engines import flush_idle_cache, running_engine
 from tests.support.exactness import EXACT
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
@@ -111,7 +111,7 @@ async def sample_episodes(engine: ManagedEngine) -> list[Rollout]:
 
 async def routes_of_text(engine: ManagedEngine, tokens: Sequence[int]) -> npt.NDArray[np.int32]:
     """Let the engine read a whole text in one request, with an empty cache."""
-    await asyncio.to_thread(engine.admin().flush_cache)
+    await asyncio.to_thread(flush_idle_cache, engine.admin())
     shape = (SHAPE.num_layers, SHAPE.topk)
     client = GenerateClient(engine.url, api_key=engine.keys.api_key, route_shape=shape)
     async with client:

@@ -1,12 +1,15 @@
 """One real SGLang server for tests."""
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.fp8_weights import quantization_config
+from sglang_bridge.admin import AdminClient
+from sglang_bridge.errors import RequestFailed
 from sglang_bridge.keys import RunKeys, create_keys
 from sglang_bridge.server.lifeline import Lifeline
 from sglang_bridge.server.managed_engine import ManagedEngine
@@ -70,3 +73,20 @@ def running_fp8_engine(
     finally:
         server.stop()
         lifeline.close()
+
+
+def flush_idle_cache(admin: AdminClient, *, seconds: float = 20.0) -> None:
+    """Drop every cached prefix once the engine runs no request.
+
+    An engine refuses while a request runs, and for a moment after it has answered. Raises
+    `RequestFailed` after so many seconds.
+    """
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            admin.flush_cache()
+            return
+        except RequestFailed:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.1)
