@@ -85,19 +85,25 @@ class EngineConnections:
         """
         return self.queue.settle(can_continue=self.can_sample, idle=idle)
 
-    def store_partials(self, idle: Callable[[], None]) -> StoredPartials:
+    def store_partials(
+        self, idle: Callable[[], None], *, max_seconds: float | None = None
+    ) -> StoredPartials:
         """Stop all responses, store what there is of them until `release_partials`, and go on.
 
         Of a response that an engine does not give back, what it has sampled since its last
         interruption is not stored: a resumed run samples that again. idle: called about every half
-        second.
+        second. max_seconds: what a collector has not stored by then is left out, None: a minute.
         """
+        hold_seconds, store_seconds = _HOLD_FOR_SAVE_SECONDS, _STORE_SECONDS
+        if max_seconds is not None:
+            hold_seconds = min(hold_seconds, max_seconds / 3)
+            store_seconds = min(store_seconds, max_seconds - hold_seconds)
         num_new_tokens = 0
         with contextlib.suppress(HoldTimedOut):
             num_new_tokens = self.queue.hold(
-                abort=self._abort_all, idle=idle, timeout_seconds=_HOLD_FOR_SAVE_SECONDS
+                abort=self._abort_all, idle=idle, timeout_seconds=hold_seconds
             ).num_new_tokens
-        groups = self.queue.store_partials(idle=idle, timeout_seconds=_STORE_SECONDS)
+        groups = self.queue.store_partials(idle=idle, timeout_seconds=store_seconds)
         self.queue.proceed()
         return StoredPartials(tuple(groups), num_new_tokens)
 

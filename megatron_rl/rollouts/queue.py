@@ -513,7 +513,7 @@ class RolloutQueue:
             if time.monotonic() > deadline:
                 raise HoldTimedOut(
                     f"the engines of node(s) {sorted(waiting_nodes)} still worked on requests "
-                    f"{timeout_seconds:g} s after these were to stop"
+                    f"{timeout_seconds:.3g} s after these were to stop"
                 )
             if abort is not None:
                 abort()
@@ -630,7 +630,7 @@ class RolloutQueue:
             if time.monotonic() > deadline:
                 self._write_log(
                     f"warning: node(s) {sorted(waiting_nodes)} did not store their open rollouts "
-                    f"within {timeout_seconds:g} s: a resumed run samples them anew"
+                    f"within {timeout_seconds:.3g} s: a resumed run samples them anew"
                 )
                 break
             if idle is not None:

@@ -205,7 +205,9 @@ class Leader:
         try:
             with watch.section("checkpoint"):
                 open_groups = self._on_update.before_save(
-                    self.parts.rollouts, is_stopping=is_stopping
+                    self.parts.rollouts,
+                    is_stopping=is_stopping,
+                    seconds_to_stop=self.checkpoints.seconds_to_stop,
                 )
         except (CollectorFailed, NoEngineLeft) as error:
             failure = error

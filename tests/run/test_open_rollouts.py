@@ -35,6 +35,7 @@ class StoredResponses:
     is_quiet: bool = False
     num_uncounted: int = 0
     calls: list[str] = field(default_factory=list)
+    seconds_to_stop: list[float | None] = field(default_factory=list)
 
     def before_sync(self, source: StepSource) -> int:
         num_tokens = self.num_uncounted
@@ -44,9 +45,10 @@ class StoredResponses:
     def after_sync(self, source: StepSource) -> None: ...
 
     def before_save(
-        self, source: StepSource, *, is_stopping: bool
+        self, source: StepSource, *, is_stopping: bool, seconds_to_stop: float | None
     ) -> Mapping[int, tuple[Group, ...]]:
         self.calls.append("stop" if is_stopping else "save")
+        self.seconds_to_stop.append(seconds_to_stop)
         if self.failure is not None:
             raise self.failure
         self.num_uncounted += self.num_new_tokens
@@ -108,7 +110,7 @@ def test_a_stop_request_saves_open_rollouts_too(tmp_path: Path, aborts_step: boo
 
     def on_sample(step: int) -> None:
         if step == 3:
-            stop.handle_signal(signal.SIGUSR1)
+            stop.handle_signal(signal.SIGTERM)
             if aborts_step:
                 raise StepAborted
 
@@ -122,6 +124,8 @@ def test_a_stop_request_saves_open_rollouts_too(tmp_path: Path, aborts_step: boo
             on_update=on_update,
         )
     assert on_update.calls == ["stop", "free"]
+    (seconds_to_stop,) = on_update.seconds_to_stop
+    assert seconds_to_stop is not None and 0 < seconds_to_stop <= 10.0
     assert ranks.steps == [2 if aborts_step else 3]
     assert ranks.states[0].position.open_steps == (7, 8)
     assert len(ranks.batches[0]) == 2

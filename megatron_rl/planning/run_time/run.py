@@ -257,7 +257,9 @@ class _SimulatedControl:
         self.cluster.settle()
         return HeldRequests(0, 0)
 
-    def store_partials(self, idle: Callable[[], None]) -> StoredPartials:
+    def store_partials(
+        self, idle: Callable[[], None], *, max_seconds: float | None
+    ) -> StoredPartials:
         raise RuntimeError("a simulated run saves no checkpoint")
 
     def release_partials(self) -> None:

@@ -42,8 +42,13 @@ class ResponseControl(Protocol):
         """Wait until every response has ended or has used up its budget."""
         ...
 
-    def store_partials(self, idle: Callable[[], None]) -> StoredPartials:
-        """Stop all responses, store what there is of them until `release_partials`, and go on."""
+    def store_partials(
+        self, idle: Callable[[], None], *, max_seconds: float | None
+    ) -> StoredPartials:
+        """Stop all responses, store what there is of them until `release_partials`, and go on.
+
+        What is not stored after `max_seconds` is left out.
+        """
         ...
 
     def release_partials(self) -> None:
@@ -69,11 +74,12 @@ class OnUpdate(Protocol):
         ...
 
     def before_save(
-        self, source: StepSource, *, is_stopping: bool
+        self, source: StepSource, *, is_stopping: bool, seconds_to_stop: float | None
     ) -> Mapping[int, tuple[Group, ...]]:
         """Return what there is of the groups of open steps, by step, for a checkpoint.
 
-        is_stopping: the run ends after the checkpoint, and has little time.
+        is_stopping: the run ends after the checkpoint, and has little time. seconds_to_stop: this
+        time, None if it has no limit.
         """
         ...
 
@@ -108,7 +114,7 @@ class WaitForResponses:
         self.steps_ahead.complete(source)
 
     def before_save(
-        self, source: StepSource, *, is_stopping: bool
+        self, source: StepSource, *, is_stopping: bool, seconds_to_stop: float | None
     ) -> Mapping[int, tuple[Group, ...]]:
         """Complete the open step, if there is time for it. Nothing is open then."""
         if not is_stopping:
@@ -134,13 +140,15 @@ class _OpenResponses:
     num_uncounted: int = 0
 
     def before_save(
-        self, source: StepSource, *, is_stopping: bool
+        self, source: StepSource, *, is_stopping: bool, seconds_to_stop: float | None
     ) -> Mapping[int, tuple[Group, ...]]:
         """Store what there is of open responses, or complete them if there is time for it."""
         if self.stores_partials:
             if not source.open_steps:
                 return {}
-            partials = self.control.store_partials(self.idle)
+            # The other half of the time belongs to the checkpoint itself
+            max_seconds = None if seconds_to_stop is None else seconds_to_stop / 2
+            partials = self.control.store_partials(self.idle, max_seconds=max_seconds)
             self.num_uncounted += partials.num_new_tokens
             return source.open_groups(partials.groups)
         if not is_stopping:

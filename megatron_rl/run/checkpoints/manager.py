@@ -173,6 +173,11 @@ class CheckpointManager:
             result: SaveResult = self.dispatcher.run(WaitForSave())
         return self._report(result)
 
+    @property
+    def seconds_to_stop(self) -> float | None:
+        """The time in which a run that was asked to stop has to end. None: there is no limit."""
+        return self.stop.seconds_left
+
     def raise_if_stop_requested(self) -> None:
         """Raise `StoppedAfterSave` when the run was asked to stop and has a checkpoint."""
         if self.stop_requested and self.last_saved_step is not None:

@@ -63,6 +63,11 @@ class StopRequest:
         """True once the time limit after a SIGTERM has passed."""
         return self._deadline is not None and self._clock() > self._deadline
 
+    @property
+    def seconds_left(self) -> float | None:
+        """The time that is left after a SIGTERM or SIGINT. None: there is no limit."""
+        return None if self._deadline is None else max(0.0, self._deadline - self._clock())
+
     def check_deadline(self) -> None:
         """Raise `StepAborted` in a step that has trained nothing, after half of the time limit."""
         if self._deadline is None or not self.is_step_abortable:

@@ -75,6 +75,20 @@ def test_ctrl_c_saves_and_a_second_one_ends_the_run() -> None:
     assert not stop.handle_signal(signal.SIGINT)
 
 
+def test_the_time_that_is_left_begins_with_the_first_signal_that_limits_it() -> None:
+    now = [0.0]
+    stop = StopRequest(20.0, clock=lambda: now[0])
+    stop.accept_signals()
+    stop.handle_signal(signal.SIGUSR1)
+    assert stop.seconds_left is None
+    stop.handle_signal(signal.SIGTERM)
+    now[0] = 5.0
+    stop.handle_signal(signal.SIGTERM)
+    assert stop.seconds_left == 15.0
+    now[0] = 30.0
+    assert stop.seconds_left == 0.0
+
+
 def test_a_run_saves_after_ctrl_c() -> None:
     code, errors, _ = run_process(REQUEST + "run_with_request(9.0, save)", signal.SIGINT)
     assert code == 75
