@@ -94,7 +94,8 @@ class EngineConnections:
         interruption is not stored: a resumed run samples that again. idle: called about every half
         second. max_seconds: what a collector has not stored by then is left out, None: a minute.
         """
-        hold_seconds, store_seconds = _HOLD_FOR_SAVE_SECONDS, _STORE_SECONDS
+        hold_seconds = _HOLD_FOR_SAVE_SECONDS
+        store_seconds = _STORE_SECONDS
         if max_seconds is not None:
             hold_seconds = min(hold_seconds, max_seconds / 3)
             store_seconds = min(store_seconds, max_seconds - hold_seconds)

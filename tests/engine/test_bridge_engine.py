@@ -278,7 +278,7 @@ def test_one_flipped_bit_is_reported(
 def test_response_that_spans_an_update_has_two_versions(
     engine: ManagedEngine, push: Push, weights: tuple[Weights, Weights]
 ) -> None:
-    """It is tried again if the response has ended when the update comes."""
+    """The response may have ended when the update comes. Then another one is sampled."""
 
     async def draw_across_an_update(version: int) -> Generation:
         async with client_of(engine) as client:

@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -139,44 +140,78 @@ def test_a_resumed_run_continues_the_same_run_of_wandb(
     assert identities[0] == identities[1] != identities[2]
 
 
-@pytest.mark.parametrize("fault", ["slow", "hangs", "fails"])
-def test_the_end_of_a_run_waits_for_wandb_only_for_a_while(
-    tmp_path: Path, wandb: dict[str, Any], monkeypatch: pytest.MonkeyPatch, fault: str
-) -> None:
-    release = threading.Event()
+def lines_of_an_end(
+    directory: Path,
+    wandb: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    finish: Callable[[], object],
+    *,
+    max_seconds: float,
+    on_line: Callable[[], None] = lambda: None,
+) -> tuple[list[str], list[str]]:
+    """End a run whose tracker ends with `finish`. Returns the lines of the wait, and warnings.
 
-    class Slow(WandbRun):
+    max_seconds: of the wait. on_line: called after each line.
+    """
+
+    class Run(WandbRun):
         def finish(self) -> None:
-            if fault == "fails":
-                raise ConnectionError("no route")
-            release.wait(60)
+            finish()
 
-    wandb["run"] = Slow()
+    wandb["run"] = Run()
     monkeypatch.setattr(module, "FIRST_SECONDS", 0.1)
-    monkeypatch.setattr(module, "_FINISH_SECONDS", 30.0 if fault == "slow" else 1.0)
-    (tmp_path / "config.yaml").write_text("{}")
+    monkeypatch.setattr(module, "_FINISH_SECONDS", max_seconds)
+    (directory / "config.yaml").write_text("{}")
     lines: list[str] = []
 
     def log(line: str) -> None:
         lines.append(line)
-        if fault == "slow":
-            release.set()
+        on_line()
 
-    trackers = open_trackers(LoggerSettings(wandb="project"), tmp_path, log)
+    trackers = open_trackers(LoggerSettings(wandb="project"), directory, log)
     start = time.monotonic()
     trackers.close()
-    release.set()
     assert time.monotonic() - start < 20
     waiting = [line for line in lines if "sending the last metrics to Weights & Biases" in line]
     warnings = [line for line in lines if line.startswith("warning: logger.wandb: ")]
     assert len(waiting) + len(warnings) == len(lines)
-    if fault == "fails":
-        assert not waiting and "ConnectionError: no route" in warnings[0]
-        return
-    assert re.search(r" \d+ s so far$", waiting[0])
-    assert [("not sent within 1 s" in line, "wandb sync" in line) for line in warnings] == (
-        [(True, True)] if fault == "hangs" else []
+    return waiting, warnings
+
+
+def test_the_end_of_a_run_waits_for_wandb(
+    tmp_path: Path, wandb: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+    waiting, warnings = lines_of_an_end(
+        tmp_path,
+        wandb,
+        monkeypatch,
+        lambda: release.wait(60),
+        max_seconds=30.0,
+        on_line=release.set,
     )
+    assert re.search(r" \d+ s so far$", waiting[0]) and warnings == []
+
+
+def test_the_end_of_a_run_waits_for_wandb_only_for_a_while(
+    tmp_path: Path, wandb: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    release = threading.Event()
+    waiting, (warning,) = lines_of_an_end(
+        tmp_path, wandb, monkeypatch, lambda: release.wait(60), max_seconds=1.0
+    )
+    release.set()
+    assert waiting and "not sent within 1 s" in warning and "wandb sync" in warning
+
+
+def test_the_end_of_a_run_says_why_wandb_has_failed(
+    tmp_path: Path, wandb: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ConnectionError("no route")
+
+    waiting, warnings = lines_of_an_end(tmp_path, wandb, monkeypatch, fail, max_seconds=1.0)
+    assert waiting == [] and "ConnectionError: no route" in warnings[0]
 
 
 def test_a_tracker_that_fails_is_left_out_and_the_others_go_on() -> None:
