@@ -117,7 +117,7 @@ def test_all_processes_end_even_when_some_are_frozen(
         os.kill(pids[index], signal.SIGSTOP)
     start = time.monotonic()
     node.processes.stop(1.5)
-    assert time.monotonic() - start < 6
+    assert time.monotonic() - start < 20
     assert [pid for pid in [*pids, collector.pid] if is_alive(pid)] == []
     assert node.memory() == []
     node.processes.stop(1.5)

@@ -86,7 +86,7 @@ def test_a_silent_collector_is_gone(hub: CollectorHub, peer: Peer) -> None:
     node, epoch, reason = next_loss(hub)
     assert (node, epoch) == (0, 0) and hub.nodes == []
     assert re.search(r"node 0 was not heard .* logs/collector-0\.log", reason)
-    assert 0.9 < time.monotonic() - start < 4
+    assert 0.9 < time.monotonic() - start < 15
 
 
 def test_a_silent_collector_that_speaks_again_is_told_to_end(hub: CollectorHub, peer: Peer) -> None:

@@ -49,7 +49,7 @@ def test_a_run_that_exceeds_the_time_limit_ends_without_saving() -> None:
         )
         assert code == 143
         assert "stopped (SIGTERM)" in errors
-        assert 1.0 < seconds < 8
+        assert 1.0 < seconds < 20
 
 
 def test_ctrl_c_does_not_wait_for_the_time_limit() -> None:
@@ -58,7 +58,7 @@ def test_ctrl_c_does_not_wait_for_the_time_limit() -> None:
     )
     assert code == 130
     assert "stopped (SIGINT)" in errors
-    assert seconds < 8
+    assert seconds < 20
 
 
 def test_ctrl_c_saves_and_a_second_one_ends_the_run() -> None:

@@ -87,7 +87,7 @@ def run_process(code: str, *numbers: signal.Signals) -> tuple[int, str, float]:
 def test_a_signal_ends_a_working_run(number: signal.Signals) -> None:
     code, errors, seconds = run_process("run(sleep)", number)
     assert code == 128 + number
-    assert seconds < 5
+    assert seconds < 20
     assert errors.strip().splitlines()[0] == f"the run was stopped ({number.name})"
     assert "Traceback" not in errors
 
@@ -103,7 +103,7 @@ def test_a_signal_ends_a_run_that_hangs_in_a_collective() -> None:
     code, errors, seconds = run_process("run(hang)", signal.SIGTERM)
     assert code == 143
     assert "stopped (SIGTERM)" in errors
-    assert seconds < 8
+    assert seconds < 20
 
 
 def test_a_second_signal_does_not_interrupt_the_cleanup() -> None:
@@ -120,7 +120,7 @@ def test_a_cleanup_that_hangs_is_cut_off_after_the_reason_is_printed() -> None:
     code, errors, seconds = run_process("run(sleep, kill=hang)", signal.SIGTERM)
     assert code == 143
     assert "stopped (SIGTERM)" in errors
-    assert 1.5 < seconds < 8
+    assert 1.5 < seconds < 20
 
 
 def test_children_of_a_process_end_with_it_even_when_frozen() -> None:
@@ -133,7 +133,7 @@ def test_children_of_a_process_end_with_it_even_when_frozen() -> None:
     )
     _, errors, _ = run_process(code, signal.SIGTERM)
     child = Path("/proc") / errors.split()[0]
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 20
     while child.exists() and time.monotonic() < deadline:
         time.sleep(0.05)
     assert not child.exists() or "\nState:\tZ" in (child / "status").read_text()
@@ -150,7 +150,7 @@ def test_a_dead_engine_is_noticed_while_the_main_thread_waits(work: str) -> None
     )
     status, errors, seconds = run_process(check + f"run({work}, check=check)")
     assert status == 4
-    assert seconds < 8
+    assert seconds < 20
     assert errors.strip().splitlines()[0].startswith("engine http://e ended by itself")
 
 
@@ -162,7 +162,7 @@ def test_a_time_limit_ends_a_run_that_hangs_in_user_code(work: str) -> None:
     )
     status, errors, seconds = run_process(limit + f"run({work}, limit=limit)")
     assert status == 2
-    assert seconds < 8
+    assert seconds < 20
     assert errors.strip().splitlines()[0] == "the constructor does not return"
 
 

