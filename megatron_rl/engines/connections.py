@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +12,7 @@ from megatron_rl.contracts.commands import Command
 from megatron_rl.engines.fleet import Fleet
 from megatron_rl.engines.token_counter import TokenCounter
 from megatron_rl.engines.weight_sync import WeightSync
+from megatron_rl.rollouts.partials.time_to_store import StopSource, TimeToStore
 from megatron_rl.rollouts.queue import HeldRequests, HoldTimedOut, RolloutQueue
 from megatron_rl.rollouts.steps.on_update import StoredPartials
 from megatron_rl.rollouts.store import RolloutStore
@@ -18,6 +20,8 @@ from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.weights.calls import call_each
 
+# An engine that hangs must not take the time of others. It is asked again.
+_ABORT_SECONDS = 0.5
 _HOLD_SECONDS = 600.0
 _HOLD_FOR_SAVE_SECONDS = 10.0
 _STORE_SECONDS = 60.0
@@ -85,26 +89,27 @@ class EngineConnections:
         """
         return self.queue.settle(can_continue=self.can_sample, idle=idle)
 
-    def store_partials(
-        self, idle: Callable[[], None], *, max_seconds: float | None = None
-    ) -> StoredPartials:
+    def store_partials(self, idle: Callable[[], None], stop_source: StopSource) -> StoredPartials:
         """Stop all responses, store what there is of them until `release_partials`, and go on.
 
         Of a response that an engine does not give back, what it has sampled since its last
-        interruption is not stored: a resumed run samples that again. idle: called about every half
-        second. max_seconds: what a collector has not stored by then is left out, None: a minute.
+        interruption is not stored: a resumed run samples that again. What a collector has not
+        stored after a minute is left out. If the run has to stop, both have less time.
+
+        idle: called about every half second.
         """
-        hold_seconds = _HOLD_FOR_SAVE_SECONDS
-        store_seconds = _STORE_SECONDS
-        if max_seconds is not None:
-            hold_seconds = min(hold_seconds, max_seconds / 3)
-            store_seconds = min(store_seconds, max_seconds - hold_seconds)
+        time_to_store = TimeToStore(stop_source)
         num_new_tokens = 0
         with contextlib.suppress(HoldTimedOut):
             num_new_tokens = self.queue.hold(
-                abort=self._abort_all, idle=idle, timeout_seconds=hold_seconds
+                abort=self._abort_all,
+                idle=idle,
+                timeout_seconds=_HOLD_FOR_SAVE_SECONDS,
+                has_to_end=time_to_store.is_over_for_engines,
             ).num_new_tokens
-        groups = self.queue.store_partials(idle=idle, timeout_seconds=store_seconds)
+        groups = self.queue.store_partials(
+            idle=idle, timeout_seconds=_STORE_SECONDS, has_to_end=time_to_store.is_over
+        )
         self.queue.proceed()
         return StoredPartials(tuple(groups), num_new_tokens)
 
@@ -119,7 +124,8 @@ class EngineConnections:
     def _abort_all(self) -> None:
         """Abort the requests of every engine. One that does not answer has failed, or will."""
         admins = [self.open_admin(member.engine) for member in self.fleet.members.serving]
-        call_each(admins, lambda admin: admin.abort_all())
+        deadline = time.monotonic() + _ABORT_SECONDS
+        call_each(admins, lambda admin: admin.abort_all(), deadline=deadline)
 
     def recover(self, run: Callable[[Command], Any]) -> None:
         """Let engines join and leave while all ranks wait for rollouts.

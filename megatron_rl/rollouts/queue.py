@@ -61,6 +61,10 @@ _SAVED_NODE = -1  # the "node" of rollouts that rank 0 holds itself
 _ABORT_SECONDS = 30.0
 
 
+def _never() -> bool:
+    return False
+
+
 class CollectorFailed(Failure):
     """A collector reported an error or sent an unexpected message."""
 
@@ -188,8 +192,8 @@ class RolloutQueue:
     """Distributes group requests over the collectors of all nodes.
 
     Each request goes to the node with the fewest outstanding rollouts. It waits while no collector
-    is connected. If the last engine of a node leaves, engines of other nodes are lent to its
-    collector, which continues what it has begun with.
+    is connected. If the last engine of a node leaves, its collector gets engines of other nodes
+    and continues its responses on them.
 
     num_repeated: requests that were sent again, because their collector was gone, or because what a
     checkpoint had of them did not fit.
@@ -243,7 +247,8 @@ class RolloutQueue:
         """Let the collector of the engine's node use it. It holds the current weights."""
         self._engines[engine.url] = engine
         self.engines_left_out.discard(engine.url)
-        self._lent_engines.remove_engine(engine.url)
+        for node in self._lent_engines.remove_engine(engine.url):
+            self._send(node, RemoveEngine(engine.url))
         self._send(engine.node, AddEngine(engine))
         self._provide_engines()
 
@@ -261,10 +266,14 @@ class RolloutQueue:
         is_new = version != self._version
         self._version = version
         self._is_version_set = True
+        if is_new:
+            # Before responses that wait for the new weights go on, perhaps on such an engine
+            self._take_back_engines()
         for node in self._epochs:
             self._send(node, SetVersion(version))
         if is_new:
-            self._take_back_engines()
+            self._lent_engines.forget_failures()
+            self._provide_engines()
 
     def submit(self, requests: Sequence[GroupRequest]) -> None:
         """Request groups. The rest of a group is not sent again if a collector has begun with it.
@@ -379,6 +388,7 @@ class RolloutQueue:
         for node, ids in ids_by_node.items():
             self._send(node, Withdraw(tuple(ids)))
             self._dropped_requests.ids.setdefault(node, Counter()).update(ids)
+            self._take_back_unneeded(node)
         wanted_ids = set(group_ids)
         for group_id in group_ids:
             self._begun_requests.pop(group_id, None)
@@ -492,13 +502,14 @@ class RolloutQueue:
         *,
         abort: Callable[[], None] | None,
         timeout_seconds: float,
+        has_to_end: Callable[[], bool] = _never,
         idle: Callable[[], None] | None = None,
     ) -> HeldRequests:
         """Let collectors send no request until `proceed`, and wait until no engine works on one.
 
         abort: aborts all requests of all engines; they are continued later. It is called about
         every half second, because a request may be on its way. None: they run to their end.
-        idle: called as often.
+        has_to_end: asked as often. If it returns True, the time is over. idle: called as often.
 
         Raises `HoldTimedOut`, and `CollectorFailed`.
         """
@@ -508,12 +519,13 @@ class RolloutQueue:
         for node in self.connected_nodes:
             self._send(node, self._holding.message)
         reminder = Reminder()
-        deadline = time.monotonic() + timeout_seconds
+        start = time.monotonic()
         while waiting_nodes := set(self.connected_nodes) - self._holding.answers.keys():
-            if time.monotonic() > deadline:
+            seconds = time.monotonic() - start
+            if seconds > timeout_seconds or has_to_end():
                 raise HoldTimedOut(
                     f"the engines of node(s) {sorted(waiting_nodes)} still worked on requests "
-                    f"{timeout_seconds:.3g} s after these were to stop"
+                    f"{seconds:.3g} s after these were to stop"
                 )
             if abort is not None:
                 abort()
@@ -611,11 +623,16 @@ class RolloutQueue:
         return [g for g in self._ready if g.group_id in group_ids and not self._is_lost(g.group_id)]
 
     def store_partials(
-        self, *, timeout_seconds: float, idle: Callable[[], None] | None = None
+        self,
+        *,
+        timeout_seconds: float,
+        has_to_end: Callable[[], bool] = _never,
+        idle: Callable[[], None] | None = None,
     ) -> list[Group]:
         """Let collectors store what there is of all requests, until `release_partials`.
 
-        What a collector does not store in time is left out. idle: called about every half second.
+        What a collector does not store in time is left out. has_to_end: asked about every half
+        second. If it returns True, the time is over. idle: called as often.
 
         Raises `CollectorFailed`.
         """
@@ -625,12 +642,13 @@ class RolloutQueue:
         self._partials.is_wanted = True
         for node in self.connected_nodes:
             self._send(node, StorePartials(self._partials.number))
-        deadline = time.monotonic() + timeout_seconds
+        start = time.monotonic()
         while waiting_nodes := set(self.connected_nodes) - self._partials.answers.keys():
-            if time.monotonic() > deadline:
+            seconds = time.monotonic() - start
+            if seconds > timeout_seconds or has_to_end():
                 self._write_log(
                     f"warning: node(s) {sorted(waiting_nodes)} did not store their open rollouts "
-                    f"within {timeout_seconds:.3g} s: a resumed run samples them anew"
+                    f"within {seconds:.2g} s: a resumed run samples them anew"
                 )
                 break
             if idle is not None:
@@ -703,11 +721,8 @@ class RolloutQueue:
             self._hub.send(node, message)
 
     def _assign(self, outstanding: _Outstanding) -> None:
-        """Send a request to the node with the fewest outstanding rollouts, if there is one.
-
-        Nodes without an engine count only where no node has one: some environments need none.
-        """
-        nodes = self._nodes_with_engines() or self.connected_nodes
+        """Send a request to the node with the fewest outstanding rollouts, if there is one."""
+        nodes = self._nodes_to_request_from()
         if not nodes:
             return
         node = min(nodes, key=lambda n: (self._loads[n], n))
@@ -726,6 +741,19 @@ class RolloutQueue:
         self._send(node, request)
         self._send_settle(node)
 
+    def _nodes_to_request_from(self) -> list[int]:
+        """Return the nodes that have engines. If there is none: those that can use other engines.
+
+        If no node can use an engine, it returns all nodes: some environments need no engine.
+        """
+        connected_nodes = self.connected_nodes
+        borrowers = [
+            node
+            for node in connected_nodes
+            if any(self._lent_engines.is_usable(node, engine) for engine in self._engines.values())
+        ]
+        return self._nodes_with_engines() or borrowers or connected_nodes
+
     def _nodes_with_engines(self) -> list[int]:
         nodes = {engine.node for engine in self._engines.values()}
         return [node for node in self.connected_nodes if node in nodes]
@@ -733,14 +761,15 @@ class RolloutQueue:
     def _provide_engines(self) -> None:
         """Lend engines to the collectors that have requests and no engine of their own node.
 
-        If a collector can use none of them, its requests move to nodes that have engines.
+        If a collector can use none of them, its requests move to other nodes.
         """
         nodes_with_engines = self._nodes_with_engines()
+        nodes_to_request_from = self._nodes_to_request_from()
         for node in self.connected_nodes:
             if not self._loads[node] or node in nodes_with_engines:
                 continue
             self._lend_engines(node)
-            if nodes_with_engines and node not in self._lent_engines.nodes:
+            if node not in self._lent_engines.nodes and node not in nodes_to_request_from:
                 self._move_requests(node)
 
     def _lend_engines(self, node: int) -> None:
@@ -748,25 +777,46 @@ class RolloutQueue:
             self._send(node, AddEngine(engine))
 
     def _take_back_engines(self) -> None:
-        """Take engines back from collectors that need them no longer.
+        """Take engines back from the nodes that have their own again.
 
         No engine works on a request right after a weight sync, so none is interrupted.
         """
         nodes_with_engines = self._nodes_with_engines()
         for node in self._lent_engines.nodes:
-            if node in nodes_with_engines or not self._loads[node]:
-                for url in self._lent_engines.take_back(node):
-                    self._send(node, RemoveEngine(url))
+            if node in nodes_with_engines:
+                self._take_back_engines_of(node)
 
-    def _handle_unusable_loan(self, node: int, message: EngineLeftOut) -> None:
-        """Take back an engine that a collector of another node cannot use.
+    def _take_back_unneeded(self, node: int) -> None:
+        """Take engines back from a node without requests."""
+        if not self._loads[node]:
+            self._take_back_engines_of(node)
 
-        It may serve all the same: its own node may reach it.
+    def _take_back_engines_of(self, node: int) -> None:
+        for url in self._lent_engines.take_back(node):
+            self._send(node, RemoveEngine(url))
+
+    def _handle_failed_engine(self, node: int, message: EngineLeftOut) -> None:
+        """Take an engine away from a node's collector, which cannot use it.
+
+        An engine of another node counts as failed only once no collector can use it: others may
+        reach it.
         """
-        self._write_log(f"node {node} cannot use {message.url} of another node: {message.reason}")
-        self._lent_engines.take_back_unusable(node, message.url)
+        engine = self._engines.get(message.url)
+        if engine is None or engine.node == node:
+            self._handle_news(message)
+            return
+        if not self._lent_engines.is_lent(node, message.url):
+            return  # it was taken back meanwhile
+        self._lent_engines.mark_unusable(node, message.url)
         self._send(node, RemoveEngine(message.url))
-        self._provide_engines()
+        if any(self._lent_engines.is_usable(other, engine) for other in self.connected_nodes):
+            self._write_log(
+                f"node {node} cannot use engine {message.url} of node {engine.node}: "
+                f"{message.reason}"
+            )
+            self._provide_engines()
+        else:
+            self._handle_news(message)
 
     def _move_requests(self, node: int) -> None:
         """Withdraw the requests of a node, and send them to others."""
@@ -832,9 +882,9 @@ class RolloutQueue:
                 self._handle_gone(node, epoch, reason)
             case Failed():
                 raise _failure(node, message)
-            case EngineLeftOut() if self._lent_engines.is_lent(node, message.url):
-                self._handle_unusable_loan(node, message)
-            case AbortRequest() | EngineLeftOut() | CallAbandoned():
+            case EngineLeftOut():
+                self._handle_failed_engine(node, message)
+            case AbortRequest() | CallAbandoned():
                 self._handle_news(message)
             case Held():
                 self._take_held(node, message)
@@ -867,6 +917,7 @@ class RolloutQueue:
         self._epochs[node] = epoch
         self._loads[node] = 0
         self._lent_engines.take_back(node)
+        self._lent_engines.forget_failures(node)
         if node in self._configurations:
             self._send(node, self._configurations[node])
         if self._is_version_set:
@@ -891,7 +942,10 @@ class RolloutQueue:
         self._partials.answers.pop(node, None)
         self._dropped_requests.ids.pop(node, None)
         self._detach(node)
+        # Perhaps nobody else could use some engine: others try it again
+        self._lent_engines.forget_failures()
         self._assign_waiting()
+        self._provide_engines()
         self._write_log(f"{reason}. Its requests go to others, or wait for the next one")
         if self.observer is not None:
             self.observer.handle_lost_collector(node, epoch, reason)
@@ -919,6 +973,7 @@ class RolloutQueue:
         staleness = 0 if request.evaluation else self._max_staleness
         group = _without_wrong_version(message.group, self._version - staleness, self._version)
         self._take_extension(node, message, outstanding, group)
+        self._take_back_unneeded(node)
         return group
 
     def _take_extension(
@@ -961,6 +1016,7 @@ class RolloutQueue:
         self._forget(message.group_id)
         self._loads[node] -= outstanding.request.num_samples
         self._dropped_requests.aborted_tokens[message.group_id] += message.generated_tokens
+        self._take_back_unneeded(node)
 
     def _handle_news(self, message: AbortRequest | EngineLeftOut | CallAbandoned) -> None:
         match message:

@@ -199,16 +199,11 @@ class Leader:
         """
         assert self.checkpoints is not None
         watch = Stopwatch()
-        is_stopping = self._is_stop_requested()
         open_groups: Mapping[int, tuple[Group, ...]] = {}
         failure: Failure | None = None
         try:
             with watch.section("checkpoint"):
-                open_groups = self._on_update.before_save(
-                    self.parts.rollouts,
-                    is_stopping=is_stopping,
-                    seconds_to_stop=self.checkpoints.seconds_to_stop,
-                )
+                open_groups = self._on_update.before_save(self.parts.rollouts, self.checkpoints)
         except (CollectorFailed, NoEngineLeft) as error:
             failure = error
             text = f"the checkpoint of step {step} holds no open rollouts: {failure}"
@@ -218,7 +213,7 @@ class Leader:
             values = self.checkpoints.save(point, last=last or failure is not None)
         finally:
             self._on_update.after_save()
-        if failure is not None and not is_stopping:
+        if failure is not None and not self._is_stop_requested():
             raise failure
         seconds = watch.seconds["time/checkpoint"]
         return values | {"time/checkpoint": values["time/checkpoint"] + seconds}

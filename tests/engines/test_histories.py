@@ -29,6 +29,7 @@ from hypothesis.stateful import (
 from megatron_rl.contracts.commands import Sync
 from megatron_rl.engines.fleet import Fleet, NoEngineLeft
 from megatron_rl.rollouts.hub import CollectorHub
+from megatron_rl.rollouts.messages import EngineLeftOut
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from sglang_bridge.errors import WeightMismatch
 from tests.support.simulated_run import SimulatedCollector, SimulatedEngine, SimulatedRun
@@ -37,7 +38,7 @@ _NUMBER = tuple(range(8))
 _COUNT = (1, 2, 3)
 _YES_OR_NO = (False, True)
 _BEGINNING: dict[str, Sequence[Any]] = {
-    "layout": ((1, 1), (2, 1), (2,), (0, 0)),
+    "layout": ((1, 1), (2, 1), (2,), (0, 0), (1, 0), (1, 0, 1), (0, 0, 0)),
     "audit_every": (1, 2),
     "reuses_ports": _YES_OR_NO,
 }
@@ -186,6 +187,22 @@ class Histories(RuleBasedStateMachine):
     # Nodes
 
     @action(number=_NUMBER)
+    def give_up_process(self, number: int) -> None:
+        """An engine or a collector ends, and its node does not start it again."""
+        processes = [entry for node in self.world.nodes for entry in node.processes]
+        self.world.give_up(processes[number % len(processes)])
+
+    @action(number=_NUMBER, node=_NUMBER)
+    def cut_route(self, number: int, node: int) -> None:
+        """A node cannot reach an engine any more."""
+        node %= len(self.world.nodes)
+        self.world.cut_routes.add((node, self._engine(number).url))
+
+    @action()
+    def repair_routes(self) -> None:
+        self.world.cut_routes.clear()
+
+    @action(number=_NUMBER)
     def look_after_node(self, number: int) -> None:
         self.world.nodes[number % len(self.world.nodes)].step()
 
@@ -318,7 +335,7 @@ def test_nothing_is_lost_or_doubled_in_random_histories() -> None:
 
 
 def test_nothing_is_lost_or_doubled_of_ten_thousand_groups() -> None:
-    assert play_histories(3500) > 10_000
+    assert play_histories(4000) > 10_000
 
 
 @pytest.mark.nightly
@@ -399,12 +416,24 @@ def send_before_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(RolloutQueue, "_is_configured", lambda self, node: node in self._epochs)
 
 
+def ignore_failures_of_lent_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leave requests with a collector that cannot use the engines of other nodes."""
+    original = RolloutQueue._handle_failed_engine
+
+    def handle_failed_engine(self: RolloutQueue, node: int, message: EngineLeftOut) -> None:
+        if not self._lent_engines.is_lent(node, message.url):
+            original(self, node, message)
+
+    monkeypatch.setattr(RolloutQueue, "_handle_failed_engine", handle_failed_engine)
+
+
 FAULTS = [
     admit_without_an_audit,
     admit_in_an_update_without_an_audit,
     deliver_late_groups,
     forget_requests,
     send_before_the_configuration,
+    ignore_failures_of_lent_engines,
 ]
 
 
@@ -424,4 +453,4 @@ def test_histories_of_hypothesis_find_a_fault(
 ) -> None:
     fault(monkeypatch)
     with pytest.raises((AssertionError, CollectorFailed)):
-        run_histories(2000, phases=(Phase.generate,))
+        run_histories(20_000, phases=(Phase.generate,))  # until the first error

@@ -12,6 +12,7 @@ import pytest
 from megatron_rl.contracts.group import Group
 from megatron_rl.engines.fleet import NoEngineLeft
 from megatron_rl.engines.token_counter import TokenComparison
+from megatron_rl.rollouts.partials.time_to_store import StopSource
 from megatron_rl.rollouts.queue import CollectorFailed
 from megatron_rl.rollouts.steps.steps_ahead import StepSource
 from megatron_rl.run.checkpoints.manager import StoppedAfterSave
@@ -45,10 +46,10 @@ class StoredResponses:
     def after_sync(self, source: StepSource) -> None: ...
 
     def before_save(
-        self, source: StepSource, *, is_stopping: bool, seconds_to_stop: float | None
+        self, source: StepSource, stop_source: StopSource
     ) -> Mapping[int, tuple[Group, ...]]:
-        self.calls.append("stop" if is_stopping else "save")
-        self.seconds_to_stop.append(seconds_to_stop)
+        self.calls.append("stop" if stop_source.stop_requested else "save")
+        self.seconds_to_stop.append(stop_source.seconds_to_stop)
         if self.failure is not None:
             raise self.failure
         self.num_uncounted += self.num_new_tokens

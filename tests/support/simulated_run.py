@@ -177,7 +177,8 @@ class SimulatedCollector:
             return
         url = urls[len(self.requests) % len(urls)]
         engine = self._run.engines[url]
-        if not engine.answers or engine.version != self._version:
+        is_cut_off = (self.node, url) in self._run.cut_routes
+        if is_cut_off or not engine.answers or engine.version != self._version:
             self.pool[url] = True
             self.send(EngineLeftOut(url, "it does not answer, or another version does"))
             return
@@ -354,6 +355,7 @@ class SimulatedRun:
         self.delivered_groups: dict[str, GroupRequest] = {}
         self.trained_groups: set[str] = set()
         self.lines: list[str] = []
+        self.cut_routes: set[tuple[int, str]] = set()  # a node, and an engine it cannot reach
         self._reuses_ports = reuses_ports
         self._audited_starts: set[tuple[str, int, int]] = set()
         self._remaining_seconds = 0.0
@@ -436,9 +438,18 @@ class SimulatedRun:
         """Start an external engine again at its address. Only its version tells."""
         self.engines[url] = SimulatedEngine(url, is_known=False)
 
+    def give_up(self, entry: ManagedProcess) -> None:
+        """End a process for good."""
+        entry.num_restarts = _RESTARTS
+        if isinstance(entry.process, SimulatedCollector):
+            entry.process.end()
+        else:
+            entry.process.is_alive = False
+
     def heal(self) -> None:
         """End all faults. From now on nodes and collectors do their work as time passes."""
         self._is_healthy = True
+        self.cut_routes.clear()
         for engine in list(self.engines.values()):
             engine.heal()
             if engine.url in self.list.urls and not engine.is_alive:
@@ -460,13 +471,11 @@ class SimulatedRun:
         self.check()
 
     def can_progress(self) -> bool:
-        """Return True if a node has an engine that may serve, and a collector."""
-        nodes = {
-            member.engine.node for member in self.members if member.state is not MemberState.GONE
-        }
+        """Return True if there are an engine that may serve, and a collector."""
+        has_engine = any(member.state is not MemberState.GONE for member in self.members)
         if not self.list.urls:
-            nodes &= {n.node for n in self.nodes if any(map(self._may_run, n.engines))}
-        return any(node.node in nodes and self._may_run(node.collector) for node in self.nodes)
+            has_engine = any(self._may_run(engine) for n in self.nodes for engine in n.engines)
+        return has_engine and any(self._may_run(node.collector) for node in self.nodes)
 
     def pass_time(self, seconds: float) -> None:
         """Let time pass while rank 0 listens. Raises `OutOfTime`."""
@@ -488,17 +497,27 @@ class SimulatedRun:
             start = (member.name, member.epoch, member.num_failures)
             assert start in self._audited_starts, f"{member} serves and was not audited"
             assert member.version == version
-        serving_urls = {member.url for member in self.members.serving}
         connected_nodes = set(self.queue.connected_nodes)
         for collector in self.router.collectors.values():
             if collector.runs and collector.node in connected_nodes and not collector.inbox:
                 pool = {url for url, is_left_out in collector.pool.items() if not is_left_out}
-                assert pool <= serving_urls, f"{collector.name!r} uses {pool - serving_urls}"
+                assert pool <= self._usable_urls(collector.node), f"{collector.name!r} uses {pool}"
         loads = dict.fromkeys(range(len(self.nodes)), 0)
         for outstanding in self.queue._outstanding.values():
             if outstanding.node is not None:
                 loads[outstanding.node] += outstanding.request.num_samples
         assert loads == {node: self.queue._loads[node] for node in loads}
+
+    def _usable_urls(self, node: int) -> set[str]:
+        """Return the URLs of the engines that a node's collector may use, as rank 0 knows them.
+
+        A failed engine is among them until rank 0 looks after engines.
+        """
+        return {
+            engine.url
+            for engine in self.queue._engines.values()
+            if engine.node == node or self.queue._lent_engines.is_lent(node, engine.url)
+        }
 
     def describe(self) -> str:
         """Describe why nothing goes on."""

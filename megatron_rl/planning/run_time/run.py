@@ -14,6 +14,7 @@ from megatron_rl.planning.run_time.cluster import Cluster, Group, Machines
 from megatron_rl.planning.run_time.engine import Response
 from megatron_rl.planning.run_time.lengths import Workload
 from megatron_rl.rollouts.messages import VersionBudget
+from megatron_rl.rollouts.partials.time_to_store import StopSource
 from megatron_rl.rollouts.queue import HeldRequests
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.steps.on_update import OnUpdate, StoredPartials, open_steps_ahead
@@ -257,9 +258,7 @@ class _SimulatedControl:
         self.cluster.settle()
         return HeldRequests(0, 0)
 
-    def store_partials(
-        self, idle: Callable[[], None], *, max_seconds: float | None
-    ) -> StoredPartials:
+    def store_partials(self, idle: Callable[[], None], stop_source: StopSource) -> StoredPartials:
         raise RuntimeError("a simulated run saves no checkpoint")
 
     def release_partials(self) -> None:

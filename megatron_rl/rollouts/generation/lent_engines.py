@@ -8,21 +8,25 @@ from sglang_bridge.engine import Engine
 
 
 class LentEngines:
-    """Tracks which collectors use engines of other nodes.
+    """Tracks which collectors use engines of other nodes, and which of these they cannot use.
 
-    A collector has the responses that it has begun with. If its node loses its last engine, the
-    engines of other nodes continue them.
+    A collector keeps the responses that it has started. If its node loses its last engine, the
+    collector continues them on engines of other nodes.
     """
 
     def __init__(self) -> None:
         self._urls: dict[int, set[str]] = {}  # by node of the collector
-        self._unusable_urls: dict[int, set[str]] = {}  # the same, of engines that failed for it
+        # By node of the collector: engines of other nodes that failed for it
+        self._unusable_urls: dict[int, set[str]] = {}
 
     def lend(self, node: int, engines: Iterable[Engine]) -> list[Engine]:
         """Lend engines to a node's collector. Returns those that it did not have."""
         lent_urls = self._urls.setdefault(node, set())
-        known_urls = lent_urls | self._unusable_urls.get(node, set())
-        new_engines = [engine for engine in engines if engine.url not in known_urls]
+        new_engines = [
+            engine
+            for engine in engines
+            if engine.url not in lent_urls and self.is_usable(node, engine)
+        ]
         lent_urls.update(engine.url for engine in new_engines)
         return new_engines
 
@@ -30,15 +34,25 @@ class LentEngines:
         """Return True if a node's collector uses this engine of another node."""
         return url in self._urls.get(node, ())
 
+    def is_usable(self, node: int, engine: Engine) -> bool:
+        """Return False if an engine of another node failed for a node's collector."""
+        return engine.node == node or engine.url not in self._unusable_urls.get(node, ())
+
     def take_back(self, node: int) -> list[str]:
-        """Lend a node's collector nothing any more. Returns the URLs of what it had."""
-        self._unusable_urls.pop(node, None)
+        """Lend nothing to a node's collector any more. Returns the URLs of what it had."""
         return sorted(self._urls.pop(node, ()))
 
-    def take_back_unusable(self, node: int, url: str) -> None:
-        """Do not lend an engine to a node's collector again, unless it is added again."""
+    def mark_unusable(self, node: int, url: str) -> None:
+        """Do not lend an engine to a node's collector again, until failures are forgotten."""
         self._urls[node].discard(url)
         self._unusable_urls.setdefault(node, set()).add(url)
+
+    def forget_failures(self, node: int | None = None) -> None:
+        """Let a node's collector try all engines again. None: those of all nodes."""
+        if node is None:
+            self._unusable_urls.clear()
+        else:
+            self._unusable_urls.pop(node, None)
 
     def remove_engine(self, url: str) -> list[int]:
         """Lend an engine to nobody. Returns the nodes whose collectors used it."""

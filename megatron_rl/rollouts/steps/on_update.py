@@ -8,6 +8,7 @@ from typing import Protocol
 
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.group import Group
+from megatron_rl.rollouts.partials.time_to_store import StopSource
 from megatron_rl.rollouts.queue import HeldRequests
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead, StepSource
 
@@ -42,12 +43,10 @@ class ResponseControl(Protocol):
         """Wait until every response has ended or has used up its budget."""
         ...
 
-    def store_partials(
-        self, idle: Callable[[], None], *, max_seconds: float | None
-    ) -> StoredPartials:
+    def store_partials(self, idle: Callable[[], None], stop_source: StopSource) -> StoredPartials:
         """Stop all responses, store what there is of them until `release_partials`, and go on.
 
-        What is not stored after `max_seconds` is left out.
+        What is not stored in time is left out.
         """
         ...
 
@@ -74,12 +73,11 @@ class OnUpdate(Protocol):
         ...
 
     def before_save(
-        self, source: StepSource, *, is_stopping: bool, seconds_to_stop: float | None
+        self, source: StepSource, stop_source: StopSource
     ) -> Mapping[int, tuple[Group, ...]]:
         """Return what there is of the groups of open steps, by step, for a checkpoint.
 
-        is_stopping: the run ends after the checkpoint, and has little time. seconds_to_stop: this
-        time, None if it has no limit.
+        stop_source: asked regularly. A run that has to stop has little time.
         """
         ...
 
@@ -114,11 +112,10 @@ class WaitForResponses:
         self.steps_ahead.complete(source)
 
     def before_save(
-        self, source: StepSource, *, is_stopping: bool, seconds_to_stop: float | None
+        self, source: StepSource, stop_source: StopSource
     ) -> Mapping[int, tuple[Group, ...]]:
         """Complete the open step, if there is time for it. Nothing is open then."""
-        if not is_stopping:
-            self.steps_ahead.complete_for_save(source)
+        self.steps_ahead.complete_for_save(source, stop_source)
         return {}
 
     def after_save(self) -> None:
@@ -140,19 +137,16 @@ class _OpenResponses:
     num_uncounted: int = 0
 
     def before_save(
-        self, source: StepSource, *, is_stopping: bool, seconds_to_stop: float | None
+        self, source: StepSource, stop_source: StopSource
     ) -> Mapping[int, tuple[Group, ...]]:
         """Store what there is of open responses, or complete them if there is time for it."""
         if self.stores_partials:
             if not source.open_steps:
                 return {}
-            # The other half of the time belongs to the checkpoint itself
-            max_seconds = None if seconds_to_stop is None else seconds_to_stop / 2
-            partials = self.control.store_partials(self.idle, max_seconds=max_seconds)
+            partials = self.control.store_partials(self.idle, stop_source)
             self.num_uncounted += partials.num_new_tokens
             return source.open_groups(partials.groups)
-        if not is_stopping:
-            self.steps_ahead.complete_for_save(source)
+        self.steps_ahead.complete_for_save(source, stop_source)
         return {}
 
     def after_save(self) -> None:

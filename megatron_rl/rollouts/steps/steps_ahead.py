@@ -11,6 +11,7 @@ from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.rollouts.messages import VersionBudget
+from megatron_rl.rollouts.partials.time_to_store import StopSource
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 
 
@@ -204,11 +205,18 @@ class StepsAhead:
             self._batches[step] = batch
             self._states_before[step] = state
 
-    def complete_for_save(self, source: StepSource) -> None:
-        """Wait for the rollouts of all steps that have begun, so that a checkpoint holds them."""
+    def complete_for_save(self, source: StepSource, stop_source: StopSource) -> None:
+        """Wait for the rollouts of all steps that have begun, so that a checkpoint holds them.
+
+        It ends once the run is asked to stop. The steps that are open then are not saved.
+        """
+        if stop_source.stop_requested:
+            return
         if self._tokens_per_version is not None:
             source.lift_budgets()  # also of groups that are sampled again, because they are lost
-        self.complete(source)
+        self.complete(source, lambda: not stop_source.stop_requested)
+        if stop_source.stop_requested:
+            return
         self._batches = {step: source.replace_lost(batch) for step, batch in self._batches.items()}
 
     def drop(self, source: StepSource) -> tuple[list[str], int]:

@@ -1,5 +1,6 @@
 """The queue: what a checkpoint has of groups is delivered, or continued by a collector."""
 
+import re
 import threading
 import time
 from dataclasses import replace
@@ -158,7 +159,7 @@ def test_a_node_that_does_not_store_in_time_is_left_out(
 ) -> None:
     queue.submit([request("a")])
     assert queue.store_partials(timeout_seconds=0.2) == []
-    assert "node(s) [0] did not store their open rollouts within 0.2 s" in lines[-1]
+    assert re.search(r"node\(s\) \[0\] did not store their open rollouts within \d", lines[-1])
 
 
 def test_a_collector_that_replaces_another_during_a_save_is_not_waited_for_in_vain(

@@ -1,5 +1,7 @@
-"""The time that a checkpoint may take to store open responses, with a collector that hangs."""
+"""The time that a checkpoint may take to store open responses, with processes that hang."""
 
+import socket
+import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -9,46 +11,122 @@ import pytest
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.engines.connections import EngineConnections
 from megatron_rl.rollouts.hub import CollectorHub
+from megatron_rl.rollouts.partials.time_to_store import TimeToStore
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.steps.on_update import OnUpdate, StoredPartials, open_steps_ahead
+from sglang_bridge.admin import AdminClient
+from sglang_bridge.engine import Engine
+from sglang_bridge.keys import create_keys
+from tests.support.clocks import FakeClock
 from tests.support.collectors import Peer, request
+from tests.support.stop_sources import ScriptedStop
 
 
 def idle() -> None:
     pass
 
 
+def connect(hub: CollectorHub, log: Any, *engines: Engine) -> EngineConnections:
+    """Return rank 0's connections to one open request and to engines."""
+    queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4), log=log)
+    queue.submit([request("a")])
+    members = [SimpleNamespace(engine=engine) for engine in engines]
+    fleet: Any = SimpleNamespace(members=SimpleNamespace(serving=members))
+    unused: Any = None
+    return EngineConnections(
+        queue,
+        weights=unused,
+        fleet=fleet,
+        open_admin=lambda engine: AdminClient(engine, create_keys(), timeout=5),
+    )
+
+
+def test_half_of_the_time_to_stop_belongs_to_the_checkpoint_itself() -> None:
+    clock = FakeClock()
+    stop_source = ScriptedStop(18.0, clock=clock)
+    stop_source.request()
+    clock.now += 6
+    time_to_store = TimeToStore(stop_source, clock=clock)
+    results = []
+    for _ in range(8):
+        results.append((time_to_store.is_over_for_engines(), time_to_store.is_over()))
+        clock.now += 1
+    # 12 s are left: 2 s for engines, 6 s in all
+    assert results == [(False, False)] * 3 + [(True, False)] * 4 + [(True, True)]
+
+
+def test_a_stop_request_that_comes_later_starts_the_time() -> None:
+    clock = FakeClock()
+    stop_source = ScriptedStop(18.0, clock=clock)
+    time_to_store = TimeToStore(stop_source, clock=clock)
+    clock.now += 1000
+    assert not time_to_store.is_over_for_engines() and not time_to_store.is_over()
+    stop_source.request()
+    results = []
+    for _ in range(11):
+        results.append((time_to_store.is_over_for_engines(), time_to_store.is_over()))
+        clock.now += 1
+    assert results == [(False, False)] * 4 + [(True, False)] * 6 + [(True, True)]
+
+
+def test_a_stop_request_without_a_limit_takes_no_time_away() -> None:
+    stop_source = ScriptedStop(None)
+    stop_source.request()
+    time_to_store = TimeToStore(stop_source)
+    assert not time_to_store.is_over_for_engines() and not time_to_store.is_over()
+
+
+@pytest.mark.parametrize("comes_later", [False, True])
 def test_a_collector_that_hangs_takes_no_more_time_than_there_is(
-    hub: CollectorHub, peer: Peer
+    hub: CollectorHub, peer: Peer, comes_later: bool
 ) -> None:
     lines: list[str] = []
-    queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4), log=lines.append)
-    queue.submit([request("a")])
-    fleet: Any = SimpleNamespace(members=SimpleNamespace(serving=[]))
-    unused: Any = None
-    connections = EngineConnections(queue, weights=unused, fleet=fleet, open_admin=unused)
+    connections = connect(hub, lines.append)
+    stop_source = ScriptedStop(3.0, clock=time.monotonic)
     start = time.monotonic()
-    assert connections.store_partials(idle, max_seconds=1.5) == StoredPartials((), 0)
-    assert 1.4 < time.monotonic() - start < 9  # of the 70 s of another checkpoint
-    assert "did not store their open rollouts within 1 s" in lines[-1]
+    if comes_later:
+        timer = threading.Timer(1.0, stop_source.request)
+        timer.start()
+    else:
+        stop_source.request()
+    assert connections.store_partials(idle, stop_source) == StoredPartials((), 0)
+    seconds = time.monotonic() - start - comes_later
+    assert 1.4 < seconds < 9  # of the 70 s of another checkpoint
+    assert "did not store their open rollouts within" in lines[-1]
+
+
+def test_an_engine_that_hangs_takes_no_more_time_than_there_is(
+    hub: CollectorHub, peer: Peer
+) -> None:
+    """It accepts connections and answers nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        engine = Engine(url=f"http://127.0.0.1:{server.getsockname()[1]}", node=0)
+        lines: list[str] = []
+        connections = connect(hub, lines.append, engine)
+        stop_source = ScriptedStop(3.0, clock=time.monotonic)
+        stop_source.request()
+        start = time.monotonic()
+        assert connections.store_partials(idle, stop_source) == StoredPartials((), 0)
+        assert 1.4 < time.monotonic() - start < 4.5  # one unlimited call takes 5 s
 
 
 class Control:
-    """Notes the time in which open responses are to be stored."""
+    """Notes how often open responses are stored."""
 
     def __init__(self) -> None:
-        self.max_seconds: list[float | None] = []
+        self.num_calls = 0
 
     def can_sample(self) -> bool:
         return True
 
-    def store_partials(self, idle: Any, *, max_seconds: float | None) -> StoredPartials:
-        self.max_seconds.append(max_seconds)
+    def store_partials(self, idle: Any, stop_source: Any) -> StoredPartials:
+        self.num_calls += 1
         return StoredPartials((), 3)
 
 
+@pytest.mark.parametrize("is_stopping", [False, True])
 @pytest.mark.parametrize("on_update", ["budget", "resume"])
-def test_half_of_the_time_to_stop_belongs_to_the_checkpoint_itself(on_update: str) -> None:
+def test_open_responses_are_stored_at_each_checkpoint(on_update: str, is_stopping: bool) -> None:
     settings = RolloutSettings(
         max_new_tokens=4, max_staleness=1, on_update=on_update, tokens_per_version=2
     )
@@ -56,8 +134,10 @@ def test_half_of_the_time_to_stop_belongs_to_the_checkpoint_itself(on_update: st
     source: Any = SimpleNamespace(open_steps=(7,), open_groups=lambda groups: {7: groups})
     parts: OnUpdate
     _, parts = open_steps_ahead(settings, control, idle)
-    for seconds_to_stop in (None, 20.0):
-        groups = parts.before_save(source, is_stopping=True, seconds_to_stop=seconds_to_stop)
-        assert groups == {7: ()}
-    assert control.max_seconds == [None, 10.0]
+    stop_source = ScriptedStop()
+    if is_stopping:
+        stop_source.request()
+    for _ in range(2):
+        assert parts.before_save(source, stop_source) == {7: ()}
+    assert control.num_calls == 2
     assert parts.num_uncounted == 6

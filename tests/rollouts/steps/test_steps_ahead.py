@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -26,6 +27,7 @@ from megatron_rl.rollouts.rollout_batch import RolloutBatch, TooManyRejected
 from megatron_rl.rollouts.steps.sampler import RolloutSampler
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 from tests.support.rollouts import make_rollout
+from tests.support.stop_sources import ScriptedStop
 
 PROMPTS = [Prompt(id=f"p{n}", token_ids=(1, 2), answer="3", task="t") for n in range(40)]
 ROLLOUT = make_rollout(2, 3)
@@ -190,7 +192,7 @@ class SimulatedRun:
             if self.continues:
                 self.queue.version += 1
                 if fault == "checkpoint":
-                    self.ahead.complete_for_save(self.sampler)
+                    self.ahead.complete_for_save(self.sampler, ScriptedStop())
                 if fault == "rollback":
                     self._drop()
                 if fault == "kill":
@@ -444,7 +446,7 @@ def test_steps_after_one_that_failed_are_selected_again_by_a_resumed_run(
 
     monkeypatch.setattr(RolloutBatch, "require", refuse)
     for _ in range(2):
-        run.ahead.complete_for_save(run.sampler)
+        run.ahead.complete_for_save(run.sampler, ScriptedStop())
     assert not run.ahead.batches
     assert run.sampler.state() == state
     with pytest.raises(TooManyRejected, match="step-2"):
@@ -454,6 +456,26 @@ def test_steps_after_one_that_failed_are_selected_again_by_a_resumed_run(
     assert any(id_.startswith("step-2-") for id_ in later_ids)
     num_tokens = sum(map(run.queue.tokens_of, later_ids))
     assert run.sampler.drop_open() == num_tokens > 0
+
+
+@pytest.mark.parametrize("num_waits", [0, 1, 2, 5, 9])
+def test_a_stop_request_ends_the_wait_for_open_steps_before_a_checkpoint(num_waits: int) -> None:
+    """What is complete by then stays, and the rest is open."""
+    run = make_run("uniform", max_staleness=2, seed=0, continues=True)
+    run.ahead.begin_open(1, 9, 0, run.sampler)
+    stop_source = ScriptedStop()
+
+    waits = itertools.count(1)
+
+    def idle() -> None:
+        if next(waits) > num_waits:
+            stop_source.request()
+
+    run.sampler.idle = idle
+    run.ahead.complete_for_save(run.sampler, stop_source)
+    assert run.queue.deliveries.total() == num_waits
+    complete_steps = list(run.ahead.batches)
+    assert [*complete_steps, *run.sampler.open_steps] == [1, 2, 3]
 
 
 def test_batches_that_are_dropped_are_counted() -> None:
