@@ -917,7 +917,6 @@ class RolloutQueue:
         self._epochs[node] = epoch
         self._loads[node] = 0
         self._lent_engines.take_back(node)
-        self._lent_engines.forget_failures(node)
         if node in self._configurations:
             self._send(node, self._configurations[node])
         if self._is_version_set:
@@ -945,7 +944,6 @@ class RolloutQueue:
         # Perhaps nobody else could use some engine: others try it again
         self._lent_engines.forget_failures()
         self._assign_waiting()
-        self._provide_engines()
         self._write_log(f"{reason}. Its requests go to others, or wait for the next one")
         if self.observer is not None:
             self.observer.handle_lost_collector(node, epoch, reason)

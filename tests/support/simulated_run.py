@@ -363,6 +363,10 @@ class SimulatedRun:
         self.num_submitted = 0
         self._probe_results: list[ProbeResult] = []
         self._patches = self._open_patches()
+        self._open_parts(num_engines, num_listed, audit_every)
+        self.sync()
+
+    def _open_parts(self, num_engines: Sequence[int], num_listed: int, audit_every: int) -> None:
         self.router = FakeRouter(self)
         hub = self._open_hub()
         self.nodes = [SimulatedNode(self, node, n) for node, n in enumerate(num_engines)]
@@ -370,7 +374,6 @@ class SimulatedRun:
         self.list = SimulatedList([self.start_engine(0).url for _ in range(num_listed)])
         self.members = self._open_members()
         self.connections = self._connect(audit_every, has_list=num_listed > 0)
-        self.sync()
 
     def close(self) -> None:
         for patch in reversed(self._patches):

@@ -47,12 +47,9 @@ class LentEngines:
         self._urls[node].discard(url)
         self._unusable_urls.setdefault(node, set()).add(url)
 
-    def forget_failures(self, node: int | None = None) -> None:
-        """Let a node's collector try all engines again. None: those of all nodes."""
-        if node is None:
-            self._unusable_urls.clear()
-        else:
-            self._unusable_urls.pop(node, None)
+    def forget_failures(self) -> None:
+        """Let collectors try all engines again."""
+        self._unusable_urls.clear()
 
     def remove_engine(self, url: str) -> list[int]:
         """Lend an engine to nobody. Returns the nodes whose collectors used it."""

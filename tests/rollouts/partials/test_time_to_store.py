@@ -32,10 +32,10 @@ def connect(hub: CollectorHub, log: Any, *engines: Engine) -> EngineConnections:
     queue.submit([request("a")])
     members = [SimpleNamespace(engine=engine) for engine in engines]
     fleet: Any = SimpleNamespace(members=SimpleNamespace(serving=members))
-    unused: Any = None
+    no_weights: Any = None
     return EngineConnections(
         queue,
-        weights=unused,
+        weights=no_weights,
         fleet=fleet,
         open_admin=lambda engine: AdminClient(engine, create_keys(), timeout=5),
     )
@@ -98,7 +98,7 @@ def test_a_collector_that_hangs_takes_no_more_time_than_there_is(
 def test_an_engine_that_hangs_takes_no_more_time_than_there_is(
     hub: CollectorHub, peer: Peer
 ) -> None:
-    """It accepts connections and answers nothing."""
+    """The engine accepts connections and answers nothing."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         engine = Engine(url=f"http://127.0.0.1:{server.getsockname()[1]}", node=0)
         lines: list[str] = []

@@ -460,7 +460,7 @@ def test_steps_after_one_that_failed_are_selected_again_by_a_resumed_run(
 
 @pytest.mark.parametrize("num_waits", [0, 1, 2, 5, 9])
 def test_a_stop_request_ends_the_wait_for_open_steps_before_a_checkpoint(num_waits: int) -> None:
-    """What is complete by then stays, and the rest is open."""
+    """Steps that are complete by then stay complete, and the rest stays open."""
     run = make_run("uniform", max_staleness=2, seed=0, continues=True)
     run.ahead.begin_open(1, 9, 0, run.sampler)
     stop_source = ScriptedStop()
