@@ -182,7 +182,7 @@ class RemoteClass:
         self._watch = ProcessWatch(
             process,
             self._calls,
-            # Longer than a call may take with its cancellation, which names the call
+            # Longer than a call takes with its cancellation: that names the call, silence does not
             max_silence_s=self._limits.timeout_s + 2 * (_GRACE_SECONDS + HEARTBEAT_SECONDS),
             end=lambda reason: self._lose(process, reason),
             warn=self._warn,
