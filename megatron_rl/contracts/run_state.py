@@ -51,7 +51,7 @@ class PhaseState(msgspec.Struct, frozen=True, kw_only=True):
 
     index: 0-based current phase.
     tokens: tokens that engines sampled in all steps so far.
-    accuracy: the last evaluation of this phase, None before its first evaluation.
+    accuracy: the last evaluation of this phase, or the one that ends it. None before the first.
     """
 
     index: Count = 0

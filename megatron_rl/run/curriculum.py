@@ -36,8 +36,13 @@ class PhaseSchedule:
         self.state = PhaseState()
 
     def update(self, tokens: int, accuracy: float | None) -> None:
-        """Add a step: the tokens sampled for it, and the accuracy if it was evaluated."""
-        latest = self.state.accuracy if accuracy is None else accuracy
+        """Add a step: the tokens sampled for it, and the accuracy if it was evaluated.
+
+        An accuracy that ends the phase is not replaced: steps that were sampled ahead follow it.
+        """
+        latest = self.state.accuracy
+        if accuracy is not None and not self._has_reached_accuracy():
+            latest = accuracy
         total = self.state.tokens + tokens
         self.state = msgspec.structs.replace(self.state, tokens=total, accuracy=latest)
 
@@ -51,9 +56,15 @@ class PhaseSchedule:
             return f"until.steps={end.steps}"
         if end.tokens is not None and state.tokens >= end.tokens:
             return f"until.tokens={end.tokens}, and {state.tokens} were sampled"
-        if end.accuracy is None or state.accuracy is None or state.accuracy < end.accuracy:
+        if not self._has_reached_accuracy():
             return ""
         return f"until.accuracy={end.accuracy:g}, and {state.accuracy:.3f} was measured"
+
+    def _has_reached_accuracy(self) -> bool:
+        end = self._ends[self.state.index]
+        if end is None or end.accuracy is None or self.state.accuracy is None:
+            return False
+        return self.state.accuracy >= end.accuracy
 
     def advance(self, step: int) -> list[tuple[int, str]]:
         """Move to the phase of `step`. Returns the phases that ended before it, with the reason."""

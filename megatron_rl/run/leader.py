@@ -227,6 +227,9 @@ class Leader:
             open_steps=tuple(open_groups),
             uncompared_tokens=self._uncompared_tokens + self._on_update.num_uncounted,
         )
+        if open_groups and self.curriculum is not None:
+            # They belong to this phase. The point may have been made before it began
+            state = msgspec.structs.replace(state, phase=self.curriculum.state)
         fallback = point.fallback
         if fallback is None and not point.batches:
             fallback = point.state

@@ -126,6 +126,18 @@ def test_phase_ends_at_exactly_its_accuracy() -> None:
     assert schedule.state == PhaseState(index=1, tokens=16)
 
 
+def test_a_phase_that_has_reached_its_accuracy_ends_whatever_is_measured_then() -> None:
+    """Steps that were sampled ahead still belong to the phase, and may be evaluated."""
+    schedule = PhaseSchedule([PhaseEnd(accuracy=0.6), PhaseEnd(accuracy=0.9), None])
+    for accuracy in (0.3, 0.7, 0.5, None, 0.65, 0.1):
+        schedule.update(8, accuracy)
+    assert schedule.advance(7) == [(0, "until.accuracy=0.6, and 0.700 was measured")]
+    schedule.update(8, 0.8)  # the next phase starts anew
+    assert schedule.ending_reason(8) == ""
+    schedule.update(8, 0.95)
+    assert schedule.advance(9) == [(1, "until.accuracy=0.9, and 0.950 was measured")]
+
+
 def test_the_last_phase_ends_the_run_after_its_steps(tmp_path: Path) -> None:
     phases = phases_from(SHORT, "{name: end, until: {steps: 4}}")
     parts = lead(ScriptedParts(), tmp_path, steps=9, phases=phases)

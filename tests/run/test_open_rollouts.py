@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.cli import compose
+from megatron_rl.config.curriculum import phases_of
 from megatron_rl.contracts.group import Group
 from megatron_rl.engines.fleet import NoEngineLeft
 from megatron_rl.engines.token_counter import TokenComparison
@@ -26,9 +28,10 @@ OPEN = (group(1.0, 0.0, name="open"),)
 
 @dataclass
 class StoredResponses:
-    """Stores a group of the next two steps in each checkpoint, and notes the calls.
+    """Stores groups of open steps in each checkpoint, and notes the calls.
 
     num_new_tokens: tokens of each save that no record has yet. failure: raised by each save.
+    open_groups: what there is of open steps, by step.
     """
 
     num_new_tokens: int = 0
@@ -37,6 +40,7 @@ class StoredResponses:
     num_uncounted: int = 0
     calls: list[str] = field(default_factory=list)
     seconds_to_stop: list[float | None] = field(default_factory=list)
+    open_groups: dict[int, tuple[Group, ...]] = field(default_factory=lambda: {7: OPEN, 8: OPEN})
 
     def before_sync(self, source: StepSource) -> int:
         num_tokens = self.num_uncounted
@@ -53,7 +57,7 @@ class StoredResponses:
         if self.failure is not None:
             raise self.failure
         self.num_uncounted += self.num_new_tokens
-        return {7: OPEN, 8: OPEN}
+        return self.open_groups
 
     def after_save(self) -> None:
         self.calls.append("free")
@@ -130,6 +134,45 @@ def test_a_stop_request_saves_open_rollouts_too(tmp_path: Path, aborts_step: boo
     assert ranks.steps == [2 if aborts_step else 3]
     assert ranks.states[0].position.open_steps == (7, 8)
     assert len(ranks.batches[0]) == 2
+
+
+@pytest.mark.parametrize("has_open_steps", [False, True])
+def test_open_steps_are_saved_with_the_phase_that_began_them(
+    tmp_path: Path, has_open_steps: bool
+) -> None:
+    """A stop request aborts the first step of a phase. Its open steps belong to this phase."""
+    phase = "rollout.max_new_tokens: {}"
+    phases = phases_of(
+        compose(
+            [
+                f"curriculum=[{{name: a, {phase.format(24)}, until: {{steps: 2}}}},"
+                f"{{name: b, {phase.format(28)}}}]"
+            ]
+        )
+    )
+    ranks = FakeRanks()
+    stop = make_stop_request()
+
+    def on_sample(step: int) -> None:
+        if step == 3:
+            stop.handle_signal(signal.SIGTERM)
+            raise StepAborted
+
+    open_groups = {3: OPEN, 4: OPEN} if has_open_steps else {}
+    with pytest.raises(StoppedAfterSave):
+        lead(
+            ScriptedParts(on_sample=on_sample),
+            tmp_path,
+            steps=9,
+            phases=phases,
+            checkpoints=make_manager(ranks, stop, checkpoint_every=100),
+            on_update=StoredResponses(open_groups=open_groups),
+        )
+    position = ranks.states[0].position
+    assert position.phase is not None
+    assert (position.step, position.open_steps) == (2, tuple(open_groups))
+    assert position.phase.index == (1 if has_open_steps else 0)
+    assert position.phase.tokens > 0
 
 
 FAILURES = [CollectorFailed("it is gone"), NoEngineLeft("every engine has left the run")]

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from megatron_rl.config.curriculum import phases_of
-from megatron_rl.config.schema import Configuration
+from megatron_rl.config.schema import Configuration, RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.run_state import RunState
 from megatron_rl.mcore.job import Job
@@ -57,7 +57,19 @@ _PATH_KEYS = (
 _STALENESS = "rollout.max_staleness"
 _TEMPERATURE = "rollout.temperature"
 _LENGTH = "rollout.max_new_tokens"
+_ON_UPDATE = "rollout.on_update"
 _SOURCES = "data.sources."
+# Sections whose keys the user chooses: a key that is missing differs from any value
+_FREE_SECTIONS = (_SOURCES, "reward.options.", "environment.options.")
+# Keys that decide what a rollout is, and what it is worth
+_VERDICT_KEYS = (
+    "reward.name",
+    "reward.answer",
+    "reward.options",
+    "environment.name",
+    "environment.tool",
+    "environment.options",
+)
 # The paths of a mixture's sources, which have names of their own
 _SOURCE_PATH = re.compile(r"data\.sources\.[^.]+\.(train|eval)_path")
 
@@ -129,7 +141,7 @@ class ResumePoint:
             return []
         changes = _changes(self.state.settings, flat_configuration(c))
         if not c.is_measurement:
-            self._require_staleness(c.rollout.max_staleness)
+            self._require_staleness(c.rollout)
             self._require_sampling(c, changes)
         fixed_keys = _FIXED_KEYS_OF_MEASUREMENTS if c.is_measurement else _FIXED_KEYS
         refusals = [text for key, text in changes.items() if _is_fixed(key, fixed_keys)]
@@ -142,28 +154,37 @@ class ResumePoint:
             return [text for key, text in changes.items() if key.startswith("data.")]
         return [text for key, text in changes.items() if not key.startswith("run.")]
 
-    def _require_staleness(self, max_staleness: int) -> None:
+    def _require_staleness(self, rollout: RolloutSettings) -> None:
         """Raise `CheckpointOfOtherRun` unless all rollouts of later steps may be trained."""
         assert self.state is not None
         position = self.state.position
-        least = len(position.steps_ahead)
-        content = f"the rollouts of {least} step(s) that were sampled ahead"
         if position.open_steps:
-            # How many steps are open does not tell how old their tokens are
-            least = self.state.settings[_STALENESS]
-            content = f"open rollouts of step(s) {list(position.open_steps)}, begun with {least}"
-        if least > max_staleness:
-            raise CheckpointOfOtherRun(
-                f"{_STALENESS}={max_staleness}: {self.checkpoint} holds {content}. Give at least "
-                f"{least}"
-            )
+            content = f"open rollouts of step(s) {list(position.open_steps)}"
+        elif position.steps_ahead:
+            content = f"the rollouts of {len(position.steps_ahead)} step(s) that were sampled ahead"
+        else:
+            return
+        # The number of these steps does not tell how old their tokens are
+        settings = self.state.settings
+        saved_age = _largest_age(settings[_STALENESS], settings.get(_ON_UPDATE, "wait"))
+        age = _largest_age(rollout.max_staleness, rollout.on_update)
+        if saved_age <= age:
+            return
+        remedy = f"Give at least {saved_age}"
+        if saved_age > 1 and rollout.on_update == "wait":
+            remedy += f", and {_ON_UPDATE}=budget or resume"
+        raise CheckpointOfOtherRun(
+            f"{_STALENESS}={rollout.max_staleness}: with {_ON_UPDATE}={rollout.on_update}, a token "
+            f"may be at most {age} version(s) old. {self.checkpoint} holds {content}, of up to "
+            f"{saved_age} version(s). {remedy}"
+        )
 
     def _require_sampling(self, c: Configuration, changes: Mapping[str, str]) -> None:
         """Raise `CheckpointOfOtherRun` if rollouts of later steps were sampled with other settings.
 
         changes: the changed settings by key. The trainer computes log-probabilities at the present
-        temperature, so rollouts of another one would have wrong ratios. The base value of a key
-        that the first phase of the curriculum sets is never used.
+        temperature, so rollouts of another one would have wrong ratios. A group needs one scorer.
+        The base value of a key that the first phase of the curriculum sets is never used.
         """
         assert self.state is not None
         position = self.state.position
@@ -171,6 +192,7 @@ class ResumePoint:
         keys = [_TEMPERATURE] if steps else []
         if position.open_steps:
             keys.append(_LENGTH)
+            keys += [key for key in changes if _is_fixed(key, _VERDICT_KEYS)]
         changed_keys = {key for key in keys if key in changes}
         if changed_keys:
             changed_keys -= {key for phase in phases_of(c)[:1] for key in phase.changes}
@@ -280,18 +302,25 @@ def checkpoints_at(path: Path) -> list[Path]:
 def _changes(saved_settings: dict[str, Any], settings: dict[str, Any]) -> dict[str, str]:
     """The differences as `key: old -> new`, by key. Keys that the checkpoint lacks are equal.
 
-    Those of a mixture's sources are no keys that an older version may lack: they differ.
+    Those of a mixture's sources, and options of plugins, are no keys that an older version may
+    lack: they differ.
     """
     changes = {}
     for key, value in settings.items():
-        missing_value = None if key.startswith(_SOURCES) else value
+        missing_value = None if key.startswith(_FREE_SECTIONS) else value
         saved_value = saved_settings.get(key, missing_value)
         if not _is_same(key, value, saved_value):
             changes[key] = f"{key}: {saved_value!r} -> {value!r}"
     for key in saved_settings.keys() - settings.keys():
-        if key.startswith(_SOURCES):
-            changes[key] = f"{key}: {saved_settings[key]!r} -> no such source"
+        if key.startswith(_FREE_SECTIONS):
+            end = "no such source" if key.startswith(_SOURCES) else "not given"
+            changes[key] = f"{key}: {saved_settings[key]!r} -> {end}"
     return changes
+
+
+def _largest_age(max_staleness: int, on_update: str) -> int:
+    """Return the largest age of a token. With `wait`, at most one step is sampled ahead."""
+    return min(1, max_staleness) if on_update == "wait" else max_staleness
 
 
 def _is_fixed(key: str, fixed_keys: Sequence[str]) -> bool:

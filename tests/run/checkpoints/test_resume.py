@@ -23,6 +23,7 @@ from megatron_rl.records.run_directory import (
     run_directory_path,
 )
 from megatron_rl.records.run_lock import claim_run, mark_run_alive
+from megatron_rl.rewards import Scorer
 from megatron_rl.run import open_run
 from megatron_rl.run.checkpoints import resume
 from megatron_rl.run.checkpoints.manifest import Manifest, hash_file, write_manifest
@@ -327,6 +328,105 @@ def test_steps_ahead_resume_with_as_much_staleness_as_there_are(tmp_path: Path) 
     assert resume_point.changed_settings(c) == []
     with pytest.raises(CheckpointOfOtherRun, match=r"rollouts of 1 step\(s\) .*Give at least 1"):
         resume_point.changed_settings(make_configuration(tmp_path, "train.total_steps=9"))
+
+
+BUDGET = ("rollout.on_update=budget", "rollout.tokens_per_version=20")
+BOUNDS = [
+    ({"open_steps": (6, 7)}, ("rollout.max_staleness=2", *BUDGET), ("rollout.max_staleness=2",), 1),
+    (
+        {"open_steps": (6,)},
+        ("rollout.max_staleness=1", *BUDGET),
+        ("rollout.max_staleness=1",),
+        None,
+    ),
+    # A user-defined environment: the checkpoint holds whole batches, which may be old
+    (
+        {"steps_ahead": (6,)},
+        ("rollout.max_staleness=3", *BUDGET),
+        ("rollout.max_staleness=2", *BUDGET),
+        2,
+    ),
+    ({"steps_ahead": (6,)}, ("rollout.max_staleness=3",), ("rollout.max_staleness=1",), None),
+    (
+        {"steps_ahead": (6,)},
+        ("rollout.max_staleness=3",),
+        ("rollout.max_staleness=1", *BUDGET),
+        None,
+    ),
+]
+
+
+@pytest.mark.parametrize(("steps", "first", "second", "refused_bound"), BOUNDS)
+def test_rollouts_of_later_steps_need_the_bound_of_their_age(
+    tmp_path: Path,
+    steps: dict[str, tuple[int, ...]],
+    first: tuple[str, ...],
+    second: tuple[str, ...],
+    refused_bound: int | None,
+) -> None:
+    """With `wait`, the age is at most 1 whatever rollout.max_staleness is."""
+    steps_of_run = "train.total_steps=9"
+    state = make_state(5, flat_configuration(make_configuration(tmp_path, *first, steps_of_run)))
+    position = msgspec.structs.replace(state.position, **steps)
+    resume_point = ResumePoint(tmp_path, msgspec.structs.replace(state, position=position))
+    c = make_configuration(tmp_path, *second, steps_of_run)
+    if refused_bound is None:
+        resume_point.changed_settings(c)
+        return
+    words = rf"at most {refused_bound} version.*Give at least [23]"
+    with pytest.raises(CheckpointOfOtherRun, match=words):
+        resume_point.changed_settings(c)
+
+
+class Weighted(Scorer):
+    def __init__(self, weight: float = 1.0, other: float = 1.0) -> None: ...
+
+    async def score(self, prompt, text, finish_reason):  # type: ignore[no-untyped-def]
+        raise NotImplementedError
+
+
+VERDICTS = [
+    ("reward.answer=boxed", True),
+    (f"reward.name={__name__}:Weighted", True),
+    ("environment.name=calculator", True),
+    ("reward.timeout_s=3", False),
+    ("environment.timeout_s=3", False),
+]
+
+
+@pytest.mark.parametrize(("change", "is_refused"), VERDICTS)
+def test_open_groups_keep_their_scorer_and_environment(
+    tmp_path: Path, change: str, is_refused: bool
+) -> None:
+    """Rollouts of one group would have verdicts of two scorers."""
+    ahead = ("rollout.max_staleness=2", *BUDGET, "train.total_steps=9")
+    state = make_state(5, flat_configuration(make_configuration(tmp_path, *ahead)))
+    position = msgspec.structs.replace(state.position, open_steps=(6, 7))
+    resume_point = ResumePoint(tmp_path, msgspec.structs.replace(state, position=position))
+    c = make_configuration(tmp_path, *ahead, change)
+    if is_refused:
+        key, value = change.split("=")
+        words = rf"{key}: .* -> {value!r}: .*train\.total_steps=7"
+        with pytest.raises(CheckpointOfOtherRun, match=words):
+            resume_point.changed_settings(c)
+    else:
+        assert len(resume_point.changed_settings(c)) == 1
+    closed_point = ResumePoint(tmp_path, state)
+    assert len(closed_point.changed_settings(c)) == 1
+
+
+def test_open_groups_keep_the_options_of_their_scorer(tmp_path: Path) -> None:
+    ahead = ("rollout.max_staleness=2", *BUDGET, "train.total_steps=9")
+    ahead = (*ahead, "reward=custom", f"reward.name={__name__}:Weighted")
+    first = make_configuration(tmp_path, *ahead, "reward.options.weight=2")
+    state = make_state(5, flat_configuration(first))
+    position = msgspec.structs.replace(state.position, open_steps=(6, 7))
+    resume_point = ResumePoint(tmp_path, msgspec.structs.replace(state, position=position))
+    assert resume_point.changed_settings(first) == []
+    for options in ("{}", "{weight: 3}", "{weight: 2, other: 2}"):
+        c = make_configuration(tmp_path, *ahead, f"reward.options={options}")
+        with pytest.raises(CheckpointOfOtherRun, match=r"reward\.options"):
+            resume_point.changed_settings(c)
 
 
 SAMPLED_AHEAD = [
