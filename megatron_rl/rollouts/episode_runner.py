@@ -246,7 +246,8 @@ class EpisodeRunner:
             generation = progress.take_stored(token_ids, rejected_tokens)
             if generation is not None and not is_unfinished(generation):
                 return generation
-            progress.pieces = [] if generation is None else [generation]
+            pieces = [] if generation is None else [generation]
+            progress.pieces = pieces
             limit.pause()
             try:
                 return await self.engines.generate(
@@ -258,9 +259,15 @@ class EpisodeRunner:
                     seed=_response_seed(self._configuration.seed, rollout_id, turn),
                     is_wanted=partial(self._is_announced, request),
                     budget=lambda: self._budgets.get((request.group_id, request.attempt)),
-                    pieces=progress.pieces,
+                    pieces=pieces,
                     stop=stop,
                 )
+            except BaseException as error:
+                # No rollout has what there is of the response
+                if pieces:
+                    num_tokens = sum(len(piece.output_ids) for piece in pieces)
+                    rejected_tokens[_describe_error(error)[0]] += num_tokens
+                raise
             finally:
                 progress.pieces = []  # the episode has them
                 limit.restart()

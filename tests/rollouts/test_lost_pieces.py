@@ -1,0 +1,142 @@
+"""Tokens of a response that is sampled in pieces and cannot be completed are counted."""
+
+import asyncio
+import base64
+from collections.abc import Callable
+
+import msgspec
+import numpy as np
+import pytest
+
+from megatron_rl.config.schema import EnvironmentSettings, RolloutSettings
+from megatron_rl.contracts.prompt import Sampling
+from megatron_rl.environments.environment import Environment
+from megatron_rl.environments.episode import Episode
+from megatron_rl.rollouts.collector import Collector
+from megatron_rl.rollouts.messages import (
+    FromCollector,
+    GroupDone,
+    GroupRequest,
+    Held,
+    Settle,
+    SetVersion,
+    VersionBudget,
+)
+from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine
+from tests.support.scripted_model import EOS, PROMPT
+
+PIECE = 4
+SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
+
+
+class FailingEngine:
+    """Samples the first piece of a response, and fails at the next one.
+
+    failure: given the reply, what is sent instead. None sends nothing.
+    """
+
+    def __init__(self, failure: Callable[[Reply], Reply | int | None]) -> None:
+        self.num_sampled = 0
+        self._failure = failure
+
+    def __call__(self, n: int, body: Reply) -> Reply | int | None:
+        num_tokens = min(PIECE, body["sampling_params"]["max_new_tokens"])
+        ids = list(range(5, 5 + num_tokens))
+        reply: Reply = {
+            "output_ids": ids,
+            "meta_info": {
+                "finish_reason": {"type": "length"},
+                "weight_version": "3",
+                "output_token_logprobs": [(-0.5, token, None) for token in ids],
+                "routed_experts": self._routes(body, num_tokens),
+            },
+        }
+        if len(body["input_ids"]) == len(PROMPT.token_ids):
+            self.num_sampled += num_tokens
+            return reply
+        return self._failure(reply)
+
+    def _routes(self, body: Reply, num_tokens: int) -> str:
+        num_rows = len(body["input_ids"]) + num_tokens - 1
+        num_rows -= body.get("routed_experts_start_len", 0)
+        rows = np.zeros((num_rows, LAYERS, TOPK), np.int32)
+        rows[:, :, 1] += 2
+        return base64.b64encode(rows.tobytes()).decode()
+
+    def refuse(self, reply: Reply) -> int:
+        return 400
+
+    def spoil(self, reply: Reply) -> Reply:
+        """Return log-probabilities that cannot be used. Its tokens count as sampled."""
+        self.num_sampled += PIECE
+        logprobs = [(None, token, None) for token in reply["output_ids"]]
+        return reply | {"meta_info": reply["meta_info"] | {"output_token_logprobs": logprobs}}
+
+
+def collect(engine: FailingEngine, settings: RolloutSettings, environment: str) -> GroupDone:
+    """Sample a group of two, which gets other weights once it has used up its budget."""
+
+    async def run() -> GroupDone:
+        outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+        async with fake_engine(engine, seconds=0.0) as url:
+            base = configuration(url, environment=EnvironmentSettings(name=environment))
+            collector = Collector(0, msgspec.structs.replace(base, rollout=settings), outbox.put)
+            await collector.handle(SetVersion(3))
+            budget = None
+            if settings.tokens_per_version is not None:
+                budget = VersionBudget(settings.tokens_per_version, 4)
+            await collector.handle(
+                GroupRequest(
+                    group_id="g", prompt=PROMPT, num_samples=2, sampling=SAMPLING, budget=budget
+                )
+            )
+            if budget is not None:
+                await collector.handle(Settle(1))
+                assert isinstance(await asyncio.wait_for(outbox.get(), 10), Held)
+                await collector.handle(SetVersion(4))
+            while not isinstance(answer := await asyncio.wait_for(outbox.get(), 20), GroupDone):
+                pass
+            await collector.close()
+            return answer
+
+    return asyncio.run(run())
+
+
+SETTINGS = {
+    "budget": RolloutSettings(
+        max_new_tokens=16, max_staleness=1, on_update="budget", tokens_per_version=PIECE
+    ),
+    "stop_repetition": RolloutSettings(
+        max_new_tokens=16, stop_repetition=0.5, stop_repetition_ngram=2, stop_repetition_every=PIECE
+    ),
+}
+
+
+@pytest.mark.parametrize("settings", list(SETTINGS.values()), ids=list(SETTINGS))
+@pytest.mark.parametrize("failure", ["refuse", "spoil"])
+def test_a_rejected_rollout_counts_the_pieces_of_its_response(
+    settings: RolloutSettings, failure: str
+) -> None:
+    engine = FailingEngine(lambda reply: getattr(engine, failure)(reply))
+    answer = collect(engine, settings, "single_turn")
+    assert not answer.group.rollouts
+    assert engine.num_sampled >= 2 * PIECE
+    assert answer.generated_tokens == engine.num_sampled
+    reason = {"refuse": "engine", "spoil": "logprobs_nonfinite"}[failure]
+    assert answer.group.rejected_tokens == {reason: engine.num_sampled}
+
+
+class ImpatientEnvironment(Environment):
+    """Gives a response up that takes long, and ends without it."""
+
+    async def play(self, episode: Episode) -> None:
+        await asyncio.wait_for(episode.respond(), 0.5)
+
+
+def test_a_response_that_its_environment_gives_up_counts() -> None:
+    engine = FailingEngine(lambda reply: None)
+    environment = f"{__name__}:ImpatientEnvironment"
+    answer = collect(engine, SETTINGS["stop_repetition"], environment)
+    assert engine.num_sampled == 2 * PIECE
+    assert answer.generated_tokens == engine.num_sampled
+    assert answer.group.rejected_tokens == {"environment": engine.num_sampled}
