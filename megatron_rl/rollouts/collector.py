@@ -81,14 +81,15 @@ class Collector:
         self._running: dict[str, _RunningGroup] = {}  # by group id
         # By group id and sample index: rollouts of a checkpoint whose request has not come yet
         self._saved_rollouts: dict[str, dict[int, Rollout]] = {}
+        self._saved_parts: list[bytes] = []  # of the one that is being received
 
     async def handle(self, message: ToCollector) -> bool:
         """Process one message and return False if the collector has to end."""
         match message:
             case GroupRequest():
                 self._begin(message)
-            case SavedRollout(group_id, index, data):
-                self._saved_rollouts.setdefault(group_id, {})[index] = codec.decode(data)
+            case SavedRollout():
+                self._take_saved_rollout(message)
             case Withdraw():
                 self._withdraw(message.group_ids)
             case AbortGroups(group_ids):
@@ -116,6 +117,14 @@ class Collector:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._runner.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _take_saved_rollout(self, message: SavedRollout) -> None:
+        """Take a part of a rollout. All parts of one arrive before those of another."""
+        self._saved_parts.append(message.data)
+        if message.is_last:
+            rollout = codec.decode(b"".join(self._saved_parts))
+            self._saved_parts.clear()
+            self._saved_rollouts.setdefault(message.group_id, {})[message.sample_index] = rollout
 
     def _begin(self, request: GroupRequest) -> None:
         group_id = request.group_id
@@ -170,16 +179,22 @@ class Collector:
         return task
 
     async def _come_to_rest(self, message: Hold | Settle | StorePartials) -> None:
-        """Do what rank 0 needs before a weight sync or a checkpoint, and answer."""
-        match message:
-            case Hold(keep_partials, number):
-                await self._runner.engines.hold(keep_partials=keep_partials)
-                await self._report_held(number)
-            case Settle(number):
-                await self._runner.settle()
-                await self._report_held(number)
-            case StorePartials(number):
-                await self._store_partials(number)
+        """Do what rank 0 needs before a weight sync or a checkpoint, and answer.
+
+        An error ends the run: without a report rank 0 would wait in vain.
+        """
+        try:
+            match message:
+                case Hold(keep_partials, number):
+                    await self._runner.engines.hold(keep_partials=keep_partials)
+                    await self._report_held(number)
+                case Settle(number):
+                    await self._runner.settle()
+                    await self._report_held(number)
+                case StorePartials(number):
+                    await self._store_partials(number)
+        except Exception as error:
+            await self._send(_failure_report(error))
 
     async def _report_held(self, number: int) -> None:
         engines = self._runner.engines

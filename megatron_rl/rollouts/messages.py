@@ -19,6 +19,7 @@ from megatron_rl.prompts.selection.extension import Extension
 from sglang_bridge.engine import Engine
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
+MAX_PART_BYTES = 32 * 1024 * 1024  # of a larger object that is sent in parts
 # The environment variable that passes the run's key to a collector
 RUN_KEY_VARIABLE = "MEGATRON_RL_RUN_KEY"
 # Reasons in `Group.rejections`
@@ -100,11 +101,15 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
 
 
 class SavedRollout(msgspec.Struct, frozen=True, tag="saved_rollout"):
-    """A rollout of a checkpoint, for the next request of its group. data: encoded (`codec`)."""
+    """A part of a rollout of a checkpoint, for the next request of its group.
+
+    data: of the encoded rollout (`codec`). is_last: no further part follows.
+    """
 
     group_id: str
     sample_index: Count
     data: bytes
+    is_last: bool = True
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):

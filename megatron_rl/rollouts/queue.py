@@ -159,14 +159,16 @@ class _Holding:
 class _Partials:
     """Holds what there is of open groups.
 
-    saved_groups: in a checkpoint. number, answers: of the last `StorePartials`, by node. is_wanted:
-    its answers are not released yet.
+    saved_groups: in a checkpoint. number, answers: of the last `StorePartials`, by node. own_ids:
+    of groups that no collector has, and that this process has stored meanwhile. is_wanted: the
+    answers are not released yet.
     """
 
     saved_groups: SavedGroups = NOTHING_SAVED
     number: int = 0
     is_wanted: bool = False
     answers: dict[int, Partials] = field(default_factory=dict)
+    own_ids: tuple[str, ...] = ()
 
 
 @dataclass
@@ -654,18 +656,31 @@ class RolloutQueue:
             if idle is not None:
                 idle()
             self._wait_for_events(_HOLD_POLL_SECONDS)
-        return [
+        groups = [
             group
             for node, partials in self._partials.answers.items()
             for group in partials.groups
             if self._is_outstanding(node, group.group_id)
         ]
+        return groups + self._store_waiting_groups()
+
+    def _store_waiting_groups(self) -> list[Group]:
+        """Store what the last checkpoint had of the groups that wait for a collector."""
+        starts = [
+            outstanding.start
+            for outstanding in self._outstanding.values()
+            if outstanding.node is None and outstanding.start is not None
+        ]
+        self._partials.own_ids = tuple(start.group.group_id for start in starts)
+        return [self._partials.saved_groups.store(start) for start in starts]
 
     def release_partials(self) -> None:
         """Free what `store_partials` has stored."""
         for node, partials in self._partials.answers.items():
             self._release_partials_of(node, partials)
         self._partials.answers = {}
+        self._partials.saved_groups.release(self._partials.own_ids)
+        self._partials.own_ids = ()
         self._partials.is_wanted = False
 
     def _release_partials_of(self, node: int, partials: Partials) -> None:

@@ -520,7 +520,8 @@ class Leader:
                 is_postponed = False
             self._unevaluated_metrics = dict(values) if is_postponed else None
             if self.steps_ahead.is_used and self._ending_key(step):
-                values["account/unfinished"] = float(self._drop_steps_ahead())
+                num_rolled_back = values.get("account/unfinished", 0.0)
+                values["account/unfinished"] = num_rolled_back + self._drop_steps_ahead()
 
     def _drop_steps_ahead(self) -> int:
         """Drop rollouts that no step will train. Returns their number of tokens."""

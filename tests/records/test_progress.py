@@ -144,6 +144,7 @@ def test_the_step_line_shows_the_largest_classes_of_tokens() -> None:
         "no_verdict": 3.0,
         "trained/zero_variance": 0.0,
         "unaccounted": 0.0,
+        "unfinished": 8850.0,  # of later steps
         "generated": 100.0,
         "engine_tokens": 100.0,
     }

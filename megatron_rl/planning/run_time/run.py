@@ -229,6 +229,9 @@ class _SimulatedSource:
     def drop_open(self) -> int:
         raise RuntimeError("a simulated run does not roll back")
 
+    def restore(self, state: SelectorState) -> None:
+        raise RuntimeError("a simulated run does not roll back")
+
     def lift_budgets(self) -> None:
         raise RuntimeError("a simulated run saves no checkpoint")
 

@@ -10,10 +10,8 @@ import msgspec
 from megatron_rl.contracts.group import Group, sampled_tokens
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.rollouts import codec
-from megatron_rl.rollouts.messages import MAX_MESSAGE_BYTES, GroupRequest, SavedRollout
+from megatron_rl.rollouts.messages import MAX_PART_BYTES, GroupRequest, SavedRollout
 from megatron_rl.rollouts.store import RolloutStore
-
-_ENVELOPE_BYTES = 1024  # of a message around a rollout
 
 
 @dataclass(frozen=True)
@@ -33,13 +31,20 @@ class SavedGroup:
         return sampled_tokens(self.group)
 
     def messages(self) -> Iterator[SavedRollout]:
-        """Yield the rollouts for a collector."""
+        """Yield the rollouts for a collector. Those of long responses are sent in parts."""
         for rollout in self.rollouts:
             data = codec.encode(rollout)
-            yield SavedRollout(self.group.group_id, rollout.sample_index, data)
+            starts = range(0, len(data), MAX_PART_BYTES)
+            for start in starts:
+                yield SavedRollout(
+                    self.group.group_id,
+                    rollout.sample_index,
+                    data[start : start + MAX_PART_BYTES],
+                    is_last=start == starts[-1],
+                )
 
     def fits(self, request: GroupRequest) -> bool:
-        """Return True if it is a group of this request, and a collector can be sent it."""
+        """Return True if it is a group of this request."""
         group = self.group
         indices = range(request.first_sample, request.first_sample + request.num_samples)
         samples = {*group.open_samples, *(ref.sample_index for ref in group.rollouts)}
@@ -49,7 +54,6 @@ class SavedGroup:
             and group.prompt.token_ids == request.prompt.token_ids
             and num_known == request.num_samples
             and samples <= set(indices)
-            and max(map(_nbytes, self.rollouts), default=0) < MAX_MESSAGE_BYTES - _ENVELOPE_BYTES
         )
 
 
@@ -110,9 +114,3 @@ class SavedGroups:
 
 
 NOTHING_SAVED = SavedGroups()
-
-
-def _nbytes(rollout: Rollout) -> int:
-    """Return about how many bytes a rollout is in a message."""
-    routes = 0 if rollout.routes is None else rollout.routes.nbytes
-    return routes + 8 * rollout.num_tokens + 64 * len(rollout.segments)

@@ -45,8 +45,11 @@ class RolloutSampler:
     _states_before: dict[int, SelectorState] = field(default_factory=dict, init=False)
     # By step that has failed: the ids under which its groups have to be released
     _failed_ids: dict[int, tuple[str, ...]] = field(default_factory=dict, init=False)
-    _num_repeated: int = field(default=0, init=False)  # requests that earlier batches repeated
+    _num_repeated: int = field(init=False)  # requests that earlier batches repeated
     _num_tokens: int = field(default=0, init=False)  # sampled since the last `count_tokens`
+
+    def __post_init__(self) -> None:
+        self._num_repeated = self.queue.num_repeated  # of another sampler before this one
 
     def sample(self, step: int) -> RolloutBatch:
         """Sample and score one batch. Raises `TooManyRejected` or `UserClassFailed`."""

@@ -61,6 +61,10 @@ class StepSource(Protocol):
         """Let the responses of all open steps be sampled to their end."""
         ...
 
+    def restore(self, state: SelectorState) -> None:
+        """Go to a place among the prompts."""
+        ...
+
     def state(self) -> SelectorState:
         """Return the place among the prompts, before the first step that is open or has failed."""
         ...
@@ -220,13 +224,18 @@ class StepsAhead:
         self._batches = {step: source.replace_lost(batch) for step, batch in self._batches.items()}
 
     def drop(self, source: StepSource) -> tuple[list[str], int]:
-        """Drop all batches and open steps.
+        """Drop all batches and open steps. Their prompts are selected again.
+
+        Those of batches that a checkpoint had are not: their place is unknown.
 
         Returns the ids of the batches' groups, and the number of tokens that were sampled for all.
         """
         group_ids = [id_ for batch in self._batches.values() for id_ in batch.delivered_ids]
         num_tokens = sum(batch.generated_tokens for batch in self._batches.values())
         num_tokens += source.drop_open()
+        first_step = min(self._batches, default=None)
+        if first_step in self._states_before:
+            source.restore(self._states_before[first_step])
         self._batches = {}
         self._states_before = {}
         self._failures = {}

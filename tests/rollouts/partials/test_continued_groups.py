@@ -14,6 +14,7 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.rollouts.collector import Collector
 from megatron_rl.rollouts.messages import (
+    Failed,
     FromCollector,
     GroupDone,
     GroupRequest,
@@ -26,7 +27,7 @@ from megatron_rl.rollouts.messages import (
 )
 from megatron_rl.rollouts.partials.progress import NOT_RESTORED
 from megatron_rl.rollouts.partials.saved_groups import SavedGroup
-from megatron_rl.rollouts.store import RolloutGone, read_rollout
+from megatron_rl.rollouts.store import RolloutGone, RolloutStore, read_rollout
 from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine
 from tests.support.rollouts import assert_equal
 from tests.support.scripted_model import EOS, PROMPT, TOKENIZER
@@ -176,6 +177,42 @@ async def sample_twice(
     partial = await begin(engines[1], environment, num_versions=num_versions)
     second = await resume(engines[2], environment, range(num_versions - 1, 3), partial)
     return partial, [whole, second]
+
+
+def test_long_rollouts_of_a_checkpoint_are_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A message has at most 64 MiB."""
+    engines = [TrackedEngine(WHOLE) for _ in range(3)]
+    monkeypatch.setattr("megatron_rl.rollouts.partials.saved_groups.MAX_PART_BYTES", 100)
+    partial, groups = asyncio.run(sample_twice(engines, None, 2))
+    messages = list(partial.messages())
+    assert len(messages) > 2 * len(partial.rollouts)
+    assert max(len(message.data) for message in messages) == 100
+    assert sum(message.is_last for message in messages) == len(partial.rollouts)
+    (whole, whole_rollouts), (second, resumed_rollouts) = groups
+    assert_same(resumed_rollouts, whole_rollouts)
+    assert without_times(second) == without_times(whole)
+
+
+def test_a_collector_that_cannot_store_open_rollouts_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def put(store: RolloutStore, name: str, rollouts: Any) -> None:
+        raise OSError("No space left on device")
+
+    async def run() -> FromCollector:
+        async with fake_engine(TrackedEngine(WHOLE)) as url:
+            desk = Desk(url, None)
+            await desk.tell(SetVersion(0), REQUEST, Settle(1))
+            await desk.hear()
+            monkeypatch.setattr(RolloutStore, "put", put)
+            await desk.tell(StorePartials(1))
+            answer = await desk.hear()
+            await desk.collector.close()
+            return answer
+
+    answer = asyncio.run(run())
+    assert isinstance(answer, Failed)
+    assert "No space left on device" in answer.reason
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,26 @@ def test_a_collector_that_replaces_another_during_a_save_is_not_waited_for_in_va
     assert [group.group_id for group in groups] == ["a"]
 
 
+def test_a_save_keeps_restored_groups_that_wait_for_a_collector(
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer
+) -> None:
+    queue.restore(SavedGroups([saved_group("a", (1,))], RolloutStore(node=0)))
+    queue.submit([request("a")])
+    hub.disconnect(0, 0, "it was killed")
+    (group,) = queue.store_partials(timeout_seconds=5)
+    assert (group.group_id, group.open_samples) == ("a", (1,))
+    (ref,) = group.rollouts
+    assert codec.encode(read_rollout(ref)) == codec.encode(ROLLOUT)
+    queue.release_partials()
+    with pytest.raises(RolloutGone):
+        read_rollout(ref)
+    later = Peer(hub, 0, epoch=1)
+    hub.wait_for(1, 5)
+    queue.lost_groups([])  # handles events
+    assert len(receive_requests(later)) == 2
+    later.close()
+
+
 def test_a_probe_of_a_checkpoint_that_is_sampled_again_is_not_extended_again(
     queue: RolloutQueue, peer: Peer
 ) -> None:

@@ -12,7 +12,7 @@ from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.engines.connections import EngineConnections
 from megatron_rl.rollouts.hub import CollectorHub
 from megatron_rl.rollouts.partials.time_to_store import TimeToStore
-from megatron_rl.rollouts.queue import RolloutQueue
+from megatron_rl.rollouts.queue import HeldRequests, RolloutQueue
 from megatron_rl.rollouts.steps.on_update import OnUpdate, StoredPartials, open_steps_ahead
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
@@ -111,10 +111,16 @@ def test_an_engine_that_hangs_takes_no_more_time_than_there_is(
 
 
 class Control:
-    """Notes how often open responses are stored."""
+    """Notes how often open responses are stored, and counts new tokens."""
 
     def __init__(self) -> None:
         self.num_calls = 0
+        self.num_new_tokens = 0
+
+    def settle(self, idle: Any) -> HeldRequests:
+        num_tokens = self.num_new_tokens
+        self.num_new_tokens = 0
+        return HeldRequests(0, 0, num_tokens)
 
     def can_sample(self) -> bool:
         return True
@@ -141,3 +147,23 @@ def test_open_responses_are_stored_at_each_checkpoint(on_update: str, is_stoppin
         assert parts.before_save(source, stop_source) == {7: ()}
     assert control.num_calls == 2
     assert parts.num_uncounted == 6
+
+
+@pytest.mark.parametrize("on_update", ["budget", "resume"])
+def test_tokens_that_are_completed_for_a_checkpoint_are_counted_with_it(on_update: str) -> None:
+    """A user-defined environment cannot continue an episode, so open ones are completed."""
+    settings = RolloutSettings(
+        max_new_tokens=4, max_staleness=1, on_update=on_update, tokens_per_version=2
+    )
+    control: Any = Control()
+    source: Any = SimpleNamespace(open_steps=(), lift_budgets=lambda: None)
+    parts: OnUpdate
+    _, parts = open_steps_ahead(settings, control, idle, stores_partials=False)
+    control.num_new_tokens = 30
+    stop_source = ScriptedStop()
+    assert parts.before_save(source, stop_source) == {}
+    assert parts.num_uncounted == 30
+    control.num_new_tokens = 12
+    stop_source.request()
+    assert parts.before_save(source, stop_source) == {}
+    assert parts.num_uncounted == 30  # nothing was completed, and there is no time to ask

@@ -489,6 +489,44 @@ def test_batches_that_are_dropped_are_counted() -> None:
     assert run.queue.held_ids == [] and not run.ahead.batches
 
 
+@pytest.mark.parametrize("name", ["uniform", "oversample", "belief"])
+@pytest.mark.parametrize("continues", [False, True])
+def test_prompts_of_dropped_steps_are_selected_again(name: str, continues: bool) -> None:
+    run = make_run(name, max_staleness=2, seed=0, continues=continues and name == "uniform")
+    run.ahead.begin_open(1, 9, 0, run.sampler)
+    run.ahead.take(1, run.sampler)
+    state = run.sampler.state()
+    run.ahead.begin_next(1, 9, run.sampler)
+    run.ahead.complete(run.sampler)
+    assert run.sampler.state() != state
+    run.ahead.drop(run.sampler)
+    assert run.sampler.state() == state
+
+
+def test_prompts_of_dropped_batches_of_a_checkpoint_are_not_selected_again() -> None:
+    first_run = make_run("uniform", max_staleness=1, seed=0)
+    first_run.ahead.take(1, first_run.sampler)
+    first_run.ahead.begin_next(1, 9, first_run.sampler)
+    first_run.ahead.complete(first_run.sampler)
+    run = make_run("uniform", max_staleness=1, seed=0)
+    run.sampler.restore(first_run.sampler.state())
+    run.ahead.restore(first_run.ahead.batches)
+    run.ahead.drop(run.sampler)
+    assert run.sampler.state() == first_run.sampler.state()
+
+
+def test_a_sampler_does_not_count_what_was_repeated_for_another_one() -> None:
+    """Each phase of a curriculum has its own sampler."""
+    run = make_run("uniform", max_staleness=0, seed=0)
+    run.queue.num_repeated = 5
+    assert run.sampler.sample(1).metrics()["rollout/repeated"] == 5.0
+    queue: Any = run.queue
+    sampler = RolloutSampler(queue, run.sampler.settings, run.sampler.selector, (1,), lambda: None)
+    assert sampler.sample(2).metrics()["rollout/repeated"] == 0.0
+    run.queue.num_repeated += 2
+    assert sampler.sample(3).metrics()["rollout/repeated"] == 2.0
+
+
 def test_ages_count_the_tokens_of_each_version() -> None:
     def group_of(*versions: tuple[int, int]) -> Group:
         ref = msgspec.structs.replace(REF, tokens_by_version=versions)

@@ -26,6 +26,7 @@ from megatron_rl.rollouts.rollout_batch import NonFiniteResponses, RolloutBatch
 from megatron_rl.run.checkpoints.resume import ResumePoint
 from megatron_rl.run.guards.nonfinite import NonFiniteRun
 from megatron_rl.run.guards.trouble import StoppedByGuard
+from megatron_rl.run.leader import Leader
 from tests.support.checkpoint_managers import FakeRanks, make_manager
 from tests.support.checkpoints import make_state
 from tests.support.leaders import ScriptedParts, lead
@@ -179,6 +180,21 @@ def test_a_rollback_goes_on_from_a_checkpoint_with_new_prompts(tmp_path: Path) -
         "and newer checkpoints are removed. The run goes on with step 12 and new prompts"
     )
     assert line in screen
+
+
+def test_tokens_of_steps_ahead_that_a_rollback_and_the_end_drop_are_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both happen in the last step."""
+    # Scripted rollouts have version 0, whatever the step is
+    monkeypatch.setattr(Leader, "_ahead_metrics", lambda self, batch: {})
+    parts = Parts(norms=(*FLAT, 1.0, 99.0))
+    dropped_tokens = iter([700, 30])
+    parts.drop_open = lambda: next(dropped_tokens)  # type: ignore[method-assign]
+    guard = GuardSettings(spike="rollback")
+    run(parts, tmp_path, 10, guard=guard, max_staleness=1)
+    assert parts.metrics[10]["account/rolled_back"] > 0
+    assert parts.metrics[10]["account/unfinished"] == 730.0
 
 
 def test_an_equal_checkpoint_is_taken_once_and_an_older_one_if_the_spike_returns(
