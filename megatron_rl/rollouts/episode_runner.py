@@ -263,10 +263,7 @@ class EpisodeRunner:
                     stop=stop,
                 )
             except BaseException as error:
-                # No rollout has what there is of the response
-                if pieces:
-                    num_tokens = sum(len(piece.output_ids) for piece in pieces)
-                    rejected_tokens[_describe_error(error)[0]] += num_tokens
+                rejected_tokens.update(_tokens_of_pieces(pieces, error))
                 raise
             finally:
                 progress.pieces = []  # the episode has them
@@ -346,6 +343,12 @@ def _describe_error(error: BaseException) -> tuple[str, str]:
         case UserCodeError():
             return ENVIRONMENT_FAILURE, str(error)
     return ENVIRONMENT_FAILURE, describe_failure(error)
+
+
+def _tokens_of_pieces(pieces: Sequence[Generation], error: BaseException) -> Counter[str]:
+    """Count the tokens of a response that cannot be completed, by the reason: no rollout has it."""
+    reason, _ = _describe_error(error)
+    return +Counter({reason: sum(len(piece.output_ids) for piece in pieces)})
 
 
 def _trace_of(error: BaseException) -> str:

@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -20,6 +21,7 @@ from megatron_rl.rollouts.messages import (
     GroupRequest,
     Partials,
     Release,
+    SavedRollout,
     Settle,
     SetVersion,
     StorePartials,
@@ -179,6 +181,15 @@ async def sample_twice(
     return partial, [whole, second]
 
 
+async def receive(messages: Sequence[SavedRollout]) -> list[Rollout]:
+    """Return the rollouts that a collector has received."""
+    desk = Desk("http://127.0.0.1:1", None)
+    await desk.tell(*messages)
+    rollouts = desk.collector._saved_rollouts["g"]
+    await desk.collector.close()
+    return [rollouts[index] for index in sorted(rollouts)]
+
+
 def test_long_rollouts_of_a_checkpoint_are_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A message has at most 64 MiB."""
     engines = [TrackedEngine(WHOLE) for _ in range(3)]
@@ -188,6 +199,7 @@ def test_long_rollouts_of_a_checkpoint_are_sent_in_parts(monkeypatch: pytest.Mon
     assert len(messages) > 2 * len(partial.rollouts)
     assert max(len(message.data) for message in messages) == 100
     assert sum(message.is_last for message in messages) == len(partial.rollouts)
+    assert_same(asyncio.run(receive(messages)), list(partial.rollouts))
     (whole, whole_rollouts), (second, resumed_rollouts) = groups
     assert_same(resumed_rollouts, whole_rollouts)
     assert without_times(second) == without_times(whole)
