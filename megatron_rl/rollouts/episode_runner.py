@@ -111,6 +111,9 @@ class EpisodeRunner:
     def _is_announced(self, request: GroupRequest) -> bool:
         return (request.group_id, request.attempt) in self._playing
 
+    def _budget_of(self, request: GroupRequest) -> VersionBudget | None:
+        return self._budgets.get((request.group_id, request.attempt))
+
     def _count_end(self, request: GroupRequest, index: int) -> None:
         playing = self._playing.get((request.group_id, request.attempt), set())
         playing.discard(index)
@@ -258,7 +261,7 @@ class EpisodeRunner:
                     rejected_tokens=rejected_tokens,
                     seed=_response_seed(self._configuration.seed, rollout_id, turn),
                     is_wanted=partial(self._is_announced, request),
-                    budget=lambda: self._budgets.get((request.group_id, request.attempt)),
+                    budget=partial(self._budget_of, request),
                     pieces=pieces,
                     stop=stop,
                 )
