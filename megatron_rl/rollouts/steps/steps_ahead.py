@@ -233,9 +233,8 @@ class StepsAhead:
         group_ids = [id_ for batch in self._batches.values() for id_ in batch.delivered_ids]
         num_tokens = sum(batch.generated_tokens for batch in self._batches.values())
         num_tokens += source.drop_open()
-        first_step = min(self._batches, default=None)
-        if first_step in self._states_before:
-            source.restore(self._states_before[first_step])
+        if self._states_before:
+            source.restore(self._states_before[min(self._states_before)])
         self._batches = {}
         self._states_before = {}
         self._failures = {}

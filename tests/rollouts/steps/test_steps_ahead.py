@@ -508,9 +508,12 @@ def test_prompts_of_dropped_batches_of_a_checkpoint_are_not_selected_again() -> 
     first_run.ahead.take(1, first_run.sampler)
     first_run.ahead.begin_next(1, 9, first_run.sampler)
     first_run.ahead.complete(first_run.sampler)
-    run = make_run("uniform", max_staleness=1, seed=0)
+    run = make_run("uniform", max_staleness=2, seed=0, continues=True)
     run.sampler.restore(first_run.sampler.state())
     run.ahead.restore(first_run.ahead.batches)
+    run.ahead.begin_open(2, 9, 0, run.sampler)
+    run.ahead.complete(run.sampler)
+    assert list(run.ahead.batches) == [2, 3, 4]
     run.ahead.drop(run.sampler)
     assert run.sampler.state() == first_run.sampler.state()
 
