@@ -142,6 +142,7 @@ class Leader:
         else:
             self._enter_first_phase(step)
             self._begin(step)
+            self._begin_saved_steps(step + 1)
             self._exit_if_requested(step)
         while not self._ending_key(step):
             step += 1
@@ -620,6 +621,15 @@ class Leader:
                 self._unevaluated_metrics = None
             finally:
                 self.records.metrics.write(step, values)
+
+    def _begin_saved_steps(self, step: int) -> None:
+        """Begin the steps that were open in the checkpoint, if the run has to stop.
+
+        The next checkpoint then holds them. step: the first one that is not trained.
+        """
+        source = self.parts.rollouts
+        if self._is_stop_requested() and self.steps_ahead.is_under_way(step, source):
+            self.steps_ahead.begin_open(step, self._last_step(step), self._version, source)
 
     def _begin_new_run(self) -> None:
         with self._record(0) as values:

@@ -12,13 +12,15 @@ import pytest
 from megatron_rl.config.cli import compose
 from megatron_rl.config.curriculum import phases_of
 from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.run_state import LoopState, SelectorState
 from megatron_rl.engines.fleet import NoEngineLeft
 from megatron_rl.engines.token_counter import TokenComparison
 from megatron_rl.rollouts.partials.time_to_store import StopSource
 from megatron_rl.rollouts.queue import CollectorFailed
-from megatron_rl.rollouts.steps.steps_ahead import StepSource
+from megatron_rl.rollouts.steps.steps_ahead import StepsAhead, StepSource
 from megatron_rl.run.checkpoints.manager import StoppedAfterSave
 from megatron_rl.run.supervision.stop_request import StepAborted
+from tests.support import leaders
 from tests.support.checkpoint_managers import FakeRanks, make_manager, make_stop_request
 from tests.support.groups import group
 from tests.support.leaders import ScriptedParts, lead
@@ -173,6 +175,39 @@ def test_open_steps_are_saved_with_the_phase_that_began_them(
     assert (position.step, position.open_steps) == (2, tuple(open_groups))
     assert position.phase.index == (1 if has_open_steps else 0)
     assert position.phase.tokens > 0
+
+
+@pytest.mark.parametrize("is_stopping", [False, True])
+def test_a_run_that_stops_before_its_first_step_keeps_the_open_steps_of_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stopping: bool
+) -> None:
+    """The run starts from the checkpoint of another run, so it has none of its own."""
+    steps_ahead = StepsAhead(2, continues_responses=True)
+    steps_ahead.restore({}, (5, 6), 9)
+    monkeypatch.setattr(leaders, "StepsAhead", lambda max_staleness: steps_ahead)
+    parts = ScriptedParts()
+    selection = SelectorState(prompts=parts.cursor)
+    position = LoopState(
+        step=4, version=4, weights_synced=True, selection=selection, open_steps=(5, 6)
+    )
+    ranks = FakeRanks()
+    stop = make_stop_request()
+    if is_stopping:
+        stop.handle_signal(signal.SIGUSR1)
+        with pytest.raises(StoppedAfterSave):
+            lead(
+                parts,
+                tmp_path,
+                steps=9,
+                resume_state=position,
+                checkpoints=make_manager(ranks, stop, checkpoint_every=100),
+                on_update=StoredResponses(open_groups={5: OPEN, 6: OPEN}),
+            )
+        assert parts.begun_steps[:2] == [5, 6]
+        assert ranks.states[0].position.open_steps == (5, 6)
+    else:
+        lead(parts, tmp_path, steps=4, resume_state=position, on_update=StoredResponses())
+        assert parts.begun_steps == []
 
 
 FAILURES = [CollectorFailed("it is gone"), NoEngineLeft("every engine has left the run")]
