@@ -365,7 +365,9 @@ def _tokens_of(lost_episodes: Sequence[Episode]) -> Counter[str]:
     tokens = Counter[str]()
     for episode in lost_episodes:
         tokens += episode.rejected_tokens + Counter({RESTARTED: episode.sampled_tokens})
-    return tokens
+        # Of the response that was being sampled. Its environment was not at fault
+        tokens[RESTARTED] += tokens.pop(ENVIRONMENT_FAILURE, 0)
+    return +tokens
 
 
 def _response_seed(run_seed: int, rollout_id: str, turn: int) -> int:

@@ -160,8 +160,8 @@ class _Partials:
     """Holds what there is of open groups.
 
     saved_groups: in a checkpoint. number, answers: of the last `StorePartials`, by node. own_ids:
-    of groups that no collector has, and that this process has stored meanwhile. is_wanted: the
-    answers are not released yet.
+    of groups that no collector has stored, but this process. is_wanted: the answers are not
+    released yet.
     """
 
     saved_groups: SavedGroups = NOTHING_SAVED
@@ -527,7 +527,7 @@ class RolloutQueue:
             if seconds > timeout_seconds or has_to_end():
                 raise HoldTimedOut(
                     f"the engines of node(s) {sorted(waiting_nodes)} still worked on requests "
-                    f"{seconds:.3g} s after these were to stop"
+                    f"{seconds:.1f} s after these were to stop"
                 )
             if abort is not None:
                 abort()
@@ -650,7 +650,7 @@ class RolloutQueue:
             if seconds > timeout_seconds or has_to_end():
                 self._write_log(
                     f"warning: node(s) {sorted(waiting_nodes)} did not store their open rollouts "
-                    f"within {seconds:.2g} s: a resumed run samples them anew"
+                    f"within {seconds:.1f} s: a resumed run samples them anew"
                 )
                 break
             if idle is not None:
@@ -662,14 +662,14 @@ class RolloutQueue:
             for group in partials.groups
             if self._is_outstanding(node, group.group_id)
         ]
-        return groups + self._store_waiting_groups()
+        return groups + self._store_others({group.group_id for group in groups})
 
-    def _store_waiting_groups(self) -> list[Group]:
-        """Store what the last checkpoint had of the groups that wait for a collector."""
+    def _store_others(self, stored_ids: Collection[str]) -> list[Group]:
+        """Store what the last checkpoint had of the groups that no collector has stored."""
         starts = [
             outstanding.start
-            for outstanding in self._outstanding.values()
-            if outstanding.node is None and outstanding.start is not None
+            for group_id, outstanding in self._outstanding.items()
+            if outstanding.start is not None and group_id not in stored_ids
         ]
         self._partials.own_ids = tuple(start.group.group_id for start in starts)
         return [self._partials.saved_groups.store(start) for start in starts]

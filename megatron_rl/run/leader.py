@@ -335,6 +335,8 @@ class Leader:
         """Go on from the weights of a good checkpoint. Prompts, beliefs and phases stay."""
         position = self._guards.roll_back(step, trouble, values)
         self._accuracies = deque(position.accuracies)  # those of weights that are lost do not count
+        if self.curriculum is not None:
+            self.curriculum.roll_back(position.phase)
         self._has_rolled_back = True
         num_dropped = self._drop_steps_ahead()
         if num_dropped:

@@ -2,7 +2,9 @@
 
 import asyncio
 import base64
+import os
 from collections.abc import Callable
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -131,6 +133,34 @@ class ImpatientEnvironment(Environment):
 
     async def play(self, episode: Episode) -> None:
         await asyncio.wait_for(episode.respond(), 0.5)
+
+
+class DyingEnvironment(Environment):
+    """Ends its process in the middle of a response, and does nothing the next time."""
+
+    async def play(self, episode: Episode) -> None:
+        marker = Path(os.environ["MARKER"])
+        if marker.exists():
+            episode.demonstrate("5")
+            return
+        response = asyncio.ensure_future(episode.respond())
+        await asyncio.sleep(0.7)
+        marker.touch()
+        assert not response.done()
+        os._exit(3)
+
+
+def test_pieces_of_an_episode_whose_process_ends_are_counted_as_restarted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One of two calls ends the process. The other one begins again."""
+    monkeypatch.setenv("MARKER", str(tmp_path / "ended"))
+    engine = FailingEngine(lambda reply: None)
+    environment = f"{__name__}:DyingEnvironment"
+    answer = collect(engine, SETTINGS["stop_repetition"], environment)
+    assert engine.num_sampled == 2 * PIECE
+    assert answer.generated_tokens == engine.num_sampled
+    assert answer.group.rejected_tokens["environment_restarted"] == PIECE
 
 
 def test_a_response_that_its_environment_gives_up_counts() -> None:

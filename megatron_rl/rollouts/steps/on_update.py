@@ -147,7 +147,7 @@ class _OpenResponses:
             self.num_uncounted += partials.num_new_tokens
             return source.open_groups(partials.groups)
         self.steps_ahead.complete_for_save(source, stop_source)
-        if not stop_source.stop_requested:
+        if not source.open_steps and not stop_source.stop_requested:
             # A resumed run gets the new tokens with the checkpoint
             self.num_uncounted += self.control.settle(self.idle).num_new_tokens
         return {}

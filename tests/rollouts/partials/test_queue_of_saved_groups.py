@@ -203,6 +203,29 @@ def test_a_save_keeps_restored_groups_that_wait_for_a_collector(
     later.close()
 
 
+def test_a_save_keeps_restored_groups_that_their_collector_does_not_store(
+    queue: RolloutQueue, peer: Peer, lines: list[str]
+) -> None:
+    """The collector of group a hangs. It has stored what it has of group b."""
+    queue.restore(
+        SavedGroups([saved_group("a", (1,)), saved_group("b", (1,))], RolloutStore(node=0))
+    )
+    queue.submit([request("a"), request("b"), request("c")])
+    assert [group.group_id for group in queue.store_partials(timeout_seconds=0.2)] == ["a", "b"]
+    assert "did not store" in lines[-1]
+    queue.release_partials()
+    newer_group = msgspec.structs.replace(saved_group("b", (1,)).group, rejected_tokens={})
+
+    def idle() -> None:
+        if any(isinstance(message, StorePartials) for message in peer.receive()):
+            peer.send(Partials(2, (newer_group,)))
+
+    groups = queue.store_partials(timeout_seconds=5, idle=idle)
+    assert groups[0] == newer_group
+    assert [group.group_id for group in groups] == ["b", "a"]
+    queue.release_partials()
+
+
 def test_a_probe_of_a_checkpoint_that_is_sampled_again_is_not_extended_again(
     queue: RolloutQueue, peer: Peer
 ) -> None:

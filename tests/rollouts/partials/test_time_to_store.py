@@ -164,6 +164,11 @@ def test_tokens_that_are_completed_for_a_checkpoint_are_counted_with_it(on_updat
     assert parts.before_save(source, stop_source) == {}
     assert parts.num_uncounted == 30
     control.num_new_tokens = 12
+    failed_source: Any = SimpleNamespace(
+        open_steps=(7,), state=lambda: None, lift_budgets=lambda: None, finish_step=lambda _: None
+    )
+    assert parts.before_save(failed_source, stop_source) == {}
+    assert parts.num_uncounted == 30  # what is still open could take long
     stop_source.request()
     assert parts.before_save(source, stop_source) == {}
     assert parts.num_uncounted == 30  # nothing was completed, and there is no time to ask

@@ -13,6 +13,8 @@ from typing import Any
 import msgspec
 import pytest
 
+from megatron_rl.config.cli import compose
+from megatron_rl.config.curriculum import phases_of
 from megatron_rl.config.schema import EngineSettings, GuardSettings
 from megatron_rl.contracts.commands import Command, RollBack
 from megatron_rl.contracts.exit_codes import ExitCode
@@ -20,10 +22,12 @@ from megatron_rl.contracts.run_state import (
     GuardState,
     LoopState,
     MismatchState,
+    PhaseState,
     RollbackRecord,
 )
 from megatron_rl.rollouts.rollout_batch import NonFiniteResponses, RolloutBatch
 from megatron_rl.run.checkpoints.resume import ResumePoint
+from megatron_rl.run.curriculum import PhaseSchedule
 from megatron_rl.run.guards.nonfinite import NonFiniteRun
 from megatron_rl.run.guards.trouble import StoppedByGuard
 from megatron_rl.run.leader import Leader
@@ -180,6 +184,18 @@ def test_a_rollback_goes_on_from_a_checkpoint_with_new_prompts(tmp_path: Path) -
         "and newer checkpoints are removed. The run goes on with step 12 and new prompts"
     )
     assert line in screen
+
+
+def test_a_rollback_returns_to_the_evaluations_of_its_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    states: list[PhaseState | None] = []
+    monkeypatch.setattr(PhaseSchedule, "roll_back", lambda self, state: states.append(state))
+    phases = phases_of(compose(["eval.every=1", "curriculum=[{name: a, until: {accuracy: 0.9}}]"]))
+    parts = Parts(norms=(*FLAT, 1.0, 1.0, 99.0, 1.0), accuracies=[n / 100 for n in range(13)])
+    guard = GuardSettings(spike="rollback")
+    run(parts, tmp_path, 12, every=3, guard=guard, evals={"every": 1}, phases=phases)
+    assert states == [PhaseState(index=0, tokens=9 * 8, accuracy=0.09)]
 
 
 def test_tokens_of_steps_ahead_that_a_rollback_and_the_end_drop_are_added(
