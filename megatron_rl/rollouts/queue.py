@@ -761,13 +761,16 @@ class RolloutQueue:
 
         If no node can use an engine, it returns all nodes: some environments need no engine.
         """
+        nodes_with_engines = self._nodes_with_engines()
+        if nodes_with_engines:
+            return nodes_with_engines
         connected_nodes = self.connected_nodes
         borrowers = [
             node
             for node in connected_nodes
             if any(self._lent_engines.is_usable(node, engine) for engine in self._engines.values())
         ]
-        return self._nodes_with_engines() or borrowers or connected_nodes
+        return borrowers or connected_nodes
 
     def _nodes_with_engines(self) -> list[int]:
         nodes = {engine.node for engine in self._engines.values()}

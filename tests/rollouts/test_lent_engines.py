@@ -59,6 +59,13 @@ def lending_queue(queue: RolloutQueue, peer: Peer, other: Peer) -> RolloutQueue:
     return queue
 
 
+def borrow(queue: RolloutQueue, peer: Peer, engine: Engine) -> None:
+    """Request group a from node 0, which gets the only engine, of a node without a collector."""
+    queue.add_engine(engine)
+    queue.submit([request("a")])
+    assert peer.receive(2) == [AddEngine(engine), request("a")]
+
+
 def test_a_collector_whose_last_engine_leaves_goes_on_with_those_of_other_nodes(
     lending_queue: RolloutQueue, peer: Peer, other: Peer
 ) -> None:
@@ -100,9 +107,7 @@ def test_a_lent_engine_that_is_added_again_is_added_for_all_collectors(
 def test_a_collector_that_replaces_a_lost_one_gets_lent_engines_again(
     hub: CollectorHub, queue: RolloutQueue, peer: Peer
 ) -> None:
-    queue.add_engine(B_ENGINE)
-    queue.submit([request("a")])
-    assert peer.receive(2) == [AddEngine(B_ENGINE), request("a")]
+    borrow(queue, peer, B_ENGINE)
     replacement = Peer(hub, 0, epoch=1)
     queue.disconnect_before(0, 1, "ended")
     deadline = time.monotonic() + 5
@@ -229,9 +234,7 @@ def test_an_engine_that_no_collector_can_use_counts_as_failed(
     """Otherwise nobody would look after it, and its requests would wait without end."""
     observer = Observer()
     queue.observer = observer
-    queue.add_engine(B_ENGINE)
-    queue.submit([request("a")])
-    assert peer.receive(2) == [AddEngine(B_ENGINE), request("a")]
+    borrow(queue, peer, B_ENGINE)
     peer.send(EngineLeftOut(B_ENGINE.url, "no route to host"))
     handle_until(queue, lambda: observer.failed_engines)
     assert observer.failed_engines == [(B_ENGINE.url, "no route to host")]
@@ -250,9 +253,7 @@ def test_requests_of_a_node_that_cannot_use_the_only_engine_move_to_one_that_can
     observer = Observer()
     queue.observer = observer
     engine = Engine(url="http://c:1", node=2)
-    queue.add_engine(engine)
-    queue.submit([request("a")])
-    assert peer.receive(2) == [AddEngine(engine), request("a")]
+    borrow(queue, peer, engine)
     peer.send(EngineLeftOut(engine.url, "no route to host"))
     handle_until(queue, lambda: queue.num_repeated)
     repeated_request = msgspec.structs.replace(request("a"), attempt=1)
@@ -266,9 +267,7 @@ def test_requests_of_a_node_that_cannot_use_the_only_engine_move_to_one_that_can
 def test_an_engine_that_could_not_be_used_is_lent_again_after_a_sync(
     queue: RolloutQueue, peer: Peer
 ) -> None:
-    queue.add_engine(B_ENGINE)
-    queue.submit([request("a")])
-    assert peer.receive(2) == [AddEngine(B_ENGINE), request("a")]
+    borrow(queue, peer, B_ENGINE)
     peer.send(EngineLeftOut(B_ENGINE.url, "no route to host"))
     handle_until(queue, lambda: queue.engines_left_out)
     assert peer.receive(1) == [RemoveEngine(B_ENGINE.url)]
@@ -305,9 +304,7 @@ def test_a_late_report_about_an_engine_that_was_taken_back_is_ignored(
 def test_requests_that_no_engine_can_answer_move_once_another_collector_connects(
     hub: CollectorHub, queue: RolloutQueue, peer: Peer
 ) -> None:
-    queue.add_engine(B_ENGINE)
-    queue.submit([request("a")])
-    assert peer.receive(2) == [AddEngine(B_ENGINE), request("a")]
+    borrow(queue, peer, B_ENGINE)
     peer.send(EngineLeftOut(B_ENGINE.url, "no route to host"))
     assert peer.receive(1) == []
     other = Peer(hub, 1)

@@ -1,13 +1,10 @@
 """Tokens of a response that is sampled in pieces and cannot be completed are counted."""
 
 import asyncio
-import base64
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 
 from megatron_rl.config.schema import EnvironmentSettings, RolloutSettings
@@ -24,7 +21,7 @@ from megatron_rl.rollouts.messages import (
     SetVersion,
     VersionBudget,
 )
-from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine
+from tests.support.fake_engine import Reply, configuration, fake_engine, routes
 from tests.support.scripted_model import EOS, PROMPT
 
 PIECE = 4
@@ -34,45 +31,32 @@ SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
 class FailingEngine:
     """Samples the first piece of a response, and fails at the next one.
 
-    failure: given the reply, what is sent instead. None sends nothing.
+    failure: refuse: it answers with status 400. spoil: it samples tokens without usable
+    log-probabilities. hang: it does not answer.
     """
 
-    def __init__(self, failure: Callable[[Reply], Reply | int | None]) -> None:
+    def __init__(self, failure: str) -> None:
         self.num_sampled = 0
         self._failure = failure
 
     def __call__(self, n: int, body: Reply) -> Reply | int | None:
-        num_tokens = min(PIECE, body["sampling_params"]["max_new_tokens"])
-        ids = list(range(5, 5 + num_tokens))
-        reply: Reply = {
+        is_first = len(body["input_ids"]) == len(PROMPT.token_ids)
+        if not is_first and self._failure == "refuse":
+            return 400
+        if not is_first and self._failure == "hang":
+            return None
+        ids = list(range(5, 5 + PIECE))
+        self.num_sampled += PIECE
+        logprob = -0.5 if is_first else None
+        return {
             "output_ids": ids,
             "meta_info": {
                 "finish_reason": {"type": "length"},
                 "weight_version": "3",
-                "output_token_logprobs": [(-0.5, token, None) for token in ids],
-                "routed_experts": self._routes(body, num_tokens),
+                "output_token_logprobs": [(logprob, token, None) for token in ids],
+                "routed_experts": routes(body, PIECE),
             },
         }
-        if len(body["input_ids"]) == len(PROMPT.token_ids):
-            self.num_sampled += num_tokens
-            return reply
-        return self._failure(reply)
-
-    def _routes(self, body: Reply, num_tokens: int) -> str:
-        num_rows = len(body["input_ids"]) + num_tokens - 1
-        num_rows -= body.get("routed_experts_start_len", 0)
-        rows = np.zeros((num_rows, LAYERS, TOPK), np.int32)
-        rows[:, :, 1] += 2
-        return base64.b64encode(rows.tobytes()).decode()
-
-    def refuse(self, reply: Reply) -> int:
-        return 400
-
-    def spoil(self, reply: Reply) -> Reply:
-        """Return log-probabilities that cannot be used. Its tokens count as sampled."""
-        self.num_sampled += PIECE
-        logprobs = [(None, token, None) for token in reply["output_ids"]]
-        return reply | {"meta_info": reply["meta_info"] | {"output_token_logprobs": logprobs}}
 
 
 def collect(engine: FailingEngine, settings: RolloutSettings, environment: str) -> GroupDone:
@@ -119,7 +103,7 @@ SETTINGS = {
 def test_a_rejected_rollout_counts_the_pieces_of_its_response(
     settings: RolloutSettings, failure: str
 ) -> None:
-    engine = FailingEngine(lambda reply: getattr(engine, failure)(reply))
+    engine = FailingEngine(failure)
     answer = collect(engine, settings, "single_turn")
     assert not answer.group.rollouts
     assert engine.num_sampled >= 2 * PIECE
@@ -155,7 +139,7 @@ def test_pieces_of_an_episode_whose_process_ends_are_counted_as_restarted(
 ) -> None:
     """One of two calls ends the process. The other one begins again."""
     monkeypatch.setenv("MARKER", str(tmp_path / "ended"))
-    engine = FailingEngine(lambda reply: None)
+    engine = FailingEngine("hang")
     environment = f"{__name__}:DyingEnvironment"
     answer = collect(engine, SETTINGS["stop_repetition"], environment)
     assert engine.num_sampled == 2 * PIECE
@@ -164,7 +148,7 @@ def test_pieces_of_an_episode_whose_process_ends_are_counted_as_restarted(
 
 
 def test_a_response_that_its_environment_gives_up_counts() -> None:
-    engine = FailingEngine(lambda reply: None)
+    engine = FailingEngine("hang")
     environment = f"{__name__}:ImpatientEnvironment"
     answer = collect(engine, SETTINGS["stop_repetition"], environment)
     assert engine.num_sampled == 2 * PIECE

@@ -177,37 +177,33 @@ def test_open_steps_are_saved_with_the_phase_that_began_them(
     assert position.phase.tokens > 0
 
 
-@pytest.mark.parametrize("is_stopping", [False, True])
+@pytest.mark.parametrize("open_steps", [(5, 6), ()])
 def test_a_run_that_stops_before_its_first_step_keeps_the_open_steps_of_its_checkpoint(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_stopping: bool
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, open_steps: tuple[int, ...]
 ) -> None:
-    """The run starts from the checkpoint of another run, so it has none of its own."""
-    steps_ahead = StepsAhead(2, continues_responses=True)
-    steps_ahead.restore({}, (5, 6), 9)
+    """The run starts from the checkpoint of another run. Without open steps it begins none."""
+    steps_ahead = StepsAhead(1, continues_responses=True)
+    steps_ahead.restore({}, open_steps, 9)
     monkeypatch.setattr(leaders, "StepsAhead", lambda max_staleness: steps_ahead)
     parts = ScriptedParts()
     selection = SelectorState(prompts=parts.cursor)
     position = LoopState(
-        step=4, version=4, weights_synced=True, selection=selection, open_steps=(5, 6)
+        step=4, version=4, weights_synced=True, selection=selection, open_steps=open_steps
     )
     ranks = FakeRanks()
     stop = make_stop_request()
-    if is_stopping:
-        stop.handle_signal(signal.SIGUSR1)
-        with pytest.raises(StoppedAfterSave):
-            lead(
-                parts,
-                tmp_path,
-                steps=9,
-                resume_state=position,
-                checkpoints=make_manager(ranks, stop, checkpoint_every=100),
-                on_update=StoredResponses(open_groups={5: OPEN, 6: OPEN}),
-            )
-        assert parts.begun_steps[:2] == [5, 6]
-        assert ranks.states[0].position.open_steps == (5, 6)
-    else:
-        lead(parts, tmp_path, steps=4, resume_state=position, on_update=StoredResponses())
-        assert parts.begun_steps == []
+    stop.handle_signal(signal.SIGUSR1)
+    with pytest.raises(StoppedAfterSave):
+        lead(
+            parts,
+            tmp_path,
+            steps=9,
+            resume_state=position,
+            checkpoints=make_manager(ranks, stop, checkpoint_every=100),
+            on_update=StoredResponses(open_groups=dict.fromkeys(open_steps, OPEN)),
+        )
+    assert parts.begun_steps == list(open_steps)
+    assert ranks.states[0].position.open_steps == open_steps
 
 
 FAILURES = [CollectorFailed("it is gone"), NoEngineLeft("every engine has left the run")]

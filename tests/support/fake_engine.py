@@ -42,10 +42,10 @@ def reply(request: Reply, text: str, **changes: object) -> Reply:
 
 
 def routes(request: Reply, num_output: int, experts: tuple[int, int] = (0, 1)) -> str:
-    """Rows for a request's inputs, as the engine encodes them."""
-    rows = np.tile(
-        np.array(experts, np.int32), (len(request["input_ids"]) + num_output - 1, LAYERS, 1)
-    )
+    """Rows for a request's inputs from the first one that it wants, as the engine encodes them."""
+    num_rows = len(request["input_ids"]) + num_output - 1
+    num_rows -= request.get("routed_experts_start_len", 0)
+    rows = np.tile(np.array(experts, np.int32), (num_rows, LAYERS, 1))
     return base64.b64encode(rows.tobytes()).decode()
 
 

@@ -70,6 +70,14 @@ class StepSource(Protocol):
         ...
 
 
+def largest_age(max_staleness: int, *, continues_responses: bool) -> int:
+    """Return the largest age that a token can have when a step trains on it, in weight versions.
+
+    If responses end before a sync, at most one step is sampled ahead.
+    """
+    return max_staleness if continues_responses else min(1, max_staleness)
+
+
 class StepsAhead:
     """The batches that are sampled before their step is trained. Rank 0 only.
 
@@ -103,7 +111,7 @@ class StepsAhead:
     @property
     def max_staleness(self) -> int:
         """The largest number of steps that a batch is sampled ahead."""
-        return self._max_staleness if self._continues_responses else min(1, self._max_staleness)
+        return largest_age(self._max_staleness, continues_responses=self._continues_responses)
 
     @property
     def is_used(self) -> bool:

@@ -18,6 +18,7 @@ from megatron_rl.contracts.run_state import RunState
 from megatron_rl.mcore.job import Job
 from megatron_rl.records.past_run import flat_settings
 from megatron_rl.records.run_directory import RunDirectory, to_yaml
+from megatron_rl.rollouts.steps.steps_ahead import largest_age
 from megatron_rl.run.checkpoints.manifest import (
     MANIFEST_NAME,
     DamagedCheckpoint,
@@ -166,8 +167,10 @@ class ResumePoint:
             return
         # The number of these steps does not tell how old their tokens are
         settings = self.state.settings
-        saved_age = _largest_age(settings[_STALENESS], settings.get(_ON_UPDATE, "wait"))
-        age = _largest_age(rollout.max_staleness, rollout.on_update)
+        saved_age = largest_age(
+            settings[_STALENESS], continues_responses=settings.get(_ON_UPDATE, "wait") != "wait"
+        )
+        age = largest_age(rollout.max_staleness, continues_responses=rollout.on_update != "wait")
         if saved_age <= age:
             return
         remedy = f"Give at least {saved_age}"
@@ -316,11 +319,6 @@ def _changes(saved_settings: dict[str, Any], settings: dict[str, Any]) -> dict[s
             end = "no such source" if key.startswith(_SOURCES) else "not given"
             changes[key] = f"{key}: {saved_settings[key]!r} -> {end}"
     return changes
-
-
-def _largest_age(max_staleness: int, on_update: str) -> int:
-    """Return the largest age of a token. With `wait`, at most one step is sampled ahead."""
-    return min(1, max_staleness) if on_update == "wait" else max_staleness
 
 
 def _is_fixed(key: str, fixed_keys: Sequence[str]) -> bool:

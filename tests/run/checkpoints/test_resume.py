@@ -330,6 +330,15 @@ def test_steps_ahead_resume_with_as_much_staleness_as_there_are(tmp_path: Path) 
         resume_point.changed_settings(make_configuration(tmp_path, "train.total_steps=9"))
 
 
+def make_resume_point(
+    root: Path, configuration: Configuration, **steps: tuple[int, ...]
+) -> ResumePoint:
+    """Return a checkpoint after step 5. steps: what its position holds of later steps."""
+    state = make_state(5, flat_configuration(configuration))
+    position = msgspec.structs.replace(state.position, **steps)
+    return ResumePoint(root, msgspec.structs.replace(state, position=position))
+
+
 BUDGET = ("rollout.on_update=budget", "rollout.tokens_per_version=20")
 BOUNDS = [
     ({"open_steps": (6, 7)}, ("rollout.max_staleness=2", *BUDGET), ("rollout.max_staleness=2",), 1),
@@ -366,9 +375,8 @@ def test_rollouts_of_later_steps_need_the_bound_of_their_age(
 ) -> None:
     """With `wait`, the age is at most 1 whatever rollout.max_staleness is."""
     steps_of_run = "train.total_steps=9"
-    state = make_state(5, flat_configuration(make_configuration(tmp_path, *first, steps_of_run)))
-    position = msgspec.structs.replace(state.position, **steps)
-    resume_point = ResumePoint(tmp_path, msgspec.structs.replace(state, position=position))
+    first_configuration = make_configuration(tmp_path, *first, steps_of_run)
+    resume_point = make_resume_point(tmp_path, first_configuration, **steps)
     c = make_configuration(tmp_path, *second, steps_of_run)
     if refused_bound is None:
         resume_point.changed_settings(c)
@@ -400,9 +408,8 @@ def test_open_groups_keep_their_scorer_and_environment(
 ) -> None:
     """Rollouts of one group would have verdicts of two scorers."""
     ahead = ("rollout.max_staleness=2", *BUDGET, "train.total_steps=9")
-    state = make_state(5, flat_configuration(make_configuration(tmp_path, *ahead)))
-    position = msgspec.structs.replace(state.position, open_steps=(6, 7))
-    resume_point = ResumePoint(tmp_path, msgspec.structs.replace(state, position=position))
+    first = make_configuration(tmp_path, *ahead)
+    resume_point = make_resume_point(tmp_path, first, open_steps=(6, 7))
     c = make_configuration(tmp_path, *ahead, change)
     if is_refused:
         key, value = change.split("=")
@@ -411,7 +418,7 @@ def test_open_groups_keep_their_scorer_and_environment(
             resume_point.changed_settings(c)
     else:
         assert len(resume_point.changed_settings(c)) == 1
-    closed_point = ResumePoint(tmp_path, state)
+    closed_point = make_resume_point(tmp_path, first)
     assert len(closed_point.changed_settings(c)) == 1
 
 
@@ -419,9 +426,7 @@ def test_open_groups_keep_the_options_of_their_scorer(tmp_path: Path) -> None:
     ahead = ("rollout.max_staleness=2", *BUDGET, "train.total_steps=9")
     ahead = (*ahead, "reward=custom", f"reward.name={__name__}:Weighted")
     first = make_configuration(tmp_path, *ahead, "reward.options.weight=2")
-    state = make_state(5, flat_configuration(first))
-    position = msgspec.structs.replace(state.position, open_steps=(6, 7))
-    resume_point = ResumePoint(tmp_path, msgspec.structs.replace(state, position=position))
+    resume_point = make_resume_point(tmp_path, first, open_steps=(6, 7))
     assert resume_point.changed_settings(first) == []
     for options in ("{}", "{weight: 3}", "{weight: 2, other: 2}"):
         c = make_configuration(tmp_path, *ahead, f"reward.options={options}")
