@@ -1,20 +1,31 @@
-"""`python -m bench`: measure, print a table, write JSON."""
+"""`python -m bench`: measure, print a table, write JSON.
+
+The file is complete after each row. Exit code: 0, or 1 if one of our operations failed.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
+import sys
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
+
+# Inductor would start a process for each core, with the memory of torch, for a few kernels.
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 import torch
 
-from bench import measure, report
-from bench.implementation import BenchmarkCase, Implementation
+from bench import report
+from bench.implementation import BenchmarkCase
 from bench.logprob_cases import logprob_cases
 from bench.objective_cases import objective_cases
 from bench.quantize_cases import quantize_cases
+from bench.rows import CaseMeasurement
 
-OPERATIONS = ("logprob", "objective", "quantize")
+OPERATIONS = ("objective", "quantize", "logprob")
+"""In the order of a run: the longest comes last."""
 
 
 def parse() -> argparse.Namespace:
@@ -42,75 +53,18 @@ def parse() -> argparse.Namespace:
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[BenchmarkCase]:
+    """The cases of a run. The tensors of an operation are freed when the next one begins."""
     device = torch.device(arguments.device)
     on_gpu = device.type == "cuda"
+    if "objective" in arguments.operations:
+        yield from objective_cases(device, 64, 32_768 if on_gpu else 4_096)
+    if "quantize" in arguments.operations:
+        yield from quantize_cases(device, 128 if on_gpu else 4)
     if "logprob" in arguments.operations:
         rows = arguments.rows or (16_384 if on_gpu else 2_048)
         vocabulary = arguments.vocabulary or (151_936 if on_gpu else 32_768)
         dtypes = [torch.bfloat16] if on_gpu else [torch.float32, torch.bfloat16]
         yield from logprob_cases(device, rows, vocabulary, dtypes)
-    if "objective" in arguments.operations:
-        yield from objective_cases(device, 64, 32_768 if on_gpu else 4_096)
-    if "quantize" in arguments.operations:
-        yield from quantize_cases(device, 128 if on_gpu else 4)
-
-
-def rows_of(
-    case: BenchmarkCase, device: torch.device, repeats: int
-) -> tuple[list[report.Row], float]:
-    """(a row per implementation, the copy bandwidth in bytes per second measured among them)."""
-    differences = _differences(case)
-    peaks = {one.name: _peak_ratio(case, one, device) for one in case.implementations}
-    runs = {one.name: one.run for one in case.implementations}
-    copy, copy_bytes = measure.copy_run(device, case.input_bytes)
-    timings = measure.seconds({**runs, "copy": copy}, device, repeats)
-    copy_bytes_s = copy_bytes / timings["copy"].best
-    ours = timings[case.implementations[0].name].best
-    rows = []
-    for one in case.implementations:
-        best, median = timings[one.name]
-        rows.append(
-            report.Row(
-                **_labels(case, one),
-                best_ms=round(best * 1e3, 4),
-                median_ms=round(median * 1e3, 4),
-                bytes_moved=case.bytes_moved,
-                share_of_copy=round(case.bytes_moved / best / copy_bytes_s, 4),
-                extra_peak_ratio=peaks[one.name],
-                times_ours=round(best / ours, 3),
-                max_difference=differences.get(one.name),
-                note=one.note,
-            )
-        )
-    return rows, copy_bytes_s
-
-
-def _labels(case: BenchmarkCase, one: Implementation) -> dict[str, str]:
-    return {
-        "operation": case.operation,
-        "part": case.part,
-        "shape": case.shape,
-        "dtype": case.dtype,
-        "implementation": one.name,
-    }
-
-
-def _peak_ratio(case: BenchmarkCase, one: Implementation, device: torch.device) -> float | None:
-    peak = measure.extra_peak_bytes(one.run, device)
-    return None if peak is None else round(peak / case.input_bytes, 3)
-
-
-def _differences(case: BenchmarkCase) -> dict[str, float]:
-    """The largest difference of each implementation's results to ours, by name."""
-    ours = [tensor.double().cpu() for tensor in case.implementations[0].run()]
-    return {one.name: _largest_difference(one, ours) for one in case.implementations if one.compare}
-
-
-def _largest_difference(one: Implementation, ours: list[torch.Tensor]) -> float:
-    pairs = zip(one.run(), ours, strict=True)
-    return max(
-        (float((theirs.double().cpu() - our).abs().max()) for theirs, our in pairs), default=0.0
-    )
 
 
 def print_compiled() -> None:
@@ -121,29 +75,29 @@ def print_compiled() -> None:
     print(describe({target: list(compile_cases(target)) for target in (90, 100)}))
 
 
-def main() -> None:
+def main() -> int:
+    """Measure every case. Returns 1 if one of our operations failed."""
     arguments = parse()
     if arguments.compiled:
         print_compiled()
-        return
+        return 0
     device = torch.device(arguments.device)
-    rows: list[report.Row] = []
-    absent: dict[str, str] = {}
-    copies: list[float] = []
+    default = f"{device.type}-{datetime.now(UTC):%Y-%m-%d}.json"
+    path = arguments.output or Path(__file__).parent / "results" / default
+    record = report.Record(path, device)
+    failures = []
     for case in cases(arguments):
-        case_rows, copy_bytes_s = rows_of(case, device, arguments.repeats)
-        rows += case_rows
-        copies.append(copy_bytes_s / 1e9)
-        absent |= case.absent
-    print(f"copy: {max(copies):.1f} GB/s (read + written)\n{report.table(rows)}")
-    for name, reason in absent.items():
+        if not CaseMeasurement(case, device, arguments.repeats).add_rows(record):
+            failures.append(case.title)
+    record.complete()
+    print(f"copy: {record.copy_gb_s:.1f} GB/s (read + written)\n{report.table(record.rows)}")
+    for name, reason in record.not_measured.items():
         print(f"not measured: {name} ({reason})")
-    facts = report.machine(device)
-    default = Path(__file__).parent / "results" / f"{device.type}-{facts['date']}.json"
-    path = arguments.output or default
-    report.write(path, device, max(copies), rows, absent)
     print(f"written: {path}")
+    if failures:
+        print(f"espo_kernels failed: {', '.join(failures)}", file=sys.stderr)
+    return int(bool(failures))
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,6 +18,11 @@ from bench.implementation import Run
 
 # OpenMP's threads spin for a while after a parallel region, at the cost of the next run.
 _QUIET_SECONDS = 0.1
+# A copy of so many bytes does not fit a cache, and a larger one is no faster.
+_COPY_BYTES = (1 << 28, 1 << 31)
+# A graph holds so many runs that launching it takes no share of the time.
+_GRAPH_SECONDS = 2e-3
+_MOST_RUNS_OF_A_GRAPH = 20
 
 
 class Timing(NamedTuple):
@@ -25,7 +31,10 @@ class Timing(NamedTuple):
 
 
 def seconds(runs: dict[str, Run], device: torch.device, repeats: int) -> dict[str, Timing]:
-    """Seconds of each run, in alternation, after one warm-up of each."""
+    """Seconds of each run, in alternation, after one warm-up of each.
+
+    The CUDA graphs of the runs, and their memory, are freed before it returns.
+    """
     clocks = {
         name: _cuda_clock(run) if device.type == "cuda" else _cpu_clock(run)
         for name, run in runs.items()
@@ -40,8 +49,13 @@ def seconds(runs: dict[str, Run], device: torch.device, repeats: int) -> dict[st
 
 
 def copy_run(device: torch.device, num_bytes: int) -> tuple[Run, int]:
-    """(a copy of at least `num_bytes`, too many for a cache; the bytes it reads and writes)."""
-    source = torch.ones(max(num_bytes, 1 << 28) // 4, dtype=torch.float32, device=device)
+    """(a copy of about `num_bytes`, too many for a cache; the bytes it reads and writes).
+
+    At most 2 GiB are copied.
+    """
+    least, most = _COPY_BYTES
+    size = min(max(num_bytes, least), most) // 4
+    source = torch.ones(size, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
 
     def run() -> list[torch.Tensor]:
@@ -56,7 +70,7 @@ def extra_peak_bytes(run: Run, device: torch.device) -> int | None:
 
     None if the system does not report it.
     """
-    _give_back_free_memory()
+    give_back_free_memory(device)
     if device.type == "cuda":
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
@@ -73,9 +87,34 @@ def extra_peak_bytes(run: Run, device: torch.device) -> int | None:
         return None
 
 
-def _give_back_free_memory() -> None:
-    """Return free memory to the system: garbage and malloc's reserves would hide a run's peak."""
+class CardMemory:
+    """The largest memory that torch holds on a GPU, the graphs' and the cache's included.
+
+    gb: in 10^9 bytes since the meter was made; None for a CPU.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.gb: float | None = None
+        self._is_cuda = device.type == "cuda"
+        if self._is_cuda:
+            torch.cuda.reset_peak_memory_stats()
+
+    def read(self) -> None:
+        """Read the counters. Call it before anything resets them."""
+        if self._is_cuda:
+            self.gb = max(self.gb or 0.0, torch.cuda.max_memory_reserved() / 1e9)
+
+
+def host_peak_gb() -> float:
+    """Largest resident size of this process, in 10^9 bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e9
+
+
+def give_back_free_memory(device: torch.device) -> None:
+    """Return free memory to the system: garbage and reserves would hide a run's peak."""
     gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
     with contextlib.suppress(OSError, AttributeError):  # glibc only
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -105,22 +144,54 @@ def _cuda_clock(run: Run) -> Callable[[], float]:
         run()
     torch.cuda.synchronize()
     replay: Callable[[], object] = run
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+    runs_of_a_replay = 1
+    # A capture that fails leaves torch's allocator in capture mode, so it is not tried in vain.
+    if not _waits(run):
+        share = _GRAPH_SECONDS / max(_stream_s(run), 1e-6)
+        runs_of_a_replay = max(1, min(_MOST_RUNS_OF_A_GRAPH, int(share)))
+        with contextlib.suppress(RuntimeError):
+            replay = _capture(run, runs_of_a_replay).replay
+        if replay is run:
+            runs_of_a_replay = 1
+            torch.cuda.synchronize()
+    return lambda: _stream_s(replay, 5) / runs_of_a_replay
+
+
+def _waits(run: Run) -> bool:
+    """True if the host waits for the GPU within the run, which a graph does not allow."""
+    with _waits_raise():
+        try:
             run()
-        replay = graph.replay
-    except RuntimeError:  # something in the run synchronises
+        except RuntimeError:
+            return True
+    return False
+
+
+@contextlib.contextmanager
+def _waits_raise() -> Iterator[None]:
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
         torch.cuda.synchronize()
 
-    def clock(iterations: int = 5) -> float:
-        start = torch.cuda.Event(enable_timing=True)
-        end = torch.cuda.Event(enable_timing=True)
-        start.record()
-        for _ in range(iterations):
-            replay()
-        end.record()
-        torch.cuda.synchronize()
-        return start.elapsed_time(end) / 1e3 / iterations
 
-    return clock
+def _capture(run: Run, times: int) -> torch.cuda.CUDAGraph:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(times):
+            run()
+    return graph
+
+
+def _stream_s(run: Callable[[], object], iterations: int = 1) -> float:
+    """Seconds of one of several runs on the current stream."""
+    start = torch.cuda.Event(enable_timing=True)
+    end = torch.cuda.Event(enable_timing=True)
+    start.record()
+    for _ in range(iterations):
+        run()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3 / iterations

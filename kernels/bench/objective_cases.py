@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from bench.implementation import BenchmarkCase, Implementation, Run
+from bench.implementation import BenchmarkCase, Goal, Implementation, Run
 from espo_kernels import EspoGroups, espo_groups, espo_policy_loss
 from espo_kernels.backends import Backend
 
@@ -42,6 +42,7 @@ def objective_cases(device: torch.device, sequences: int, longest: int) -> Itera
             Implementation("espo_kernels", _grouping(rollouts, "auto")),
             Implementation("reference", _grouping(rollouts, "reference")),
         ),
+        goal=Goal(most_us=150),
         **common,
     )
     yield BenchmarkCase(
@@ -52,6 +53,7 @@ def objective_cases(device: torch.device, sequences: int, longest: int) -> Itera
             Implementation("espo_kernels", _loss(rollouts, groups)),
             Implementation("eager", _eager_loss(rollouts, groups)),
         ),
+        goal=Goal(most_us=50),
         **common,
     )
 

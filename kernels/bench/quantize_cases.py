@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from bench.implementation import BenchmarkCase, Implementation, Run
+from bench.implementation import BenchmarkCase, Goal, Implementation, Run
 from bench.peers import Peer, torchao_quantizer
 from espo_kernels import quantize_fp8_blockwise
 from espo_kernels.backends import Backend
@@ -37,6 +37,7 @@ def quantize_cases(
             input_bytes=weight.nbytes,
             implementations=tuple(implementations),
             absent={} if peer.function is not None else {peer.name: peer.reason},
+            goal=Goal(least_of_copy=0.88),
         )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 
+from bench.measure import host_peak_gb
 from bench.peers import versions
 
 
@@ -34,9 +36,74 @@ class Row:
     bytes_moved: int
     share_of_copy: float
     extra_peak_ratio: float | None
-    times_ours: float
+    card_gb: float | None
+    times_ours: float | None
     max_difference: float | None
+    goal: str
+    reached: bool | None
     note: str
+
+    @property
+    def verdict(self) -> str:
+        """The goal with the measured number, such as "≤ 50 µs: 47.3 µs, reached"."""
+        if self.reached is None:
+            return ""
+        is_time = self.goal.endswith("µs")
+        number = f"{self.best_ms * 1e3:.1f} µs" if is_time else f"{self.share_of_copy:.1%}"
+        return f"{self.goal}: {number}, {'reached' if self.reached else 'missed'}"
+
+    def __str__(self) -> str:
+        texts = [
+            f"{self.operation} {self.part} {self.dtype} {self.implementation}",
+            f"{self.best_ms:.4f} ms, {self.share_of_copy:.1%} of copy",
+            self.verdict,
+        ]
+        return "; ".join(text for text in texts if text)
+
+
+class Record:
+    """The measurements of one run, in a file that is complete after each row."""
+
+    def __init__(self, path: Path, device: torch.device) -> None:
+        self.rows: list[Row] = []
+        self.copy_gb_s = 0.0
+        self.not_measured: dict[str, str] = {}
+        self.is_complete = False
+        self._path = path
+        self._facts = machine(device)
+        self._write()
+
+    def add(self, row: Row, copy_bytes_s: float) -> None:
+        """Add a row, print it, and write the file."""
+        self.rows.append(row)
+        self.copy_gb_s = max(self.copy_gb_s, copy_bytes_s / 1e9)
+        print(row, flush=True)
+        self._write()
+
+    def leave_out(self, reasons: Mapping[str, str]) -> None:
+        """Name what is not measured, with the reasons."""
+        self.not_measured |= reasons
+        self._write()
+
+    def complete(self) -> None:
+        """Say in the file that nothing follows."""
+        self.is_complete = True
+        self._write()
+
+    def _write(self) -> None:
+        """Replace the file at once: a reader, or a killed process, leaves no half of it."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        record = {
+            **self._facts,
+            "complete": self.is_complete,
+            "copy_gb_s": round(self.copy_gb_s, 2),
+            "host_peak_gb": round(host_peak_gb(), 2),
+            "not_measured": self.not_measured,
+            "rows": [asdict(row) for row in self.rows],
+        }
+        part = self._path.with_name(self._path.name + ".part")
+        part.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
+        part.replace(self._path)
 
 
 def table(rows: list[Row]) -> str:
@@ -52,16 +119,18 @@ def table(rows: list[Row]) -> str:
         "of copy",
         "peak/in",
         "× ours",
+        "goal",
     ]
     lines = [header]
     for row in rows:
         peak = "" if row.extra_peak_ratio is None else f"{row.extra_peak_ratio:.2f}"
         numbers = [
-            f"{row.best_ms:.3f}",
-            f"{row.median_ms:.3f}",
-            f"{row.share_of_copy:.0%}",
+            f"{row.best_ms:.4f}",
+            f"{row.median_ms:.4f}",
+            f"{row.share_of_copy:.1%}",
             peak,
-            f"{row.times_ours:.2f}",
+            "" if row.times_ours is None else f"{row.times_ours:.2f}",
+            row.verdict,
         ]
         lines.append([row.operation, row.part, row.shape, row.dtype, row.implementation, *numbers])
     widths = [max(len(line[i]) for line in lines) for i in range(len(header))]
@@ -86,19 +155,6 @@ def machine(device: torch.device) -> dict[str, Any]:
         facts["cuda"] = torch.version.cuda
         facts["driver"] = _driver()
     return facts
-
-
-def write(
-    path: Path, device: torch.device, copy_gb_s: float, rows: list[Row], absent: dict[str, str]
-) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    record = {
-        **machine(device),
-        "copy_gb_s": round(copy_gb_s, 2),
-        "not_measured": absent,
-        "rows": [asdict(r) for r in rows],
-    }
-    path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n")
 
 
 def _cpu_name() -> str:
