@@ -13,8 +13,7 @@ MINUTES ?= 20
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-TARGET_PYTHON ?= 3.12
-.PHONY: help install extras peers mutants bench faults soak gpu-check gpu-bundle te-rehearsal train check test test-all lint clean
+.PHONY: help install extras peers mutants bench faults soak gpu-check gpu-carry te-rehearsal train check test test-all lint clean
 PYTEST := $(BIN)/python -m pytest --dist loadfile
 HEAVY  := engine or distributed or chaos or slow
 QUICK  := not gpu and not nightly and not ($(HEAVY))
@@ -64,8 +63,8 @@ soak: install ## train for MINUTES with a random fault every two minutes: make s
 gpu-check: ## check the trainer on one GPU in nine minutes: make gpu-check ARGS="--small" PYTHON=python3
 	env -u OMP_NUM_THREADS $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) launch/gpu_check.py $(ARGS)
 
-gpu-bundle: install ## download wheels for a GPU machine without network: make gpu-bundle TARGET_PYTHON=3.12
-	requirements/gpu-bundle.sh $(VENV) gpu-bundle $(TARGET_PYTHON)
+gpu-carry: ## build archives for a GPU machine without network, and check them: make gpu-carry ARGS="--architecture 90"
+	python3 requirements/gpu_carry.py gpu-carry $(ARGS)
 
 .venv-te/.requirements: $(wildcard requirements/*constraints.txt requirements/te-rehearsal*)
 	requirements/te-rehearsal.sh .venv-te

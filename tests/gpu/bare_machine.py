@@ -39,7 +39,7 @@ def normalize(name: str) -> str:
 
 def bundle_names() -> list[str]:
     """Distributions in the bundle."""
-    lines = (ROOT / "requirements" / "gpu-bundle.txt").read_text().splitlines()
+    lines = (ROOT / "requirements" / "gpu-carry-base.txt").read_text().splitlines()
     return [line for line in lines if line and not line.startswith("#")]
 
 
