@@ -14,6 +14,7 @@ import torch
 
 from megatron_rl.contracts.launch_facts import has_transformer_engine
 from megatron_rl.mcore.cpu.torch_cuda import is_patched, patch_torch_cuda, patch_torch_factories
+from megatron_rl.mcore.gpu_libraries import hide_modules, transformer_engine_fault
 
 _EXPECTED_WARNINGS = (
     # This module exists because these libraries may be missing.
@@ -27,14 +28,18 @@ _EXPECTED_WARNINGS = (
     # Megatron reads gradients of the distributed optimizer's shards.
     "The .grad attribute of a Tensor that is not a leaf.*",
 )
+# The top-level modules of both libraries that Megatron imports
+_TRANSFORMER_ENGINE = ("transformer_engine", "transformer_engine_torch")
+_APEX = ("apex", "amp_C", "fused_weight_gradient_mlp_cuda")
 
 
 def install() -> bool:
     """Prepare torch and Megatron-Core for this machine. A second call changes nothing.
 
-    Without CUDA it replaces parts of `torch.cuda`. Where Transformer Engine or Apex is missing it
-    replaces what Megatron takes from them, and Megatron's norm of gradients. On GPUs it makes the
-    additions of the MoE permutation deterministic.
+    Without CUDA it replaces parts of `torch.cuda`, and hides Transformer Engine and Apex, whose
+    functions take CUDA tensors only. It also hides a Transformer Engine that does not run on this
+    GPU. Where both libraries are missing or hidden, it replaces what Megatron takes from them. On
+    GPUs it makes the additions of the MoE permutation deterministic.
 
     Returns True if `torch` itself was changed, which is only the case without CUDA.
     """
@@ -42,16 +47,19 @@ def install() -> bool:
         return False
     _ignore_expected_warnings()
     if torch.cuda.is_available():
-        _replace_missing_libraries(replace_all=False)
+        if transformer_engine_fault():
+            hide_modules(_TRANSFORMER_ENGINE)
+        _replace_missing_libraries()
         _make_permute_deterministic()
         return False
+    hide_modules(_TRANSFORMER_ENGINE + _APEX)
     patch_torch_cuda()
     patch_torch_factories()
     with _without_compilation():
         # Both import Megatron, which must happen after torch is patched.
         from megatron_rl.mcore.cpu.megatron_patches import patch_megatron
 
-        _replace_missing_libraries(replace_all=True)
+        _replace_missing_libraries()
         patch_megatron()
     return True
 
@@ -83,12 +91,8 @@ def _ignore_expected_warnings() -> None:
         warnings.filterwarnings("ignore", message=message)
 
 
-def _replace_missing_libraries(*, replace_all: bool) -> None:
-    """Replace what Megatron requires from Transformer Engine or Apex.
-
-    replace_all: replace it even where Megatron found one of these libraries. With False nothing
-    changes where it found one.
-    """
+def _replace_missing_libraries() -> None:
+    """Replace what Megatron requires from Transformer Engine or Apex, if it found neither."""
     import megatron.core.optimizer as optimizer
     import megatron.core.optimizer.clip_grads as clip_grads
     import megatron.core.optimizer.distrib_optimizer as distrib_optimizer
@@ -102,13 +106,13 @@ def _replace_missing_libraries(*, replace_all: bool) -> None:
     # reads it everywhere.
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
-    if replace_all or not has_transformer_engine():
+    if not has_transformer_engine():
         # Megatron-Core 0.16.1 takes None, its own substitute for Transformer Engine's layers, for
         # the real layers.
         multi_latent_attention.HAVE_TE = False
     if clip_grads.l2_norm_impl is utils.local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = norm_of_all
-    if distrib_optimizer.HAVE_APEX_OR_TE and not replace_all:
+    if distrib_optimizer.HAVE_APEX_OR_TE:
         return
     # Megatron falls back to torch's Adam, whose state it cannot checkpoint.
     optimizer.Adam = distrib_optimizer.Adam = FusedLayoutAdam

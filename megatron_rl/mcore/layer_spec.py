@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config.schema import ModelSettings
 from megatron_rl.contracts.launch_facts import has_transformer_engine
+from megatron_rl.mcore.gpu_libraries import require_transformer_engine
 from megatron_rl.mcore.layers.attention import PackedAttention
 from megatron_rl.mcore.layers.padded_gemm import ExpertColumnLinear, ExpertRowLinear
 from megatron_rl.mcore.layers.rms_norm import RmsNorm
@@ -30,7 +31,10 @@ def resolve_spec(model: ModelSettings) -> Spec:
 
     Null is `te` with CUDA, Transformer Engine and another dtype than float32, for which
     Transformer Engine has no attention. Otherwise it is `local`.
+
+    Raises `ConfigurationRefused` if that Transformer Engine does not run on this GPU.
     """
+    require_transformer_engine(model)
     if model.spec is not None:
         return model.spec
     supports_te = (

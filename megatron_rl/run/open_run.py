@@ -19,6 +19,7 @@ from megatron_rl.config.schema import Configuration, RunSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.plugins import PluginError
 from megatron_rl.engines.engines import Engines, open_engines
+from megatron_rl.mcore.gpu_libraries import require_transformer_engine
 from megatron_rl.mcore.job import Job, join, leave
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
@@ -80,6 +81,7 @@ def open_run(
     read_data: the data of the run, or the error of reading it; None on the other ranks.
 
     Returns the directory of the run and the loop of this rank, which runs to the end of the run.
+    Raises `ConfigurationRefused` for a Transformer Engine that does not run on this rank's GPU.
     Raises the error of reading the data, `PluginError`, `RunDirectoryTaken`, `NotEnoughDiskSpace`,
     `BeliefsUnavailable`, `PromptDataError`, `BadRecording`, `CheckpointOfOtherRun` and
     `RepeatedFailure` on rank 0, and `NoCompleteCheckpoint` and `ReferenceChanged` on all ranks.
@@ -130,7 +132,11 @@ def _open_loop(
 def _require_inputs(
     c: Configuration, read_data: RunData | Exception | None, job: Job, supervision: Supervision
 ) -> RunData | None:
-    """Return the data of the run once rank 0 has it and all user-defined classes (a collective)."""
+    """Return the data of the run once rank 0 has it and all user-defined classes (a collective).
+
+    Every rank first looks at its Transformer Engine.
+    """
+    require_transformer_engine(c.model)
 
     def require() -> str:
         if isinstance(read_data, Exception):

@@ -1,5 +1,6 @@
 """GPUs that the installed torch can use are counted without importing torch."""
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,8 @@ def test_a_broken_transformer_engine_is_reported_with_its_error(
     (package / "__init__.py").write_text("")
     (package / "pytorch.py").write_text(f"raise {error}('undefined symbol: _ZN3c10')")
     monkeypatch.syspath_prepend(tmp_path)
+    # An earlier test of this process may have hidden it (megatron_rl/mcore/gpu_libraries.py).
+    monkeypatch.delitem(sys.modules, "transformer_engine", raising=False)
     launch_facts.transformer_engine_error.cache_clear()
     try:
         facts = LaunchFacts.from_environment({}, tmp_path, uses_cuda=True)
