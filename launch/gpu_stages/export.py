@@ -12,8 +12,8 @@ compat.install()
 import torch
 
 from launch.gpu_stages.stage import Report, Setting, run
-from launch.gpu_stages.workers import configure, open_worker, write_model
 from launch.testbed.packed_sequences import pack, sequence, to_device
+from launch.testbed.workers import configure, open_worker, write_model
 from megatron_rl.mcore import parallel
 from megatron_rl.training.worker import Worker
 

@@ -14,7 +14,7 @@ compat.install()
 import torch
 
 from launch.gpu_stages.stage import Report, Setting, StageSkipped, run
-from launch.gpu_stages.workers import (
+from launch.testbed.workers import (
     ALLOW_RANDOM_ROUTES,
     configure,
     make_rollouts,

@@ -30,9 +30,9 @@ import torch
 import megatron_rl
 from espo_kernels import espo_groups, token_logprob_entropy
 from espo_kernels.backends import resolve_backend
-from launch.gpu_stages.workers import ALLOW_RANDOM_ROUTES, configure, make_rollouts, open_worker
 from launch.pretended_device.pretend import current
 from launch.testbed.policies import COLUMN_ADDITION
+from launch.testbed.workers import ALLOW_RANDOM_ROUTES, configure, make_rollouts, open_worker
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration, EngineSettings
 from megatron_rl.contracts.commands import Checkpoint, WaitForSave

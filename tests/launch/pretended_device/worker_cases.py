@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from launch.gpu_stages.workers import ALLOW_RANDOM_ROUTES, configure
 from launch.testbed.policies import COLUMN_ADDITION
+from launch.testbed.workers import ALLOW_RANDOM_ROUTES, configure
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.losses import open_loss

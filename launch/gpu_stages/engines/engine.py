@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from launch.gpu_stages.stage import Report, Setting, StageSkipped, run
-from launch.gpu_stages.workers import configure, open_worker, write_model
 from launch.testbed.rollout_refs import make_ref
+from launch.testbed.workers import configure, open_worker, write_model
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason, Rollout

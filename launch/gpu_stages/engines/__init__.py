@@ -1,0 +1,1 @@
+"""Stages with an engine beside the trainer."""
