@@ -78,9 +78,15 @@ def write_model(
     return read_shape(directory)
 
 
-def configure(model: Path, scratch: Path, *overrides: str) -> Configuration:
-    """Compose the configuration of a run over `model` that sends nothing to its engines."""
-    dtype = "bfloat16" if torch.cuda.is_available() else "float32"
+def configure(
+    model: Path, scratch: Path, *overrides: str, dtype: str | None = None
+) -> Configuration:
+    """Compose the configuration of a run over `model` that sends nothing to its engines.
+
+    dtype: None for bfloat16 with CUDA, and float32 without.
+    """
+    if dtype is None:
+        dtype = "bfloat16" if torch.cuda.is_available() else "float32"
     settings = [
         f"model.path={model}",
         "model.init=random",

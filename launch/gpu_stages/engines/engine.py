@@ -1,177 +1,39 @@
-"""A real engine beside the trainer: it gets weights and generates, and the trainer recomputes.
+"""A real engine beside the trainer: weights, audit, sampling and training, twice.
 
-This happens twice, the second time with trained weights.
+The engine is on the trainer's device, or with the choice `cpu` on the CPU, where SGLang needs none
+of its CUDA kernels.
 """
 
 from __future__ import annotations
 
-import asyncio
 import importlib.util
-from collections.abc import Sequence
-from pathlib import Path
 
-from megatron_rl.mcore import compat
-
-compat.install()
-
-import numpy as np
 import torch
 
 from launch.gpu_stages.stage import Report, Setting, StageSkipped, run
-from launch.testbed.rollout_refs import make_ref
-from launch.testbed.workers import configure, open_worker, write_model
-from megatron_rl.config.schema import Configuration
-from megatron_rl.contracts.prompt import Prompt, Sampling
-from megatron_rl.contracts.rollout import FinishReason, Rollout
-from megatron_rl.engines.members import Members
-from megatron_rl.engines.weight_sync import WeightSync, open_weight_sync
-from megatron_rl.environments.rollout_builder import RolloutBuilder
-from megatron_rl.mcore import parallel
-from megatron_rl.models.route_shape import route_shape
-from megatron_rl.models.shape import ModelShape
-from megatron_rl.planning.step_planner import StepPlanner
-from megatron_rl.rollouts.store import RolloutStore
-from megatron_rl.training.worker import Worker
-from sglang_bridge.client import GenerateClient
-from sglang_bridge.generation import Generation
-from sglang_bridge.keys import create_keys
-from sglang_bridge.server.lifeline import Lifeline
-from sglang_bridge.server.managed_engine import ManagedEngine
-from sglang_bridge.settings import ServerPlace, ServerSettings
 
-# Largest mean difference of log-probabilities, in nats
-_MAX_LOGPROB_DIFFERENCE = {"float32": 5e-5, "bfloat16": 0.05}
-# Routers with random weights have close scores, so that rounding changes many choices.
-_MAX_ROUTE_DISAGREEMENT = {"float32": 0.01, "bfloat16": 0.5}
-# For both steps, once the engine is healthy
-_STEP_SECONDS = 60.0
-PROMPTS = 16
-TOKENS = 32
+# What an engine on a GPU needs beside SGLang, under its earlier and its present name
+_KERNELS = ("sgl_kernel", "sglang_kernel")
 
 
 def engine(setting: Setting, report: Report) -> None:
-    """Send weights, generate and train, twice."""
-    if importlib.util.find_spec("sglang") is None:
-        raise StageSkipped("sglang is not installed")
-    model = setting.scratch / "model"
-    shape = write_model(model, small=setting.small, layers=2, vocabulary=512)
-    c = configure(
-        model,
-        setting.scratch,
-        "sync.transport=disk",
-        f"sync.timeout_s={_STEP_SECONDS / 3:g}",
-        "train.optimizer_steps_per_batch=1",
-        f"rollout.max_new_tokens={TOKENS}",
-        "optimizer.lr=1e-3",
-        "optimizer.warmup_steps=0",
-    )
-    worker = open_worker(c, setting.scratch)
-    worker.save(setting.scratch / "start")
-    lifeline = Lifeline()
-    server = _start(c, setting.scratch, lifeline)
-    try:
-        server.wait_healthy(min(c.engine.start_timeout_s, setting.longest_wait(then=_STEP_SECONDS)))
-        members = Members()
-        members.add(server.url, server.engine)
-        members.answer(server.url, 0)
-        sync = open_weight_sync(
-            members,
-            server.keys,
-            c.sync,
-            c.engine,
-            shape,
-            directory=setting.scratch / "sync",
-            model_path=setting.scratch / "start",
-            job=worker.layout,
-            log=print,
-        )
-        for step in (0, 1):
-            _send_weights(step, worker, sync, report)
-            _train(step, worker, server, c, report)
-        sync.close()
-    finally:
-        server.stop()
-        lifeline.close()
-    parallel.shutdown()
-
-
-def _start(c: Configuration, scratch: Path, lifeline: Lifeline) -> ManagedEngine:
+    """Start an engine, send it weights, and train on what it generates."""
+    names = ("sglang", "xxhash", "zstandard")
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise StageSkipped(f"not installed: {', '.join(missing)}")
     on_gpu = torch.cuda.is_available()
-    settings = ServerSettings(
-        dtype=c.model.dtype, max_running_requests=PROMPTS, max_total_tokens=8192
-    )
-    place = ServerPlace(
-        model_path=str(scratch / "start"),
-        device="cuda" if on_gpu else "cpu",
-        gpus=(0,) if on_gpu else (),
-    )
-    return ManagedEngine.start(
-        settings, place, keys=create_keys(), log_path=scratch / "engine.log", lifeline=lifeline
-    )
+    on_cpu_by_choice = "cpu" in setting.choices
+    if on_cpu_by_choice and not (on_gpu or setting.small):
+        raise StageSkipped("the trainer needs CUDA")
+    if on_gpu and not on_cpu_by_choice and not any(map(importlib.util.find_spec, _KERNELS)):
+        raise StageSkipped(f"SGLang's CUDA kernels are not installed ({', '.join(_KERNELS)})")
+    # These imports need the packages above.
+    from launch.gpu_stages.engines.rounds import run_rounds
 
-
-def _send_weights(step: int, worker: Worker, sync: WeightSync, report: Report) -> None:
-    metrics = sync.send(sync.next_command(), worker.export())
-    report.require_at_most(
-        f"step {step}: engines without the weights", 1 - metrics["sync/engines"], 0
-    )
-    comparisons = metrics.get("sync/audit_compared", sync.audit_obstacle or 0)
-    report.note(f"step {step} audited", comparisons)
-
-
-def _train(
-    step: int, worker: Worker, server: ManagedEngine, c: Configuration, report: Report
-) -> None:
-    """Train on responses of the engine, and compare its log-probabilities and routes with ours."""
-    rollouts = generate_rollouts(server, worker.shape, step)
-    store = RolloutStore(node=0)
-    locations = store.put("batch", rollouts)
-    refs = [
-        make_ref(rollout, location) for rollout, location in zip(rollouts, locations, strict=True)
-    ]
-    advantages = [(-1.0) ** i for i in range(len(refs))]
-    plan = StepPlanner(c.train, c.parallel, dp_size=1, seed=0).plan(step, refs, advantages)
-    values = worker.train(plan).metrics.values()
-    dtype = worker.model.dtype
-    difference = values["mismatch/logprob_abs_mean"]
-    disagreement = values["mismatch/route_disagreement"]
-    report.require_at_most(
-        f"step {step} logprob_abs_mean", difference, _MAX_LOGPROB_DIFFERENCE[dtype]
-    )
-    report.require_at_most(
-        f"step {step} route_disagreement", disagreement, _MAX_ROUTE_DISAGREEMENT[dtype]
-    )
-    report.require(f"step {step} learns", values["train/grad_norm"] > 0)
-
-
-def generate_rollouts(server: ManagedEngine, shape: ModelShape, seed: int) -> list[Rollout]:
-    """Generate a response with its routes to each of `PROMPTS` random prompts."""
-    rng = np.random.default_rng(seed)
-    prompts = [tuple(int(t) for t in rng.integers(2, shape.vocab_size, 12)) for _ in range(PROMPTS)]
-    generations = asyncio.run(_generate(server, shape, prompts, seed))
-    rollouts = []
-    for index, (ids, generation) in enumerate(zip(prompts, generations, strict=True)):
-        prompt = Prompt(id=f"p{index}", token_ids=ids, answer="", task="t")
-        builder = RolloutBuilder(f"{seed}-{index}", prompt, 0, route_shape(shape))
-        builder.sample(generation)
-        rollouts.append(builder.rollout(FinishReason.STOP, trainable=True))
-    return rollouts
-
-
-async def _generate(
-    server: ManagedEngine, shape: ModelShape, prompts: Sequence[tuple[int, ...]], seed: int
-) -> list[Generation]:
-    sampling = Sampling(max_new_tokens=TOKENS, temperature=1.0)
-    async with GenerateClient(
-        server.url,
-        api_key=server.keys.api_key,
-        deadline_seconds=_STEP_SECONDS / 3,
-        route_shape=(shape.num_layers, shape.topk),
-    ) as client:
-        requests = [
-            client.generate(ids, sampling, rid=f"{seed}-{i}") for i, ids in enumerate(prompts)
-        ]
-        return await asyncio.gather(*requests)
+    dtype = "bfloat16" if on_gpu or on_cpu_by_choice else "float32"
+    device = "cuda" if on_gpu and not on_cpu_by_choice else "cpu"
+    run_rounds(setting, report, device=device, dtype=dtype)
 
 
 if __name__ == "__main__":
