@@ -52,6 +52,7 @@ SGLANG_EXTRA_LIBRARIES = ("_multimodal", "_bench", "_grpc")
 # Installed in the environment that checks the archives: what the other machine has
 MACHINE_PACKAGES = (
     "torch",
+    "torchvision",
     "triton",
     "transformers",
     "numpy",
@@ -366,12 +367,17 @@ def print_sizes(folder: Path) -> None:
 
 
 def check(folder: Path, environment: Path) -> None:
-    """Run a stage over the archives in an environment of the same versions, without a GPU."""
+    """Run stages over the archives in an environment of the same versions, without a GPU.
+
+    Transformer Engine is imported, and SGLang generates for a trainer.
+    """
     python = str(environment / "bin" / "python")
     with tempfile.TemporaryDirectory(prefix="gpu-carry-check-") as scratch:
-        arguments = ["--small", "--only", "machine", "--carry", str(folder), "--out", scratch]
-        run([python, "launch/gpu_check.py", *arguments], ROOT)
-        record = json.loads((Path(scratch) / "check.json").read_text())
+        out = Path(scratch) / "out"
+        arguments = ["--small", "--carry", str(folder), "--out", str(out)]
+        stages = ["machine", "engine_on_cpu"]
+        run([python, "launch/gpu_check.py", *arguments, "--only", *stages], ROOT)
+        record = json.loads((out / "check.json").read_text())
     imports = record["stages"][0]["values"]["imports"]
     missing = {"sglang", "transformer_engine.pytorch"} - set(imports)
     if missing:
