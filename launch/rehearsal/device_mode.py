@@ -22,7 +22,12 @@ _aten = torch.ops.aten
 _DEVICE_OF = torch.ops.prim.device.default
 # Integers that the host reads although they depend on weights, by the function that reads them:
 # all numbers are finite, and no router differs from the recorded routes.
-_HOST_ANSWERS = {"_true_on_all_ranks": 1, "layer_disagreement": 0, "layer_load": 0}
+_HOST_ANSWERS = {
+    "_true_on_all_ranks": 1,
+    "_agree": 2,  # `megatron_rl.mcore.optimizer._APPLICABLE`
+    "layer_disagreement": 0,
+    "layer_load": 0,
+}
 _MAX_REAL_FLOATS = 1 << 12
 _SIZED_BY_VALUES = ("aten::nonzero", "aten::masked_select", "aten::repeat_interleave")
 

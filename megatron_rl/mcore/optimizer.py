@@ -15,6 +15,7 @@ from megatron.core.distributed import (
     finalize_model_grads,
 )
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer_param_scheduler import (
     OptimizerParamScheduler,
     get_canonical_lr_for_logging,
@@ -23,6 +24,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from megatron_rl.config.schema import OptimizerSettings
+
+# The verdicts on a step, from the worst on
+_NOT_FINITE, _TOO_LARGE, _APPLICABLE = range(3)
 
 
 def wrap_data_parallel(models: Sequence[torch.nn.Module]) -> list[DistributedDataParallel]:
@@ -117,23 +121,25 @@ class DistributedAdam:
 
         Nothing changes on any rank if the loss or a gradient of one rank is not finite, or if the
         square of the gradients' norm exceeds float32: clipping would make all gradients 0, and
-        without clipping second moments would be infinite from then on.
+        without clipping second moments would be infinite from then on. The norm shows all of this.
+        A NaN or Inf of any rank is in the sum over ranks, and the norm is the square root of a sum
+        in float32.
 
         loss_is_finite: False if this rank's loss is NaN or Inf. max_norm: nothing changes either
         if the norm exceeds it on one rank.
         """
-        if not self._all_finite(loss_is_finite):
-            return StepResult(is_applied=False, grad_norm=float("nan"), lr=0.0)
         self._optimizer.prepare_grads()
         norm = float(self._optimizer.get_grad_norm())
-        if not self._has_finite_squares(norm):
+        verdict = self._agree(norm, loss_is_finite, max_norm)
+        if verdict == _NOT_FINITE:
             return StepResult(is_applied=False, grad_norm=float("nan"), lr=0.0)
-        if max_norm is not None and not self._is_at_most(norm, max_norm):
+        if verdict == _TOO_LARGE:
             return StepResult(is_applied=False, grad_norm=norm, lr=0.0)
         self.scheduler.step(1)
-        _, grad_norm, _ = self._optimizer.step()
+        self._clip(norm)
+        self._optimizer.step_with_ready_grads()
         lr = get_canonical_lr_for_logging(self._optimizer.param_groups)
-        return StepResult(is_applied=True, grad_norm=float(grad_norm), lr=lr)
+        return StepResult(is_applied=True, grad_norm=norm, lr=lr)
 
     def weights_are_finite(self) -> bool:
         """True if no weight of any rank is NaN or Inf. Collective.
@@ -184,40 +190,32 @@ class DistributedAdam:
                 for param in group["params"]:
                     _add_moments(state[param], param)
 
-    def _all_finite(self, loss_is_finite: bool) -> bool:
-        """True if the gradients and losses of all ranks are finite. Collective.
-
-        The minimum and maximum of a buffer are NaN if one entry is, and take no memory.
-        """
-        extremes: list[torch.Tensor] = []
-        for model in self._models:
-            for buffer in (*model.buffers, *model.expert_parallel_buffers):
-                extremes += torch.aminmax(buffer.grad_data)
-        is_finite = torch.stack(extremes).isfinite().all() & loss_is_finite
-        return _true_on_all_ranks(is_finite)
-
-    def _has_finite_squares(self, norm: float) -> bool:
-        """True if the square of the gradients' norm fits into float32 on all ranks. Collective.
-
-        The gradients must be finite. No gradient's square exceeds the square of the norm.
-        """
-        return _true_on_all_ranks(self._on_device(norm).square().isfinite())
-
-    def _is_at_most(self, norm: float, limit: float) -> bool:
-        """True if the norm is at most the limit on all ranks. Collective."""
-        return _true_on_all_ranks(self._on_device(norm) <= limit)
-
-    def _on_device(self, value: float) -> torch.Tensor:
-        """Return a float32 scalar on the device of the gradients."""
+    def _agree(self, norm: float, loss_is_finite: bool, max_norm: float | None) -> int:
+        """Return the worst verdict of all ranks on a step, such as `_APPLICABLE`. Collective."""
+        verdict = _APPLICABLE
+        if max_norm is not None and norm > max_norm:
+            verdict = _TOO_LARGE
+        if not (loss_is_finite and math.isfinite(norm)):
+            verdict = _NOT_FINITE
         device = self._models[0].buffers[0].grad_data.device
-        return torch.full((), value, dtype=torch.float32, device=device)
+        return _least_of_all_ranks(torch.full((), verdict, dtype=torch.int32, device=device))
+
+    def _clip(self, norm: float) -> None:
+        """Scale all gradients so that their norm is at most that of the settings."""
+        for optimizer in self._optimizer.chained_optimizers:
+            if optimizer.config.clip_grad and (parameters := optimizer.get_parameters()):
+                clip_grad_by_total_norm_fp32(parameters, optimizer.config.clip_grad, norm)
 
 
 def _true_on_all_ranks(flag: torch.Tensor) -> bool:
     """True if the flag of every rank is true. Collective."""
-    number = flag.int()
+    return bool(_least_of_all_ranks(flag.int()))
+
+
+def _least_of_all_ranks(number: torch.Tensor) -> int:
+    """Return the least of the ranks' numbers, int32 scalars, which it overwrites. Collective."""
     dist.all_reduce(number, op=dist.ReduceOp.MIN)
-    return bool(number)
+    return int(number)
 
 
 def _add_moments(state: dict[str, torch.Tensor], param: torch.Tensor) -> None:

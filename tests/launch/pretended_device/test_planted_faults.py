@@ -44,10 +44,10 @@ PER_MICRO_BATCH = {
 }
 # Waits of an optimizer step, however many micro-batches it has
 PER_STEP = {
-    # The norm, for clipping and for the check of its square
-    "clip_grads.py get_grad_norm_fp32: read by _local_scalar_dense": 2,
+    # The norm, for clipping and for the verdict on the step
+    "clip_grads.py get_grad_norm_fp32: read by _local_scalar_dense": 1,
     # No rank applies a step that is not finite on one of them
-    "optimizer.py _true_on_all_ranks: read by _local_scalar_dense": 2,
+    "optimizer.py _least_of_all_ranks: read by _local_scalar_dense": 1,
     # The share of routes that differ decides whether the run goes on
     "replay.py layer_disagreement: read by copy_": 1,
     # The metrics, in one copy, and the loss
