@@ -1,11 +1,11 @@
 """Log-probabilities of the old-policy pass and of the first update of one batch.
 
-Run it under torchrun: `both_passes.py DIRECTORY DTYPE` prints how much they differ. A token has
-eight experts, because with two experts every order of summation gives the same sum.
+A token has eight experts, because with two experts every order of summation gives the same sum.
 """
 
+from __future__ import annotations
+
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from launch.testbed.policies import ADAM, ASSETS, make_batcher, make_planner, tr
 from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.config.schema import ModelSettings, ParallelSettings, RolloutSettings
 from megatron_rl.losses.grpo import Grpo
-from megatron_rl.mcore import parallel
 from megatron_rl.mcore.model import build_models
 from megatron_rl.mcore.optimizer import DistributedAdam, wrap_data_parallel
 from megatron_rl.mcore.parallel import RankLayout
@@ -38,17 +37,37 @@ GRID = ParallelSettings(timeout_s=60)
 REPEATS = 4
 
 
-def write_model(directory: Path) -> None:
+# Latent attention in the sizes of DeepSeek-V3: values are narrower than keys.
+_LATENT = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "model_type": "deepseek_v3",
+    "num_key_value_heads": 4,
+    "q_lora_rank": 48,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "n_routed_experts": 16,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+}
+MODELS = {"qwen3_moe": {"num_experts": 16}, "deepseek_v3": _LATENT}
+
+
+def write_model(directory: Path, family: str) -> None:
     """Write config.json of a tiny model with eight experts a token."""
     config = json.loads((ASSETS / "qwen3_moe_tiny_blank" / "config.json").read_text())
-    config |= {"num_experts": 16, "num_experts_per_tok": 8}
+    config |= {"num_experts_per_tok": 8} | MODELS[family]
+    directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
 
 
-def build(directory: Path, dtype: str) -> tuple[ModelShape, Policy]:
+def build(directory: Path, dtype: str, spec: str) -> tuple[ModelShape, Policy]:
     """Build the policy with random weights."""
     shape = read_shape(directory)
-    options: dict[str, Any] = {"init": "random", "dtype": dtype}
+    options: dict[str, Any] = {"init": "random", "dtype": dtype, "spec": spec}
     settings = ModelSettings(path=str(directory), **options)
     models = wrap_data_parallel(build_models(shape, settings, GRID))
     logprobs = ResponseLogprobs(
@@ -61,14 +80,14 @@ def build(directory: Path, dtype: str) -> tuple[ModelShape, Policy]:
     return shape, Policy(models=models, logprobs=logprobs, loss=loss, replay=RouteReplay(models))
 
 
-def run(layout: RankLayout, directory: Path, dtype: str) -> dict[str, float | bool]:
+def run(layout: RankLayout, directory: Path, dtype: str, spec: str) -> dict[str, float | bool]:
     """Repeat the old-policy pass, then apply two updates.
 
     Returns whether all old-policy passes were equal (`same`), the largest deviation of a first
     ratio from 1 (`deviation`), the largest ratio of the second update minus 1 (`ratio_change`),
     and the number of micro-batches (`batches`).
     """
-    shape, policy = build(directory, dtype)
+    shape, policy = build(directory, dtype, spec)
     refs, rollouts, advantages = make_batch(shape, 24)
     by_id = {rollout.rollout_id: rollout for rollout in rollouts}
     plan = make_planner(GRID, layout, tokens_per_micro_batch=256).plan(0, refs, advantages)
@@ -103,11 +122,3 @@ def _are_equal(objectives: Sequence[Any], others: Sequence[Any]) -> bool:
         torch.equal(objective.old_logprobs, other.old_logprobs)
         for objective, other in zip(objectives, others, strict=True)
     )
-
-
-if __name__ == "__main__":
-    scratch = Path(sys.argv[1])
-    write_model(scratch)
-    result = run(parallel.initialize(GRID, seed=0), scratch, sys.argv[2])
-    print(f"RESULT {json.dumps(result)}", flush=True)
-    parallel.shutdown()

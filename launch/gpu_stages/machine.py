@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.metadata
 import os
 import platform
+import resource
 import shutil
+from pathlib import Path
 
 import torch
 
@@ -22,6 +25,8 @@ _VERSIONS = (
     "transformer-engine",
     "apex",
 )
+# Triton needs a C compiler. The others are needed by one stage at most.
+_TOOLS = ("cc", "nvcc", "ncu", "compute-sanitizer")
 _OPTIONAL = ("sglang", "transformer_engine.pytorch", "apex")
 
 
@@ -35,17 +40,33 @@ def machine(setting: Setting, report: Report) -> None:
             report.note(name, None)
     report.note("cuda", torch.version.cuda)
     report.note("cores", os.cpu_count())
-    # Triton compiles its launchers.
-    report.note("compiler", shutil.which(os.environ.get("CC", "cc")) is not None)
+    for tool in _TOOLS:
+        report.note(tool, shutil.which(tool) is not None)
+    report.note("open_files", resource.getrlimit(resource.RLIMIT_NOFILE))
+    for name, path in (("shared_memory", "/dev/shm"), ("scratch", str(setting.scratch))):
+        with contextlib.suppress(OSError):
+            report.note(f"{name}_free_gib", round(shutil.disk_usage(path).free / 2**30, 1))
     report.note("imports", [name for name in _OPTIONAL if _imports(name)])
     if setting.small:
         report.note("device", platform.processor() or platform.machine())
         return
     report.require("cuda_available", torch.cuda.is_available())
+    if not torch.cuda.is_available():
+        return
     properties = torch.cuda.get_device_properties(0)
     report.note("device", properties.name)
     report.note("capability", f"{properties.major}.{properties.minor}")
     report.note("memory_gib", round(properties.total_memory / 2**30, 1))
+    report.note("free_memory_gib", round(torch.cuda.mem_get_info()[0] / 2**30, 1))
+    report.note("driver", _driver())
+
+
+def _driver() -> str:
+    """The first line of the driver's own description, empty without one."""
+    try:
+        return Path("/proc/driver/nvidia/version").read_text().partition("\n")[0]
+    except OSError:
+        return ""
 
 
 def _imports(name: str) -> bool:

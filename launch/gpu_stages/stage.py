@@ -7,13 +7,14 @@ values. The last line holds the result.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import ctypes
 import json
 import math
 import signal
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -84,6 +85,21 @@ class Report:
         if not value:
             self._add_problem(f"{name} is false")
 
+    @contextlib.contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        """Run a part of a stage. Its error is a problem of the stage, and other parts go on."""
+        try:
+            yield
+        except StageSkipped as skip:
+            self.note(name, f"skipped: {skip}")
+        except Exception as error:
+            traceback.print_exc()
+            status, reason = _judge(error)
+            if status == "failed":
+                self._add_problem(f"{name}: {reason}")
+            else:
+                self.note(name, f"skipped: {reason}")
+
     def _add_problem(self, text: str) -> None:
         self.problems.append(text)
         _print_line({"problem": text})
@@ -113,7 +129,7 @@ def run(stage: Callable[[Setting, Report], None]) -> None:
         reason = str(skip)
     except Exception as error:
         traceback.print_exc()
-        status, reason = _judge(error, options.scratch)
+        status, reason = _judge(error)
     if report.problems:
         status = "failed"
         reason = "; ".join([*report.problems, *filter(None, [reason])])
@@ -121,13 +137,13 @@ def run(stage: Callable[[Setting, Report], None]) -> None:
     raise SystemExit(status == "failed")
 
 
-def _judge(error: Exception, scratch: Path) -> tuple[str, str]:
+def _judge(error: Exception) -> tuple[str, str]:
     """Return the status and the reason of a stage that raised an error.
 
     A full disk says nothing about the GPU. Libraries raise errors of their own for it.
     """
     if _FULL_DISK in str(error):
-        return "skipped", f"no space left on device, perhaps at {scratch}: set TMPDIR"
+        return "skipped", "no space left on device: set TMPDIR to a larger one"
     first_line = f"{type(error).__name__}: {error}".partition("\n")[0]
     return "failed", first_line[:_MAX_REASON_LENGTH]
 

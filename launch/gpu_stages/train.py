@@ -15,7 +15,7 @@ compat.install()
 
 import torch
 
-from launch.gpu_stages.stage import Report, Setting, run
+from launch.gpu_stages.stage import Report, Setting, StageSkipped, run
 from launch.testbed.workers import (
     ALLOW_RANDOM_ROUTES,
     configure,
@@ -31,8 +31,9 @@ from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.training.micro_batches import Batcher
 from megatron_rl.training.worker import TrainOutcome, Worker
 
-# GPU memory for the large model, its gradients and its optimizer state
-_BYTES_OF_LARGE_MODEL = 100 * 2**30
+# Of the large model: 2.4e9 parameters with 18 bytes of weights, gradients and optimizer state
+# (40 GiB), three copies of the logits of a micro-batch (7 GiB), and its activations (20 GiB)
+_BYTES_OF_LARGE_MODEL = 70 * 2**30
 STEPS = 4
 
 
@@ -53,8 +54,12 @@ _LARGE_BATCH = _Batch(micro_batch=8192, count=16, prompt=256, response=769)
 def train(setting: Setting, report: Report) -> None:
     """Train a few steps of 16,384 tokens through 2.4 billion parameters.
 
-    The small stage trains 252 tokens through some thousand parameters.
+    The small stage trains 252 tokens through some thousand parameters. With the choice `local`,
+    layers are those of `model.spec=local` even where Transformer Engine is installed.
     """
+    is_local = "local" in setting.choices
+    if is_local and setting.small:
+        raise StageSkipped("on a CPU, the stage train has local layers")
     shape = _write_model(setting)
     batch = _SMALL_BATCH if setting.small else _LARGE_BATCH
     c = configure(
@@ -65,6 +70,7 @@ def train(setting: Setting, report: Report) -> None:
         ALLOW_RANDOM_ROUTES,
         f"rollout.max_new_tokens={batch.response}",
         f"data.max_prompt_tokens={batch.prompt}",
+        f"model.spec={'local' if is_local else 'null'}",
     )
     worker = open_worker(c, setting.scratch)
     _note_model(worker, report)
@@ -91,10 +97,8 @@ def _write_model(setting: Setting) -> ModelShape:
     """Write the small model, or the largest one whose training fits this GPU."""
     layers = None
     if not setting.small:
-        cuda = torch.cuda.is_available()
-        memory = torch.cuda.get_device_properties(0).total_memory if cuda else 0
-        if memory <= _BYTES_OF_LARGE_MODEL:
-            layers = 3
+        memory = torch.cuda.mem_get_info()[1] if torch.cuda.is_available() else 0
+        layers = None if memory >= _BYTES_OF_LARGE_MODEL else 3
     return write_model(setting.scratch / "model", small=setting.small, layers=layers)
 
 

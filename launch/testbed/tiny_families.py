@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -84,13 +85,13 @@ def deepseek_v3(q_rank: int | None = 20, n_group: int = 4, **more: Any) -> Any:
     return DeepseekV3ForCausalLM(DeepseekV3Config(**(_COMMON | changes | more)))
 
 
-FAMILIES: dict[str, Callable[[], Any]] = {
+FAMILIES: dict[str, Callable[..., Any]] = {
     "qwen3_moe": qwen3_moe,
     "qwen3": qwen3,
     "mixtral": mixtral,
     "deepseek_v3": deepseek_v3,
-    "deepseek_v3 whole queries, one group": lambda: deepseek_v3(q_rank=None, n_group=1),
-    "deepseek_v3 YaRN": lambda: deepseek_v3(rope_parameters=YARN),
+    "deepseek_v3 whole queries, one group": functools.partial(deepseek_v3, None, 1),
+    "deepseek_v3 YaRN": functools.partial(deepseek_v3, rope_parameters=YARN),
 }
 
 

@@ -61,14 +61,21 @@ _LARGE = {
 
 
 def write_model(
-    directory: Path, *, small: bool, layers: int | None = None, vocabulary: int | None = None
+    directory: Path,
+    *,
+    small: bool,
+    layers: int | None = None,
+    vocabulary: int | None = None,
+    **changes: int,
 ) -> ModelShape:
     """Write config.json and the tokenizer of a Qwen3-MoE.
 
-    It has 2.4 billion parameters with 12 layers, or some thousand if `small`.
+    It has 2.4 billion parameters with 12 layers, or some thousand if `small`. changes: other values
+    of config.json.
     """
     config: dict[str, Any] = dict(_COMMON)
     config |= _TINY if small else _LARGE
+    config |= changes
     config["intermediate_size"] = 4 * config["hidden_size"]
     config["num_hidden_layers"] = layers or config["num_hidden_layers"]
     config["vocab_size"] = vocabulary or config["vocab_size"]
