@@ -1,6 +1,6 @@
 """The receiving side of checkpoint-engine's protocol, as its `worker.py` (0.4.2) has it.
 
-Tests use it where the package is not installed.
+It stands in where the package is not installed, and without CUDA.
 """
 
 from __future__ import annotations
@@ -14,10 +14,20 @@ import torch
 import zmq
 
 
+class _Host:
+    """The functions of a device, for memory of the host."""
+
+    def synchronize(self) -> None: ...
+
+    def ipc_collect(self) -> None: ...
+
+    def empty_cache(self) -> None: ...
+
+
 class DeviceManager:
     """Knows the functions of the device."""
 
-    device_module: Any = torch.cuda
+    device_module: Any = torch.cuda if torch.cuda.is_available() else _Host()
 
 
 def _rebuild_ipc(handle: tuple[Any, tuple[Any, ...]], device_id: int) -> torch.Tensor:
