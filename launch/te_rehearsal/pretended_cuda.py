@@ -47,8 +47,10 @@ class PretendedCuda:
         cuda.is_current_stream_capturing = lambda: False
         cuda.nvtx.range_push = cuda.nvtx.range_pop = lambda *_: None
         provide_apex_accumulation()
-        from megatron_rl.mcore import compat
+        from megatron_rl.mcore import compat, gpu_libraries
 
+        libraries: Any = gpu_libraries
+        libraries.kernel_error = lambda: ""  # stand-ins replace the kernels later
         compat.install()  # the branch for GPUs
         from megatron_rl.mcore.cpu.megatron_patches import patch_megatron
         from megatron_rl.mcore.cpu.torch_cuda import patch_torch_cuda, patch_torch_factories

@@ -138,7 +138,7 @@ def norm_of_all(
 def scale_all(
     chunk_size: int, skip: Any, lists: Sequence[Sequence[torch.Tensor]], factor: float
 ) -> None:
-    """Multiply tensors by a factor in place. `lists` holds the same tensors twice.
+    """Multiply float32 tensors by a factor in place. `lists` holds the same tensors twice.
 
     It replaces Megatron-Core 0.16.1's `local_multi_tensor_scale`, which copies each product. Both
     give the same bits. The other arguments are those of Apex's function.

@@ -44,18 +44,18 @@ def transformer_engine_fault() -> str:
         return ""
     if error := transformer_engine_error():
         return f"it cannot be imported: {error}"
-    if error := _kernel_error():
+    if error := kernel_error():
         return f"its kernels do not run on {torch.cuda.get_device_name()}: {error}"
     return ""
 
 
-def _kernel_error() -> str:
+def kernel_error() -> str:
     """Compute the norm of four numbers with Transformer Engine. Returns the error, else ""."""
     from transformer_engine.pytorch.optimizers import multi_tensor_applier, multi_tensor_l2norm
 
-    numbers = torch.full((4,), 2.0, device="cuda")
-    is_infinite = torch.zeros(1, dtype=torch.int, device="cuda")
     try:
+        numbers = torch.full((4,), 2.0, device="cuda")
+        is_infinite = torch.zeros(1, dtype=torch.int, device="cuda")
         norm, _ = multi_tensor_applier(multi_tensor_l2norm, is_infinite, [[numbers]], False)
         value = float(norm)
     except Exception as error:  # a broken binary may raise anything

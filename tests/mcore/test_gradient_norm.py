@@ -1,4 +1,4 @@
-"""The norm of all gradients equals that of Megatron's own function, bit for bit on CPUs."""
+"""The norm of all gradients and their scaling equal Megatron's, bit for bit on CPUs."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.optimizer import clip_grads
 
-from megatron_rl.mcore.compat import norm_of_all
+from megatron_rl.mcore.compat import norm_of_all, scale_all
 
 
 def gradients(seed: int, dtype: torch.dtype) -> list[torch.Tensor]:
@@ -41,8 +41,19 @@ def test_norm_keeps_what_is_not_finite(megatron: Any) -> None:
         assert not norm.isfinite()
 
 
-def test_megatron_clips_by_this_norm(megatron: Any) -> None:
+@pytest.mark.parametrize("factor", [1.0, 1 / 3, 1e-7])
+def test_scaled_gradients_have_the_bits_of_megatrons_function(megatron: Any, factor: float) -> None:
+    ours, theirs = (gradients(1, torch.float32) for _ in range(2))
+    places = [tensor.data_ptr() for tensor in ours]
+    scale_all(0, None, [ours, ours], factor)
+    megatron_utils.local_multi_tensor_scale(0, None, [theirs, theirs], factor)
+    assert [tensor.data_ptr() for tensor in ours] == places
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_megatron_clips_with_these_functions(megatron: Any) -> None:
     assert clip_grads.l2_norm_impl is norm_of_all
+    assert clip_grads.multi_tensor_scale_impl is scale_all
     tensors = gradients(0, torch.float32)
     reference = torch.cat([tensor.double().flatten() for tensor in tensors]).norm()
     norm = clip_grads.get_grad_norm_fp32(tensors)

@@ -1,4 +1,4 @@
-"""How often an optimizer step goes over the gradients, and how often all ranks wait for it."""
+"""Passes of an optimizer step over the gradients, and what all ranks wait for."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class GradientReads(TorchDispatchMode):
 
     @property
     def passes(self) -> dict[str, float]:
-        """How often all gradients were read, by operation."""
+        """Reads of all gradients, by operation."""
         return {name: n / self.num_gradients for name, n in self.elements.items() if n}
 
 
