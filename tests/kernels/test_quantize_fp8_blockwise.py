@@ -1,11 +1,15 @@
 """Block quantisation: error bounds, edges and scales."""
 
+from typing import Any
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from espo_kernels import quantize_fp8_blockwise
+from espo_kernels.quantize_fp8_blockwise.reference import quantize_reference
 
 E4M3_ERROR = 2**-4  # half a step of three mantissa bits, relative to the value
 SUBNORMAL_STEP = 2**-9
@@ -108,3 +112,31 @@ def test_empty_weights_give_empty_results(
 ) -> None:
     fp8, scale_inv = quantize_fp8_blockwise(torch.zeros(shape), backend=backend)
     assert (fp8.shape, scale_inv.shape) == (shape, scales)
+
+
+class Divisions(TorchDispatchMode):
+    """Records the divisors of all divisions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.divisors: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket in (torch.ops.aten.div, torch.ops.aten.div_):
+            self.divisors.append(args[1])
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_no_division_by_a_number_of_the_host(dtype: torch.dtype, power_of_two: bool) -> None:
+    """On CUDA, ATen divides a tensor by a number, or by a tensor of no dimension on the CPU, as
+    a * (1 / b), "which may lose one bit of precision" (aten/src/ATen/native/cuda/
+    BinaryDivTrueKernel.cu, `iter.is_cpu_scalar(2)`). Between two tensors of the device it divides
+    as IEEE 754 does.
+    """
+    with Divisions() as divisions:
+        quantize_reference(torch.empty(40, 50, dtype=dtype, device="meta"), 16, power_of_two)
+    assert len(divisions.divisors) == 2
+    for divisor in divisions.divisors:
+        assert isinstance(divisor, torch.Tensor) and divisor.is_meta

@@ -8,8 +8,8 @@ from espo_kernels.arguments import require_floating
 from espo_kernels.backends import Backend, checks_values, resolve_backend
 from espo_kernels.quantize_fp8_blockwise.reference import quantize_reference
 
-MAX_BLOCK = 1024
-"""A Triton program holds its whole block, and Triton's largest tensor has 2^20 elements."""
+MAX_BLOCK = 256
+"""A Triton program holds its whole block in registers. Larger blocks take minutes to compile."""
 
 
 def quantize_fp8_blockwise(
@@ -33,7 +33,7 @@ def quantize_fp8_blockwise(
     Args:
         weight: [..., M, N] float16, bfloat16 or float32. Leading dimensions (stacked experts) are
             quantised together.
-        block: side of a block, a power of two from 16 to 1024.
+        block: side of a block, a power of two from 16 to 256.
         power_of_two_scales: round scale_inv up to a power of two (the UE8M0 scales of some
             engines).
 
@@ -50,7 +50,10 @@ def quantize_fp8_blockwise(
     if weight.dim() < 2:
         raise ValueError(f"weight has shape {tuple(weight.shape)}: must be [..., M, N]")
     if not isinstance(block, int) or not 16 <= block <= MAX_BLOCK or block & (block - 1):
-        raise ValueError(f"block={block}: must be a power of two from 16 to {MAX_BLOCK}")
+        raise ValueError(
+            f"block={block}: must be a power of two from 16 to {MAX_BLOCK}. "
+            "FP8 engines load blocks of 128: use 128"
+        )
     weight = weight.detach()
     selected_backend = resolve_backend(backend, weight)
     match selected_backend:

@@ -31,7 +31,8 @@ def block_scale(amax: torch.Tensor, power_of_two_scales: bool) -> torch.Tensor:
 
     1 for a block of zeros; NaN where amax is not finite.
     """
-    scale = (amax / FP8_MAX).clamp_min(SMALLEST_SCALE)
+    # CUDA would multiply by 1 / 448 if the divisor were a number, and round twice.
+    scale = (amax / torch.full_like(amax, FP8_MAX)).clamp_min(SMALLEST_SCALE)
     if power_of_two_scales:
         scale = ((scale.view(torch.int32) + 0x7FFFFF) & ~0x7FFFFF).view(torch.float32)
     scale = torch.where(amax == 0, 1.0, scale)

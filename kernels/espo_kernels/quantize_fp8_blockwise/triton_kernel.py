@@ -30,15 +30,20 @@ def _e4m3_bits(x):
 
 
 @triton.jit
-def _block_scale(w, POWER_OF_TWO: tl.constexpr):
-    """See `reference.block_scale`; NaN if the block has a value that is not finite."""
-    amax = tl.max(tl.max(tl.abs(w), axis=1), axis=0)
+def _scale(amax, POWER_OF_TWO: tl.constexpr):
+    """See `reference.block_scale`, for a finite amax."""
     scale = tl.div_rn(amax, FP8_MAX)
     scale = tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
     if POWER_OF_TWO:
         up = (scale.to(tl.uint32, bitcast=True) + 0x7FFFFF) & 0xFF800000
         scale = up.to(tl.float32, bitcast=True)
-    scale = tl.where(amax == 0, 1.0, scale)
+    return tl.where(amax == 0, 1.0, scale)
+
+
+@triton.jit
+def _block_scale(w, POWER_OF_TWO: tl.constexpr):
+    """The scale of a block; NaN if the block has a value that is not finite."""
+    scale = _scale(tl.max(tl.max(tl.abs(w), axis=1), axis=0), POWER_OF_TWO)
     # NaN may be lost in a maximum but not in a sum; w − w is NaN for infinities too.
     return scale + tl.sum(tl.sum(w - w, axis=1), axis=0)
 

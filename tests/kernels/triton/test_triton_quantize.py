@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from espo_kernels import quantize_fp8_blockwise
+from espo_kernels.quantize_fp8_blockwise import triton_kernel
+from espo_kernels.quantize_fp8_blockwise.reference import block_scale
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
@@ -24,16 +28,63 @@ def test_same_bits_as_the_reference(dtype: torch.dtype, power_of_two: bool) -> N
     assert torch.equal(fp8.view(torch.uint8), expected_fp8.view(torch.uint8))
 
 
+@triton.jit
+def scale_and_code_kernel(
+    maxima, values, scales, codes, POWER_OF_TWO: tl.constexpr, EMULATE: tl.constexpr
+):
+    """The scale of each maximum, and the code of a value with that scale."""
+    at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    scale = triton_kernel._scale(tl.load(maxima + at).to(tl.float32), POWER_OF_TWO)
+    quotient = tl.div_rn(tl.load(values + at).to(tl.float32), scale)
+    tl.store(scales + at, scale)
+    tl.store(codes + at, triton_kernel._to_fp8(quotient, EMULATE))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("power_of_two", [False, True])
+def test_same_scales_and_codes_for_many_maxima(dtype: torch.dtype, power_of_two: bool) -> None:
+    """102,400 maxima. `quantize_reference` divides by the same scale."""
+    count = 100 * 1024
+    maxima = (torch.randn(count).abs() * 10.0 ** torch.empty(count).uniform_(-4, 2)).to(dtype)
+    values = (maxima * torch.empty(count).uniform_(-1, 1)).to(dtype)
+    maxima, values = maxima.to(DEVICE), values.to(DEVICE)
+    scales = torch.empty(count, device=DEVICE)
+    codes = torch.empty(count, dtype=torch.uint8, device=DEVICE)
+    scale_and_code_kernel[(count // 1024,)](
+        maxima, values, scales, codes, POWER_OF_TWO=power_of_two, EMULATE=DEVICE.type == "cpu"
+    )
+    reference = block_scale(maxima.float(), power_of_two)
+    assert torch.equal(scales, reference)
+    expected_codes = (values.float() / reference).to(torch.float8_e4m3fn).view(torch.uint8)
+    assert torch.equal(codes, expected_codes)
+    assert torch.equal(reference.cpu(), block_scale(maxima.cpu().float(), power_of_two))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_all_backends_give_the_same_bits(dtype: torch.dtype) -> None:
+    weight = (torch.randn(4, 16, 10, 16) * torch.rand(4, 1, 10, 1)).view(64, 160).to(dtype)
+    results = [
+        quantize_fp8_blockwise(weight.to(DEVICE), block=16, backend="triton"),
+        quantize_fp8_blockwise(weight.to(DEVICE), block=16, backend="reference"),
+        quantize_fp8_blockwise(weight, block=16, backend="cpu"),
+    ]
+    codes = [fp8.view(torch.uint8).cpu() for fp8, _ in results]
+    scales = [scale_inv.cpu() for _, scale_inv in results]
+    assert torch.equal(scales[0], scales[1]) and torch.equal(scales[1], scales[2])
+    assert torch.equal(codes[0], codes[1]) and torch.equal(codes[1], codes[2])
+
+
 def test_every_rounding_case_of_the_format() -> None:
     """All float32 midpoints between adjacent e4m3 values, and their neighbours, with scale 1."""
     codes = torch.arange(127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     midpoints = (codes[:-1] + codes[1:]) / 2
     near = torch.cat([codes, midpoints, midpoints * (1 + 2**-22), midpoints * (1 - 2**-22)])
-    weight = torch.zeros(1, 1024)
-    weight[0, : near.numel()] = near
-    weight[0, 512 : 512 + near.numel()] = -near
-    weight[0, 1023] = 448.0
-    fp8, scale_inv = quantize_fp8_blockwise(weight.to(DEVICE), block=1024, backend="triton")
+    weight = torch.zeros(128 * 128)
+    weight[: near.numel()] = near
+    weight[8192 : 8192 + near.numel()] = -near
+    weight[-1] = 448.0
+    weight = weight.view(128, 128)
+    fp8, scale_inv = quantize_fp8_blockwise(weight.to(DEVICE), block=128, backend="triton")
     assert scale_inv.item() == 1
     assert torch.equal(
         fp8.view(torch.uint8).cpu(), weight.to(torch.float8_e4m3fn).view(torch.uint8)
@@ -42,9 +93,7 @@ def test_every_rounding_case_of_the_format() -> None:
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_bad_weights_come_out_as_nan_scales(value: float) -> None:
-    from espo_kernels.quantize_fp8_blockwise.triton_kernel import quantize_triton
-
     weight = torch.ones(20, 20, device=DEVICE)
     weight[17, 3] = value
-    _, scale_inv = quantize_triton(weight, 16, False)
+    _, scale_inv = triton_kernel.quantize_triton(weight, 16, False)
     assert scale_inv.isnan().tolist() == [[False, False], [True, False]]
