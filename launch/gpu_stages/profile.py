@@ -13,6 +13,7 @@ import torch
 from launch.gpu_stages.stage import Report, Setting, StageSkipped, run
 
 KERNELS = Path(__file__).resolve().parents[2] / "kernels"
+_TOOLKIT = "/usr/local/cuda/bin"
 _KERNEL = "logprob_entropy"
 _OPTIONS = ("--clock-control", "none", "--section", "SpeedOfLight")
 # Counters of a GPU may be reserved for its administrator, and a container may lack them.
@@ -35,26 +36,37 @@ def profile(setting: Setting, report: Report) -> None:
     """Note the duration and the throughput of the first launch, in percent of the peak."""
     if setting.small or not torch.cuda.is_available():
         raise StageSkipped("Nsight Compute needs CUDA")
-    tool = shutil.which("ncu")
+    tool = shutil.which("ncu") or shutil.which("ncu", path=_TOOLKIT)
     if tool is None:
-        raise StageSkipped("ncu (Nsight Compute) is not installed")
+        raise StageSkipped(f"ncu (Nsight Compute) is neither on PATH nor in {_TOOLKIT}")
     command = [tool, *_OPTIONS, "--kernel-name", f"regex:{_KERNEL}", "--launch-count", "1"]
     process = subprocess.run(
         [*command, sys.executable, "-c", _PROGRAM], cwd=KERNELS, capture_output=True, text=True
     )
     output = process.stdout + process.stderr
     print(output)
-    refusal = next((line for line in output.splitlines() if _is_refusal(line)), None)
-    if refusal is not None:
-        raise StageSkipped(f"ncu cannot profile here: {refusal.strip()[:200]}")
+    refusal = find_refusal(output)
+    if refusal:
+        raise StageSkipped(f"ncu cannot profile here: {refusal}")
     report.require("ncu_succeeded", process.returncode == 0)
-    for name, unit, number in _METRIC.findall(output):
-        report.note(f"{name} [{unit}]", float(number.replace(",", "")))
-    report.require("kernel_was_profiled", _KERNEL in output and len(report.values) > 1)
+    metrics = read_metrics(output)
+    for name, number in metrics.items():
+        report.note(name, number)
+    report.require("kernel_was_profiled", _KERNEL in output and bool(metrics))
 
 
-def _is_refusal(line: str) -> bool:
-    return line.startswith("==") and any(text in line for text in _REFUSALS)
+def read_metrics(output: str) -> dict[str, float]:
+    """Return duration, frequencies and throughputs of a launch, by name and unit."""
+    return {
+        f"{name} [{unit}]": float(number.replace(",", ""))
+        for name, unit, number in _METRIC.findall(output)
+    }
+
+
+def find_refusal(output: str) -> str:
+    """Return the line that says why ncu cannot profile on this machine, empty without one."""
+    lines = [line.strip() for line in output.splitlines() if line.startswith("==")]
+    return next((line for line in lines if any(text in line for text in _REFUSALS)), "")[:200]
 
 
 if __name__ == "__main__":

@@ -51,6 +51,18 @@ def test_the_last_line_holds_the_result_and_all_values(tmp_path: Path) -> None:
     assert records[-1]["reason"] == "b is 2, the limit is 1; ValueError: c"
 
 
+def test_parts_after_one_that_fails_run(tmp_path: Path) -> None:
+    body = (
+        "with report.part('first'):\n    raise ValueError('a')\n"
+        "with report.part('second'):\n    raise StageSkipped('b')\n"
+        "report.note('third', 3)"
+    )
+    code, records = run_stage(tmp_path, body)
+    assert code == 1
+    assert records[-1]["reason"] == "first: ValueError: a"
+    assert records[-1]["values"] == {"second": "skipped: b", "third": 3}
+
+
 def test_a_stage_gets_its_choices(tmp_path: Path) -> None:
     _, records = run_stage(tmp_path, "report.note('choices', setting.choices)", "one", "two")
     assert records[-1]["values"] == {"choices": ["one", "two"]}
