@@ -204,7 +204,7 @@ class Check:
         self._log.begin(outcome.stage)
         self._record.save()
         late = ("failed", f"it exceeded its limit of {limit:.0f} s")
-        spent = ("cut off", f"the budget ended after {limit:.0f} s")
+        no_budget = ("cut off", f"the budget ended after {limit:.0f} s")
         paths = self._archives.paths
         run_stage(
             stage_command(
@@ -220,7 +220,7 @@ class Check:
             outcome,
             self._log,
             limit=limit,
-            at_limit=late if is_own else spent,
+            at_limit=late if is_own else no_budget,
             on_poll=self._record.save_sometimes,
         )
 

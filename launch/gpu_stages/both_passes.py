@@ -53,7 +53,7 @@ _LATENT = {
     "topk_group": 1,
     "first_k_dense_replace": 1,
 }
-MODELS = {"qwen3_moe": {"num_experts": 16}, "deepseek_v3": _LATENT}
+MODELS: dict[str, dict[str, Any]] = {"qwen3_moe": {"num_experts": 16}, "deepseek_v3": _LATENT}
 
 
 def write_model(directory: Path, family: str) -> None:

@@ -38,14 +38,7 @@ def machine(setting: Setting, report: Report) -> None:
             report.note(name, importlib.metadata.version(name))
         except importlib.metadata.PackageNotFoundError:
             report.note(name, None)
-    report.note("cuda", torch.version.cuda)
-    report.note("cores", os.cpu_count())
-    for tool in _TOOLS:
-        report.note(tool, shutil.which(tool) is not None)
-    report.note("open_files", resource.getrlimit(resource.RLIMIT_NOFILE))
-    for name, path in (("shared_memory", "/dev/shm"), ("scratch", str(setting.scratch))):
-        with contextlib.suppress(OSError):
-            report.note(f"{name}_free_gib", round(shutil.disk_usage(path).free / 2**30, 1))
+    _note_host(setting, report)
     report.note("imports", [name for name in _OPTIONAL if _imports(name)])
     if setting.small:
         report.note("device", platform.processor() or platform.machine())
@@ -59,6 +52,17 @@ def machine(setting: Setting, report: Report) -> None:
     report.note("memory_gib", round(properties.total_memory / 2**30, 1))
     report.note("free_memory_gib", round(torch.cuda.mem_get_info()[0] / 2**30, 1))
     report.note("driver", _driver())
+
+
+def _note_host(setting: Setting, report: Report) -> None:
+    report.note("cuda", torch.version.cuda)
+    report.note("cores", os.cpu_count())
+    for tool in _TOOLS:
+        report.note(tool, shutil.which(tool) is not None)
+    report.note("open_files", resource.getrlimit(resource.RLIMIT_NOFILE))
+    for name, path in (("shared_memory", "/dev/shm"), ("scratch", str(setting.scratch))):
+        with contextlib.suppress(OSError):
+            report.note(f"{name}_free_gib", round(shutil.disk_usage(path).free / 2**30, 1))
 
 
 def _driver() -> str:

@@ -71,7 +71,8 @@ def _train_first(c: Configuration, scratch: Path, plan: StepPlan, report: Report
     if not torch.cuda.is_available():
         worker.train(plan)
         return worker
-    torch.utils.deterministic.fill_uninitialized_memory = False
+    deterministic: Any = torch.utils.deterministic
+    deterministic.fill_uninitialized_memory = False
     # With `warn_only`, attention would keep its backward pass that adds atomically.
     torch.use_deterministic_algorithms(True)
     try:

@@ -23,6 +23,7 @@ from launch.testbed.workers import (
     open_worker,
     write_model,
 )
+from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.mcore import parallel
 from megatron_rl.models.shape import ModelShape
@@ -57,21 +58,11 @@ def train(setting: Setting, report: Report) -> None:
     The small stage trains 252 tokens through some thousand parameters. With the choice `local`,
     layers are those of `model.spec=local` even where Transformer Engine is installed.
     """
-    is_local = "local" in setting.choices
-    if is_local and setting.small:
+    if "local" in setting.choices and setting.small:
         raise StageSkipped("on a CPU, the stage train has local layers")
     shape = _write_model(setting)
     batch = _SMALL_BATCH if setting.small else _LARGE_BATCH
-    c = configure(
-        setting.scratch / "model",
-        setting.scratch,
-        f"train.tokens_per_micro_batch={batch.micro_batch}",
-        "train.optimizer_steps_per_batch=1",
-        ALLOW_RANDOM_ROUTES,
-        f"rollout.max_new_tokens={batch.response}",
-        f"data.max_prompt_tokens={batch.prompt}",
-        f"model.spec={'local' if is_local else 'null'}",
-    )
+    c = _configure(batch, setting)
     worker = open_worker(c, setting.scratch)
     _note_model(worker, report)
     _store, refs, advantages = make_rollouts(
@@ -91,6 +82,19 @@ def train(setting: Setting, report: Report) -> None:
     ratio = report.values["replayed_step_s"] / report.values["live_step_s"]
     report.note("replay_cost", round(ratio - 1, 4))
     parallel.shutdown()
+
+
+def _configure(batch: _Batch, setting: Setting) -> Configuration:
+    return configure(
+        setting.scratch / "model",
+        setting.scratch,
+        f"train.tokens_per_micro_batch={batch.micro_batch}",
+        "train.optimizer_steps_per_batch=1",
+        ALLOW_RANDOM_ROUTES,
+        f"rollout.max_new_tokens={batch.response}",
+        f"data.max_prompt_tokens={batch.prompt}",
+        f"model.spec={'local' if 'local' in setting.choices else 'null'}",
+    )
 
 
 def _write_model(setting: Setting) -> ModelShape:

@@ -134,8 +134,8 @@ def test_a_damaged_archive_is_left_out(
     archives = open_all(carry)
     assert archives.refusals.keys() == {"te"} and reason in archives.refusals["te"]
     assert list(Path(tempfile.gettempdir()).rglob("outside.py")) == []
-    unpacked = {path.name for path in archives.paths["base"].parent.iterdir()}
-    assert unpacked == {path.name for path in archives.paths.values()}, "nothing half unpacked"
+    names = {path.name for path in archives.paths["base"].parent.iterdir()}
+    assert names == {path.name for path in archives.paths.values()}, "nothing half unpacked"
 
 
 def test_too_little_space_is_named(carry: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +195,12 @@ for path in sys.path:
     values[text.split("'")[1]] = "on the path"
 print("GPU-CHECK " + json.dumps({"status": "passed", "reason": "", "values": values}))
 """
+BOTH = ("base", "te")
+TE_STAGES = {
+    "machine": Stage(60, "machine", archives=BOTH, needs=(), compiles=False),
+    "train": Stage(60, "train", archives=BOTH, compiles=False),
+    "fp8_training": Stage(60, "fp8_training", archives=BOTH, needs=BOTH, compiles=False),
+}
 
 
 @pytest.mark.parametrize("problem", ["", "code 1: no kernel image is available"])
@@ -203,16 +209,10 @@ def test_stages_run_without_a_library_that_the_driver_refuses(
 ) -> None:
     folder = tmp_path / "launch" / "gpu_stages"
     folder.mkdir(parents=True)
-    for name in ("machine", "train", "fp8_training"):
+    for name in TE_STAGES:
         (folder / f"{name}.py").write_text(WHERE)
-    both = ("base", "te")
-    stages = {
-        "machine": Stage(60, "machine", archives=both, needs=(), compiles=False),
-        "train": Stage(60, "train", archives=both, compiles=False),
-        "fp8_training": Stage(60, "fp8_training", archives=both, needs=both, compiles=False),
-    }
     monkeypatch.setattr(check, "ROOT", tmp_path)
-    monkeypatch.setattr(check, "STAGES", stages)
+    monkeypatch.setattr(check, "STAGES", TE_STAGES)
     monkeypatch.setattr(check, "read_facts", lambda _: FACTS)
     monkeypatch.setattr(check, "transformer_engine_problem", lambda _: problem)
     assert check.main(["--carry", str(carry), "--out", str(tmp_path / "out")]) == 0

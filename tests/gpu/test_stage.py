@@ -83,7 +83,7 @@ def test_numbers_that_json_lacks_become_texts(tmp_path: Path) -> None:
     ],
 )
 def test_a_full_disk_skips_the_stage(tmp_path: Path, error: str) -> None:
-    """It says nothing about the GPU."""
+    """A full disk says nothing about the GPU."""
     code, records = run_stage(tmp_path, f"raise {error}")
     assert (code, records[-1]["status"]) == (0, "skipped")
     assert "no space left on device" in records[-1]["reason"] and "TMPDIR" in records[-1]["reason"]

@@ -53,7 +53,7 @@ _MAX_GROWTH_MIB = 64.0
 _REFUSALS = ("operation not supported", "OS call failed", "not permitted")
 
 
-def colocated(setting: Setting, report: Report) -> None:
+def share_device(setting: Setting, report: Report) -> None:
     """Let the engine sleep, send it weights, and train, in turns."""
     vocabulary = 512 if setting.small else 32_000
     model = setting.scratch / "model"
@@ -141,15 +141,7 @@ def _take_turns(
     updater.sleep([admin])
     for step in range(ROUNDS):
         worker.train(planner.plan(step, refs, advantages))
-        cached_bytes = torch.cuda.memory_reserved()
-        start = time.perf_counter()
-        updater.push(worker.export(), step, [admin])
-        seconds = time.perf_counter() - start
-        num_bytes = sum(updater.summary.bytes_sent.values())
-        report.note(f"round {step} sync_s", round(seconds, 3))
-        report.note(f"round {step} gib", round(num_bytes / 2**30, 3))
-        is_smaller = torch.cuda.memory_reserved() <= cached_bytes
-        report.require(f"round {step} trainer_frees_its_cache", is_smaller)
+        num_bytes = _send(step, worker, updater, admin, report)
         _audit(worker, admin, step, report)
         awake_free_bytes = _free_bytes()
         updater.sleep([admin])
@@ -161,6 +153,21 @@ def _take_turns(
     # The first round also loads kernels and creates workspaces.
     growth = (free_bytes[1] - free_bytes[-1]) / _MIB
     report.require_at_most("memory_growth_mib", growth, _MAX_GROWTH_MIB)
+
+
+def _send(
+    step: int, worker: Worker, updater: WeightUpdater, admin: AdminClient, report: Report
+) -> int:
+    """Wake the engine with the present weights; returns their bytes."""
+    cached_bytes = torch.cuda.memory_reserved()
+    start = time.perf_counter()
+    updater.push(worker.export(), step, [admin])
+    report.note(f"round {step} sync_s", round(time.perf_counter() - start, 3))
+    is_smaller = torch.cuda.memory_reserved() <= cached_bytes
+    report.require(f"round {step} trainer_frees_its_cache", is_smaller)
+    num_bytes = sum(updater.summary.bytes_sent.values())
+    report.note(f"round {step} gib", round(num_bytes / 2**30, 3))
+    return num_bytes
 
 
 def _free_bytes() -> int:
@@ -188,4 +195,4 @@ def _audit(worker: Worker, admin: AdminClient, step: int, report: Report) -> Non
 
 
 if __name__ == "__main__":
-    run(colocated)
+    run(share_device)

@@ -18,22 +18,27 @@ _KERNELS = ("sgl_kernel", "sglang_kernel")
 
 def engine(setting: Setting, report: Report) -> None:
     """Start an engine, send it weights, and train on what it generates."""
-    names = ("sglang", "xxhash", "zstandard")
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if missing:
-        raise StageSkipped(f"not installed: {', '.join(missing)}")
     on_gpu = torch.cuda.is_available()
     on_cpu_by_choice = "cpu" in setting.choices
+    _require_packages(needs_kernels=on_gpu and not on_cpu_by_choice)
     if on_cpu_by_choice and not (on_gpu or setting.small):
         raise StageSkipped("the trainer needs CUDA")
-    if on_gpu and not on_cpu_by_choice and not any(map(importlib.util.find_spec, _KERNELS)):
-        raise StageSkipped(f"SGLang's CUDA kernels are not installed ({', '.join(_KERNELS)})")
     # These imports need the packages above.
     from launch.gpu_stages.engines.rounds import run_rounds
 
     dtype = "bfloat16" if on_gpu or on_cpu_by_choice else "float32"
-    device = "cuda" if on_gpu and not on_cpu_by_choice else "cpu"
-    run_rounds(setting, report, device=device, dtype=dtype)
+    on_cpu = on_cpu_by_choice or not on_gpu
+    run_rounds(setting, report, device="cpu" if on_cpu else "cuda", dtype=dtype)
+
+
+def _require_packages(*, needs_kernels: bool) -> None:
+    """Raise `StageSkipped` with the names of missing packages."""
+    names = ("sglang", "xxhash", "zstandard")
+    missing = [name for name in names if importlib.util.find_spec(name) is None]
+    if missing:
+        raise StageSkipped(f"not installed: {', '.join(missing)}")
+    if needs_kernels and not any(map(importlib.util.find_spec, _KERNELS)):
+        raise StageSkipped(f"SGLang's CUDA kernels are not installed ({' or '.join(_KERNELS)})")
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
 from megatron_rl.mcore import compat
@@ -67,20 +68,7 @@ def run_rounds(
 
     dtype: of trainer and engine.
     """
-    model = setting.scratch / "model"
-    changes = _CPU_MODEL if device == "cpu" and not setting.small else {}
-    shape = write_model(model, small=setting.small, layers=2, vocabulary=512, **changes)
-    c = configure(
-        model,
-        setting.scratch,
-        "sync.transport=disk",
-        f"sync.timeout_s={_STEP_SECONDS / 3:g}",
-        "train.optimizer_steps_per_batch=1",
-        f"rollout.max_new_tokens={TOKENS}",
-        "optimizer.lr=1e-3",
-        "optimizer.warmup_steps=0",
-        dtype=dtype,
-    )
+    c = _configure(setting, device, dtype)
     worker = open_worker(c, setting.scratch)
     worker.save(setting.scratch / "start")
     report.note("dtype", dtype)
@@ -91,20 +79,7 @@ def run_rounds(
     try:
         server.wait_healthy(min(c.engine.start_timeout_s, setting.longest_wait(then=_STEP_SECONDS)))
         report.note("engine_start_s", round(server.age_seconds, 1))
-        members = Members()
-        members.add(server.url, server.engine)
-        members.answer(server.url, 0)
-        sync = open_weight_sync(
-            members,
-            server.keys,
-            c.sync,
-            c.engine,
-            shape,
-            directory=setting.scratch / "sync",
-            model_path=setting.scratch / "start",
-            job=worker.layout,
-            log=print,
-        )
+        sync = _open_sync(server, worker, c, setting.scratch)
         for step in (0, 1):
             _send_weights(step, worker, sync, report)
             _audit(step, worker, server, device, report)
@@ -117,6 +92,43 @@ def run_rounds(
         server.stop()
         lifeline.close()
     parallel.shutdown()
+
+
+def _configure(setting: Setting, device: Literal["cpu", "cuda"], dtype: str) -> Configuration:
+    """Write the model, and configure a run over it."""
+    model = setting.scratch / "model"
+    changes = _CPU_MODEL if device == "cpu" and not setting.small else {}
+    write_model(model, small=setting.small, layers=2, vocabulary=512, **changes)
+    return configure(
+        model,
+        setting.scratch,
+        "sync.transport=disk",
+        f"sync.timeout_s={_STEP_SECONDS / 3:g}",
+        "train.optimizer_steps_per_batch=1",
+        f"rollout.max_new_tokens={TOKENS}",
+        "optimizer.lr=1e-3",
+        "optimizer.warmup_steps=0",
+        dtype=dtype,
+    )
+
+
+def _open_sync(
+    server: ManagedEngine, worker: Worker, c: Configuration, scratch: Path
+) -> WeightSync:
+    members = Members()
+    members.add(server.url, server.engine)
+    members.answer(server.url, 0)
+    return open_weight_sync(
+        members,
+        server.keys,
+        c.sync,
+        c.engine,
+        worker.shape,
+        directory=scratch / "sync",
+        model_path=scratch / "start",
+        job=worker.layout,
+        log=print,
+    )
 
 
 def _start(
