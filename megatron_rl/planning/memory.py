@@ -5,11 +5,14 @@ Weights, gradients and optimizer state are exact counts. Activations are estimat
 
 from __future__ import annotations
 
+import functools
+import importlib.metadata
 import math
 from dataclasses import dataclass, fields
 
 from megatron_rl.config.schema import Configuration, EngineSettings, ParallelSettings
 from megatron_rl.config.values import Dtype
+from megatron_rl.contracts.launch_facts import has_transformer_engine
 from megatron_rl.models.fp8_weights import BLOCK
 from megatron_rl.models.parameter_count import (
     attention_parameters,
@@ -46,6 +49,8 @@ _SENT_ROUTED_COPIES = 2
 _ROTARY_COPIES = 4
 _ROUTER_BYTES = 4
 _LOGIT_COPIES = 2
+# The first torch whose variable-length attention takes fewer keys and values than queries
+_GROUPED_ATTENTION = (2, 12)
 _ON_HOST = ("host_routes", "host_save", "host_reference")
 
 
@@ -477,10 +482,26 @@ def _attention_bytes(c: Configuration, shape: ModelShape, rows: int) -> float:
         per_row += _norm_bytes(size) * (heads + groups) + _input_bytes(size) * heads
     if size == 2 and c.parallel.cp == 1:
         # Variable-length attention: queries and keys after rotation, values, outputs
-        per_row += size * (2 * heads + 2 * groups)
+        per_row += size * (2 * heads + 2 * (heads if _repeats_groups(c) else groups))
     else:
         # Padded attention: the projection, then queries, keys and values of all heads in padded
         # sequences, outputs there and outputs in packed order
         per_row += size * (heads + 2 * groups + 5 * heads)
     rotary_dim = shape.head_dim if shape.latent is None else shape.latent.rotary_dim
     return rows * (per_row / c.parallel.tp + _ROTARY_COPIES * size * rotary_dim)
+
+
+def _repeats_groups(c: Configuration) -> bool:
+    """True if attention keeps the keys and values of a group once for each of its queries."""
+    is_local = c.model.spec == "local" or (c.model.spec is None and not has_transformer_engine())
+    return is_local and not torch_takes_groups()
+
+
+@functools.cache
+def torch_takes_groups() -> bool:
+    """True if the installed torch's variable-length attention takes grouped queries.
+
+    For an earlier torch, `mcore/layers/varlen_attention.py` repeats keys and values.
+    """
+    major, minor, *_ = importlib.metadata.version("torch").split(".")
+    return (int(major), int(minor)) >= _GROUPED_ATTENTION

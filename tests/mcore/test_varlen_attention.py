@@ -6,13 +6,17 @@ The attention functions themselves are written out here.
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_rl.config.cli import compose
 from megatron_rl.mcore.layers.varlen_attention import VarlenAttention
+from megatron_rl.models.families import read_shape
+from megatron_rl.planning import memory
 
 LENGTHS = [7, 40, 9, 1]
 BOUNDS = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
@@ -99,6 +103,97 @@ def test_every_signature_attends_within_each_sequence(
         query, key, value, cu_seqlens=BOUNDS, max_seqlen=40, scale=scale
     )
     torch.testing.assert_close(output, expected_output, rtol=1e-5, atol=1e-6)
+
+
+class _SavesWhatItTakes(torch.autograd.Function):
+    """Saves queries, keys, values and outputs, as torch's variable-length attention does."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Any, key: Any, value: Any) -> torch.Tensor:
+        output = torch.zeros_like(query)
+        ctx.save_for_backward(query, key, value, output)
+        return output
+
+
+def without_groups(
+    query: Any, key: Any, value: Any, *_: Any, scale: Any = None, window_size: Any = None
+) -> Any:
+    return _SavesWhatItTakes.apply(query, key, value)
+
+
+def with_groups(
+    query: Any,
+    key: Any,
+    value: Any,
+    *_: Any,
+    scale: Any = None,
+    window_size: Any = None,
+    enable_gqa: bool = False,
+) -> Any:
+    return _SavesWhatItTakes.apply(query, key, value)
+
+
+def bytes_saved(function: Any, rows: int, heads: int, groups: int, dim: int) -> int:
+    """Bytes that autograd saves of attention in bfloat16."""
+    query, key, value = (
+        torch.zeros(rows, count, dim, dtype=torch.bfloat16, requires_grad=True)
+        for count in (heads, groups, groups)
+    )
+    storages: dict[int, int] = {}
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        output = VarlenAttention(function)(
+            query, key, value, cu_seqlens=BOUNDS, max_seqlen=40, scale=None
+        )
+    assert output.requires_grad
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize(("heads", "groups"), [(8, 2), (4, 1), (4, 4)])
+@pytest.mark.parametrize("takes_groups", [True, False])
+def test_the_memory_plan_counts_what_attention_saves(
+    monkeypatch: pytest.MonkeyPatch, takes_groups: bool, heads: int, groups: int
+) -> None:
+    """Without grouped queries in torch, keys and values are saved once for each query."""
+    rows = 24
+    dim = 16
+    c = compose(["experiment=smoke", "model.spec=local"])
+    c = replace(c, model=replace(c.model, dtype="bfloat16"))
+    shape = replace(
+        read_shape(c.model.path),
+        num_attention_heads=heads,
+        num_key_value_heads=groups,
+        head_dim=dim,
+        qk_norm=False,
+    )
+    monkeypatch.setattr(memory, "torch_takes_groups", lambda: takes_groups)
+    rotary = rows * 4 * 2 * dim
+    saved = bytes_saved(with_groups if takes_groups else without_groups, rows, heads, groups, dim)
+    assert memory._attention_bytes(c, shape, rows) - rotary == saved
+    with_te = replace(c, model=replace(c.model, spec="te"))
+    monkeypatch.setattr(memory, "torch_takes_groups", lambda: True)
+    plain_bytes = memory._attention_bytes(c, shape, rows)
+    monkeypatch.setattr(memory, "torch_takes_groups", lambda: takes_groups)
+    assert memory._attention_bytes(with_te, shape, rows) == plain_bytes
+
+
+def test_the_memory_plan_knows_the_installed_torch() -> None:
+    assert memory.torch_takes_groups() == ("enable_gqa" in VarlenAttention()._parameters)
+
+
+@pytest.mark.parametrize(
+    ("version", "takes_groups"),
+    [("2.9.1", False), ("2.11.0+cu130", False), ("2.12.0", True), ("3.0.0a0+git1", True)],
+)
+def test_the_memory_plan_reads_the_version_of_torch(
+    monkeypatch: pytest.MonkeyPatch, version: str, takes_groups: bool
+) -> None:
+    monkeypatch.setattr(memory.importlib.metadata, "version", lambda name: version)
+    assert memory.torch_takes_groups.__wrapped__() is takes_groups
 
 
 def test_installed_torch_has_it_for_cuda_only() -> None:
