@@ -146,8 +146,8 @@ def test_a_run_that_hangs_is_killed_and_the_others_end_within_the_limit(
         "    subprocess.run([sys.executable, '-c', 'import time; time.sleep(77.7)'])\n"
     )
     start = time.monotonic()
-    report = run_stage(before=hang, limit=20.0)
-    assert time.monotonic() - start < 20
+    report = run_stage(before=hang, limit=30.0)
+    assert time.monotonic() - start < 30
     result = str(results(report)["quantize_fp8_blockwise_kernel"])
     assert re.fullmatch(r"not checked: it took longer than \d+ s", result)
     assert results(report)["espo_group_sums_kernel"] == 0
