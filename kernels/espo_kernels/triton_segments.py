@@ -7,16 +7,35 @@ import triton.language as tl
 
 
 @triton.jit
+def rises(cu_seqlens, num_sequences, tokens):
+    """True if cu_seqlens runs from 0 to `tokens` without decreasing."""
+    num_falls = tl.zeros([], dtype=tl.int32)
+    for begin in range(0, num_sequences, 256):
+        sequence = begin + tl.arange(0, 256)
+        inside = sequence < num_sequences
+        start = tl.load(cu_seqlens + sequence, mask=inside, other=0)
+        end = tl.load(cu_seqlens + sequence + 1, mask=inside, other=0)
+        num_falls += tl.sum((end < start).to(tl.int32), axis=0)
+    first = tl.load(cu_seqlens).to(tl.int64)
+    last = tl.load(cu_seqlens + num_sequences).to(tl.int64)
+    return (first == 0) & (last == tokens) & (num_falls == 0)
+
+
+@triton.jit
 def sequence_span(cu_seqlens, sequence, num_sequences, tokens):
-    """(start, end, valid) of a sequence; end = start if cu_seqlens does not run from 0 to `tokens`
-    or falls here.
+    """(start, end, keep_end, valid): the tokens of a sequence; valid as `rises` says.
+
+    If it is False, the sequences share all tokens equally, and none is to be kept: keep_end is
+    start, else end. So each token is in one span whatever cu_seqlens holds, and kernels that write
+    their whole span leave no token unwritten.
     """
-    start = tl.load(cu_seqlens + sequence).to(tl.int32)
+    valid = rises(cu_seqlens, num_sequences, tokens)
+    share = tl.cdiv(tokens, num_sequences)
+    first = tl.minimum(sequence * share, tokens)
+    start = tl.where(valid, tl.load(cu_seqlens + sequence).to(tl.int32), first)
     end = tl.load(cu_seqlens + sequence + 1).to(tl.int32)
-    last = tl.load(cu_seqlens + num_sequences).to(tl.int32)
-    valid = (tl.load(cu_seqlens).to(tl.int32) == 0) & (last == tokens)
-    valid = valid & (start >= 0) & (start <= end) & (end <= tokens)
-    return start, tl.where(valid, end, start), valid
+    end = tl.where(valid, end, tl.minimum(first + share, tokens))
+    return start, end, tl.where(valid, end, start), valid
 
 
 @triton.jit

@@ -1,4 +1,10 @@
-"""Entropy groups on a GPU: one launch, one program per sequence."""
+"""Entropy groups on a GPU: a radix search for the edges of the groups, then their assignment.
+
+Each sequence is divided into parts, one program each. A launch for each byte of the keys counts
+the bytes of each part. The programs of the next launch add up the counts of all parts of their
+sequence, and so find the byte of the edge. No program waits for another, and nothing is added
+atomically, so that every run gives the same bits.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +13,17 @@ import triton
 import triton.language as tl
 
 from espo_kernels.espo_groups.settings import GroupSettings
-from espo_kernels.segments import MASKED
-from espo_kernels.triton_segments import sequence_span
+from espo_kernels.triton_launches import launch
+from espo_kernels.triton_segments import rises, sequence_span
 
-_WIDEST_BLOCK = 4096
+_LEVELS = 4
+"""Bytes of a key."""
+_BLOCK = 1024
+# Enough programs for every multiprocessor of a GPU, several on each.
+_PROGRAMS = 512
+_MOST_PARTS = 128
+DIGITS = tl.constexpr(256)
+PARTS_PER_LOAD = tl.constexpr(16)
 
 
 @triton.jit
@@ -23,80 +36,169 @@ def _descending_key(e):
 
 
 @triton.jit
-def _load_tokens(entropies, mask, start, end, begin, MASK: tl.constexpr, BLOCK: tl.constexpr):
-    token = start + begin + tl.arange(0, BLOCK)
-    inside = token < end
-    keep = inside
-    if MASK:
-        keep = inside & (tl.load(mask + token, mask=inside, other=0) != 0)
-    e = tl.load(entropies + token, mask=keep, other=0.0).to(tl.float32)
-    return token, inside, keep, e
+def _part_span(cu_seqlens, num_sequences, tokens, BLOCK: tl.constexpr):
+    """(start, end, end of the tokens to keep) of this program's part.
 
-
-@triton.jit
-def _digit_histogram(
-    entropies, mask, start, end, shift, prefix, fixed_bits, MASK: tl.constexpr, BLOCK: tl.constexpr
-):
-    """[256] counts of the key's byte at `shift`, over the tokens whose keys have the prefix."""
-    histogram = tl.zeros([256], dtype=tl.int32)
-    for begin in range(0, end - start, BLOCK):
-        _token, _inside, keep, e = _load_tokens(entropies, mask, start, end, begin, MASK, BLOCK)
-        key = _descending_key(e)
-        digits = ((key >> shift) & 0xFF).to(tl.int32)
-        histogram += tl.histogram(digits, 256, mask=keep & ((key & fixed_bits) == prefix))
-    return histogram
-
-
-@triton.jit
-def _edge(entropies, mask, start, end, rank, MASK: tl.constexpr, BLOCK: tl.constexpr):
-    """(key of the rank-th highest entropy, the number of tokens with that key before the edge).
-
-    Ranks count from 1.
+    Programs: sequence, part. Parts are whole blocks from the sequence's start. Without a valid
+    cu_seqlens no token is kept.
     """
+    sequence = tl.program_id(0)
+    start, end, _keep_end, valid = sequence_span(cu_seqlens, sequence, num_sequences, tokens)
+    length = tl.cdiv(tl.cdiv(end - start, tl.num_programs(1)), BLOCK) * BLOCK
+    first = tl.minimum(start + tl.program_id(1) * length, end)
+    last = tl.minimum(first + length, end)
+    return first, last, tl.where(valid, last, first)
+
+
+@triton.jit
+def _load_tokens(entropies, mask, begin, end, MASK: tl.constexpr, BLOCK: tl.constexpr):
+    """(token indices, kept, entropies) of the block at `begin`."""
+    token = begin + tl.arange(0, BLOCK)
+    keep = token < end
+    if MASK:
+        keep = keep & (tl.load(mask + token, mask=keep, other=0) != 0)
+    return token, keep, tl.load(entropies + token, mask=keep, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _rank(n, bound, BOUNDS: tl.constexpr, NUM_BOUNDS: tl.constexpr):
+    """The number of tokens before a bound, of n: ceil(n · bound)."""
+    rank = tl.zeros([], dtype=tl.int32)
+    for j in tl.static_range(NUM_BOUNDS):
+        exact = (n.to(tl.int64) * BOUNDS[2 * j] + (BOUNDS[2 * j + 1] - 1)) // BOUNDS[2 * j + 1]
+        rank = tl.where(bound == j, exact.to(tl.int32), rank)
+    return rank
+
+
+@triton.jit
+def _sum_parts(histograms, row):
+    """([DIGITS] counts of all parts, [DIGITS] counts of the parts before this program's)."""
+    num_parts = tl.num_programs(1)
+    digit = tl.arange(0, DIGITS)[None, :]
+    total = tl.zeros([DIGITS], dtype=tl.int32)
+    before = tl.zeros([DIGITS], dtype=tl.int32)
+    for begin in range(0, num_parts, PARTS_PER_LOAD):
+        part = begin + tl.arange(0, PARTS_PER_LOAD)[:, None]
+        at = histograms + (row * num_parts + part) * DIGITS + digit
+        counts = tl.load(at, mask=part < num_parts, other=0)
+        total += tl.sum(counts, axis=0)
+        before += tl.sum(tl.where(part < tl.program_id(1), counts, 0), axis=0)
+    return total, before
+
+
+@triton.jit
+def _row(level, bound, num_sequences, NUM_BOUNDS: tl.constexpr):
+    """The row of histograms and edges of this program's sequence, for a bound at a level."""
+    slot = (level % 2) * NUM_BOUNDS + bound
+    return slot.to(tl.int64) * num_sequences + tl.program_id(0)
+
+
+@triton.jit
+def _edge(
+    histograms,
+    edges,
+    level,
+    bound,
+    num_sequences,
+    BOUNDS: tl.constexpr,
+    NUM_BOUNDS: tl.constexpr,
+):
+    """The first `level` bytes of the key at a bound, from the counts of the level before.
+
+    Returns (these bytes; the rank of the bound among the keys that have them; the number of such
+    keys in the parts before this program's). Ranks count from 1.
+    """
+    row = _row(level - 1, bound, num_sequences, NUM_BOUNDS)
+    histogram, before = _sum_parts(histograms, row)
+    n = tl.sum(histogram, axis=0)
+    is_first = level == 1
+    prefix = tl.load(edges + 2 * row, mask=level > 1, other=0).to(tl.uint32, bitcast=True)
+    rank = tl.load(edges + 2 * row + 1, mask=level > 1, other=0)
+    rank = tl.where(is_first, _rank(n, bound, BOUNDS, NUM_BOUNDS), rank)
+    at_least = n - tl.cumsum(histogram, axis=0) + histogram
+    digit = tl.sum((at_least >= rank).to(tl.int32), axis=0) - 1
+    digits = tl.arange(0, DIGITS)
+    rank -= tl.sum(tl.where(digits > digit, histogram, 0), axis=0)
+    prefix = prefix | (digit.to(tl.uint32) << (32 - 8 * level).to(tl.uint32))
+    return prefix, rank, tl.sum(tl.where(digits == digit, before, 0), axis=0)
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "num_sequences", "level"],
+    do_not_specialize_on_alignment=["entropies", "cu_seqlens", "mask"],
+)
+def espo_digits_kernel(
+    entropies,
+    cu_seqlens,
+    mask,
+    histograms,
+    edges,
+    tokens,
+    num_sequences,
+    level,
+    BOUNDS: tl.constexpr,
+    NUM_BOUNDS: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program of a part of a sequence, for one bound: counts of the byte of its keys at a level.
+
+    It counts the keys that share the bytes before with the key at the bound, the highest byte being
+    level 0. BOUNDS: numerator, denominator of each group's end. Two consecutive levels use
+    different rows of histograms[2, bounds, B, parts, DIGITS] and of edges[2, bounds, B, 2]: the
+    bytes before, and the rank of the bound among the keys that have them.
+    """
+    part = tl.program_id(1)
+    bound = tl.program_id(2)
+    begin, _end, keep_end = _part_span(cu_seqlens, num_sequences, tokens, BLOCK)
+    row = _row(level, bound, num_sequences, NUM_BOUNDS)
     prefix = tl.zeros([], dtype=tl.uint32)
-    fixed_bits = tl.zeros([], dtype=tl.uint32)  # the key's bits that the prefix fixes
-    remaining = rank
-    position = tl.full([], 24, dtype=tl.int32)
-    for _level in range(4):
-        shift = position.to(tl.uint32)
-        histogram = _digit_histogram(
-            entropies, mask, start, end, shift, prefix, fixed_bits, MASK, BLOCK
+    if (level > 0) & (begin < keep_end):
+        prefix, rank, _before = _edge(
+            histograms, edges, level, bound, num_sequences, BOUNDS, NUM_BOUNDS
         )
-        at_least = tl.sum(histogram, axis=0) - tl.cumsum(histogram, axis=0) + histogram
-        digit = tl.sum((at_least >= remaining).to(tl.int32), axis=0) - 1
-        remaining -= tl.sum(tl.where(tl.arange(0, 256) > digit, histogram, 0), axis=0)
-        prefix = prefix | (digit.to(tl.uint32) << shift)
-        fixed_bits = fixed_bits | (tl.full([], 0xFF, dtype=tl.uint32) << shift)
-        position -= 8
-    return prefix, remaining
+        if part == 0:
+            tl.store(edges + 2 * row, prefix.to(tl.int32, bitcast=True))
+            tl.store(edges + 2 * row + 1, rank)
+    shift = (24 - 8 * level).to(tl.uint32)
+    histogram = tl.zeros([DIGITS], dtype=tl.int32)
+    for at in range(begin, keep_end, BLOCK):
+        _token, keep, e = _load_tokens(entropies, mask, at, keep_end, MASK, BLOCK)
+        # The highest byte has no bytes before it, and a shift by 32 bits is undefined.
+        above = _descending_key(e) >> shift
+        has_prefix = (above >> 8) == ((prefix >> shift) >> 8)
+        digits = (above & 0xFF).to(tl.int32)
+        histogram += tl.histogram(digits, DIGITS, mask=keep & has_prefix)
+    counts = histograms + (row * tl.num_programs(1) + part) * DIGITS
+    tl.store(counts + tl.arange(0, DIGITS), histogram)
 
 
 @triton.jit
 def _edges(
-    entropies,
-    mask,
-    start,
-    end,
+    histograms,
+    edges,
+    num_sequences,
     BOUNDS: tl.constexpr,
     NUM_BOUNDS: tl.constexpr,
     PADDED: tl.constexpr,
-    MASK: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """[PADDED] of each bound: `_edge` at its rank among the sequence's kept tokens."""
-    n = tl.zeros([], dtype=tl.int64)
-    for begin in range(0, end - start, BLOCK):
-        _token, _inside, keep, _e = _load_tokens(entropies, mask, start, end, begin, MASK, BLOCK)
-        n += tl.sum(keep.to(tl.int32), axis=0)
+    """[PADDED] of each bound: its key, the tokens with that key before it, and those of the parts
+    before this program's.
+    """
     group = tl.arange(0, PADDED)
     edge_key = tl.zeros([PADDED], dtype=tl.uint32)
     edge_ties = tl.zeros([PADDED], dtype=tl.int32)
+    seen_ties = tl.zeros([PADDED], dtype=tl.int32)
+    level = tl.full([], 4, dtype=tl.int32)
     for j in tl.static_range(NUM_BOUNDS):
-        rank = ((n * BOUNDS[2 * j] + (BOUNDS[2 * j + 1] - 1)) // BOUNDS[2 * j + 1]).to(tl.int32)
-        edge, ties = _edge(entropies, mask, start, end, rank, MASK, BLOCK)
-        edge_key = tl.where(group == j, edge, edge_key)
+        bound = tl.full([], j, dtype=tl.int32)
+        key, ties, before = _edge(
+            histograms, edges, level, bound, num_sequences, BOUNDS, NUM_BOUNDS
+        )
+        edge_key = tl.where(group == j, key, edge_key)
         edge_ties = tl.where(group == j, ties, edge_ties)
-    return edge_key, edge_ties
+        seen_ties = tl.where(group == j, before, seen_ties)
+    return edge_key, edge_ties, seen_ties
 
 
 @triton.jit
@@ -118,123 +220,113 @@ def _first_groups(
 
 
 @triton.jit
-def _clip_width(sums, members, scale, min_clip, fixed_clip, FIXED: tl.constexpr):
-    """See `reference.clip_width`. NaN for infinite entropies.
-
-    Comparisons keep a NaN that a maximum might drop.
-    """
-    mean = sums / tl.maximum(members, 1).to(tl.float32)
-    mean = mean + (mean - mean)
-    width = mean * scale
-    width = tl.where(width < min_clip, min_clip, width)
-    if FIXED:
-        width = tl.where(mean == mean, fixed_clip, mean)
-    return tl.where(members > 0, width, 0.0)
-
-
-@triton.jit
 def _add_members(sums, members, e, tau, keep, NUM_BOUNDS: tl.constexpr, PADDED: tl.constexpr):
     """Add a block's entropies and counts to its groups."""
     group = tl.arange(0, PADDED)
     for k in tl.static_range(NUM_BOUNDS + 1):
         mine = keep & (tau == k)
-        sums += tl.where(group == k, tl.sum(tl.where(mine, e, 0.0), axis=0), 0.0)
+        total = tl.sum(tl.where(mine, e, 0.0), axis=0).to(tl.float64)
+        sums += tl.where(group == k, total, 0.0)
         members += tl.where(group == k, tl.sum(mine.to(tl.int32), axis=0), 0)
     return sums, members
 
 
-@triton.jit
-def _assign_groups(
-    entropies,
-    mask,
-    group_id,
-    start,
-    end,
-    edge_key,
-    edge_ties,
-    NUM_BOUNDS: tl.constexpr,
-    PADDED: tl.constexpr,
-    MASK: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Write group_id of a sequence; ([PADDED] sums of entropies, [PADDED] counts)."""
-    seen_ties = tl.zeros([PADDED], dtype=tl.int32)
-    sums = tl.zeros([PADDED], dtype=tl.float32)
-    members = tl.zeros([PADDED], dtype=tl.int32)
-    for begin in range(0, end - start, BLOCK):
-        token, inside, keep, e = _load_tokens(entropies, mask, start, end, begin, MASK, BLOCK)
-        key = _descending_key(e)
-        tau, seen_ties = _first_groups(
-            key, keep, edge_key, edge_ties, seen_ties, NUM_BOUNDS, PADDED
-        )
-        sums, members = _add_members(sums, members, e, tau, keep, NUM_BOUNDS, PADDED)
-        tl.store(group_id + token, tl.where(keep, tau, 255).to(tl.uint8), mask=inside)
-    return sums, members
-
-
-@triton.jit
-def _store_widths(
-    clip,
-    count,
-    sequence,
-    width,
-    members,
-    NUM_BOUNDS: tl.constexpr,
-    PADDED: tl.constexpr,
-):
-    """Write a sequence's row of clip[B, K] and count[B, K]."""
-    group = tl.arange(0, PADDED)
-    row = sequence * (NUM_BOUNDS + 1) + group
-    tl.store(clip + row, width, mask=group <= NUM_BOUNDS)
-    tl.store(count + row, members, mask=group <= NUM_BOUNDS)
-
-
-@triton.jit
+@triton.jit(
+    do_not_specialize=["tokens", "num_sequences"],
+    do_not_specialize_on_alignment=["entropies", "cu_seqlens", "mask"],
+)
 def espo_groups_kernel(
     entropies,
     cu_seqlens,
     mask,
+    histograms,
+    edges,
     group_id,
+    sums,
+    members,
+    tokens,
+    num_sequences,
+    BOUNDS: tl.constexpr,
+    NUM_BOUNDS: tl.constexpr,
+    PADDED: tl.constexpr,
+    MASK: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program of a part of a sequence: group_id of its tokens, and what `espo_widths_kernel` needs.
+
+    sums[B, parts, K] float64 of entropies, members[B, parts, K]. PADDED: length of vectors with an
+    entry per group.
+    """
+    begin, end, keep_end = _part_span(cu_seqlens, num_sequences, tokens, BLOCK)
+    edge_key, edge_ties, seen_ties = _edges(
+        histograms, edges, num_sequences, BOUNDS, NUM_BOUNDS, PADDED
+    )
+    total = tl.zeros([PADDED], dtype=tl.float64)
+    count = tl.zeros([PADDED], dtype=tl.int32)
+    for at in range(begin, end, BLOCK):
+        token, keep, e = _load_tokens(entropies, mask, at, keep_end, MASK, BLOCK)
+        tau, seen_ties = _first_groups(
+            _descending_key(e), keep, edge_key, edge_ties, seen_ties, NUM_BOUNDS, PADDED
+        )
+        total, count = _add_members(total, count, e, tau, keep, NUM_BOUNDS, PADDED)
+        tl.store(group_id + token, tl.where(keep, tau, 255).to(tl.uint8), mask=token < end)
+    part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    group = tl.arange(0, PADDED)
+    at_part = part * (NUM_BOUNDS + 1) + group
+    tl.store(sums + at_part, total, mask=group <= NUM_BOUNDS)
+    tl.store(members + at_part, count, mask=group <= NUM_BOUNDS)
+
+
+@triton.jit
+def _clip_width(total, count, scale, min_clip, fixed_clip, FIXED: tl.constexpr):
+    """See `reference.clip_width`. NaN for infinite entropies.
+
+    Comparisons keep a NaN that a maximum might drop.
+    """
+    mean = (total / tl.maximum(count, 1).to(tl.float64)).to(tl.float32)
+    mean = mean + (mean - mean)
+    width = mean * scale
+    width = tl.where(width < min_clip, min_clip, width)
+    if FIXED:
+        width = tl.where(mean == mean, fixed_clip, mean)
+    return tl.where(count > 0, width, 0.0)
+
+
+@triton.jit(
+    do_not_specialize=["tokens", "num_sequences", "num_parts"],
+    do_not_specialize_on_alignment=["cu_seqlens"],
+)
+def espo_widths_kernel(
+    cu_seqlens,
+    sums,
+    members,
     clip,
     count,
     tokens,
     num_sequences,
+    num_parts,
     scale,
     min_clip,
     fixed_clip,
-    BOUNDS: tl.constexpr,
     NUM_BOUNDS: tl.constexpr,
     PADDED: tl.constexpr,
     FIXED: tl.constexpr,
-    MASK: tl.constexpr,
-    BLOCK: tl.constexpr,
 ):
-    """Program of one sequence.
-
-    BOUNDS: numerator, denominator of each group's end. PADDED: length of vectors with an entry per
-    group.
-    """
-    sequence = tl.program_id(0)
-    start, end, valid = sequence_span(cu_seqlens, sequence, num_sequences, tokens)
-    edge_key, edge_ties = _edges(
-        entropies, mask, start, end, BOUNDS, NUM_BOUNDS, PADDED, MASK, BLOCK
-    )
-    sums, members = _assign_groups(
-        entropies,
-        mask,
-        group_id,
-        start,
-        end,
-        edge_key,
-        edge_ties,
-        NUM_BOUNDS,
-        PADDED,
-        MASK,
-        BLOCK,
-    )
-    width = _clip_width(sums, members, scale, min_clip, fixed_clip, FIXED)
-    width = tl.where(valid, width, float("nan"))
-    _store_widths(clip, count, sequence, width, members, NUM_BOUNDS, PADDED)
+    """Program of a sequence: its row of clip[B, K] and count[B, K], from the sums of its parts."""
+    sequence = tl.program_id(0).to(tl.int64)
+    group = tl.arange(0, PADDED)
+    inside = group <= NUM_BOUNDS
+    total = tl.zeros([PADDED], dtype=tl.float64)
+    tokens_of_group = tl.zeros([PADDED], dtype=tl.int32)
+    for part in range(0, num_parts):
+        at = (sequence * num_parts + part) * (NUM_BOUNDS + 1) + group
+        total += tl.load(sums + at, mask=inside, other=0.0)
+        tokens_of_group += tl.load(members + at, mask=inside, other=0)
+    width = _clip_width(total, tokens_of_group, scale, min_clip, fixed_clip, FIXED)
+    width = tl.where(rises(cu_seqlens, num_sequences, tokens), width, float("nan"))
+    row = sequence * (NUM_BOUNDS + 1) + group
+    tl.store(clip + row, width, mask=inside)
+    tl.store(count + row, tokens_of_group, mask=inside)
 
 
 def groups_triton(
@@ -245,32 +337,92 @@ def groups_triton(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """(group_id[T] uint8, clip[B, K] float32, count[B, K] int32)."""
     device = old_entropies.device
-    tokens = old_entropies.numel()
     num_sequences = cu_seqlens.numel() - 1
     K = settings.num_groups
-    group_id = torch.full((tokens,), MASKED, dtype=torch.uint8, device=device)
     clip = torch.empty(num_sequences, K, dtype=torch.float32, device=device)
     count = torch.empty(num_sequences, K, dtype=torch.int32, device=device)
+    group_id = torch.empty(old_entropies.shape, dtype=torch.uint8, device=device)
     if num_sequences:
-        block = min(_WIDEST_BLOCK, max(256, triton.next_power_of_2(tokens)))
-        espo_groups_kernel[(num_sequences,)](
-            old_entropies,
+        inputs = (old_entropies, cu_seqlens, group_id if mask is None else mask)
+        sums, members = _assign(inputs, group_id, mask is not None, settings)
+        launch(
+            espo_widths_kernel,
+            (num_sequences,),
             cu_seqlens,
-            group_id if mask is None else mask,
-            group_id,
+            sums,
+            members,
             clip,
             count,
-            tokens,
+            old_entropies.numel(),
             num_sequences,
+            sums.shape[1],
             settings.scale,
-            settings.min_clip,
-            settings.fixed_clip or 0.0,
-            BOUNDS=tuple(number for bound in settings.bounds for number in bound),
+            float(settings.min_clip),
+            float(settings.fixed_clip or 0),
             NUM_BOUNDS=K - 1,
             PADDED=triton.next_power_of_2(K),
             FIXED=settings.fixed_clip is not None,
-            MASK=mask is not None,
-            BLOCK=block,
-            num_warps=max(4, block // 512),
+            num_warps=1,
         )
     return group_id, clip, count
+
+
+def _assign(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    group_id: torch.Tensor,
+    has_mask: bool,
+    settings: GroupSettings,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Fill group_id. Returns [B, parts, K] sums of entropies, and numbers of tokens.
+
+    inputs: entropies, cu_seqlens, and the mask, which is unread unless has_mask.
+    """
+    tokens = group_id.numel()
+    num_sequences = inputs[1].numel() - 1
+    num_bounds = settings.num_groups - 1
+    parts = _num_parts(tokens, num_sequences)
+    integers = {"dtype": torch.int32, "device": group_id.device}
+    histograms = torch.empty(2, num_bounds, num_sequences, parts, DIGITS.value, **integers)
+    edges = torch.empty(2, num_bounds, num_sequences, 2, **integers)
+    members = torch.empty(num_sequences, parts, settings.num_groups, **integers)
+    sums = torch.empty_like(members, dtype=torch.float64)
+    options = {
+        "BOUNDS": tuple(number for bound in settings.bounds for number in bound),
+        "NUM_BOUNDS": num_bounds,
+        "MASK": has_mask,
+        "BLOCK": _BLOCK,
+        "num_warps": 4,
+    }
+    for level in range(_LEVELS if num_bounds else 0):
+        launch(
+            espo_digits_kernel,
+            (num_sequences, parts, num_bounds),
+            *inputs,
+            histograms,
+            edges,
+            tokens,
+            num_sequences,
+            level,
+            **options,
+        )
+    launch(
+        espo_groups_kernel,
+        (num_sequences, parts),
+        *inputs,
+        histograms,
+        edges,
+        group_id,
+        sums,
+        members,
+        tokens,
+        num_sequences,
+        PADDED=triton.next_power_of_2(settings.num_groups),
+        **options,
+    )
+    return sums, members
+
+
+def _num_parts(tokens: int, num_sequences: int) -> int:
+    """The number of parts of each sequence: few blocks in each, and enough programs for a GPU."""
+    parts = min(_MOST_PARTS, _PROGRAMS // num_sequences, triton.cdiv(tokens, _BLOCK))
+    return max(1, parts)

@@ -28,17 +28,20 @@ PADDED_SUMS = tl.constexpr(8)
 PADDED_STATISTICS = tl.constexpr(16)
 NUM_STATISTICS = tl.constexpr(10)
 FIRST_EXTREME = tl.constexpr(8)
+# Tensors that callers may have sliced anywhere. Sequences begin anywhere as well, so that a wider
+# load is never possible, and a kernel for each alignment would gain nothing.
+_INPUTS = ["logprobs", "old_logprobs", "advantages", "cu_seqlens", "group_id", "loss_mask"]
 
 
 @triton.jit
-def _load_groups(group_id, loss_mask, start, end, begin, MASK: tl.constexpr, BLOCK: tl.constexpr):
-    """(token indices, inside the sequence, group of each kept token or MASKED)."""
-    token = start + begin + tl.arange(0, BLOCK)
+def _load_groups(group_id, loss_mask, begin, end, MASK: tl.constexpr, BLOCK: tl.constexpr):
+    """(token indices, group of each kept token or MASKED) of the block at `begin`."""
+    token = begin + tl.arange(0, BLOCK)
     inside = token < end
     tau = tl.load(group_id + token, mask=inside, other=255).to(tl.int32)
     if MASK:
         tau = tl.where(tl.load(loss_mask + token, mask=inside, other=0) != 0, tau, MASKED)
-    return token, inside, tau
+    return token, tau
 
 
 @triton.jit
@@ -83,8 +86,8 @@ def _sequence_sums(
     """([PADDED_SUMS, PADDED] sums of one sequence, 1.0 if a token has an advantage)."""
     sums = tl.zeros([PADDED_SUMS, PADDED], dtype=tl.float32)
     strays = tl.zeros([], dtype=tl.float32)
-    for begin in range(0, end - start, BLOCK):
-        token, _inside, tau = _load_groups(group_id, loss_mask, start, end, begin, MASK, BLOCK)
+    for begin in range(start, end, BLOCK):
+        token, tau = _load_groups(group_id, loss_mask, begin, end, MASK, BLOCK)
         member = tau != MASKED
         strays += tl.sum(tl.where(member & (tau >= K), 1.0, 0.0), axis=0)
         A = _load_finite(advantages, token, member)
@@ -185,7 +188,7 @@ def _add_extremes(statistics, s, tau, K: tl.constexpr, PADDED: tl.constexpr):
     return statistics
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "num_sequences"], do_not_specialize_on_alignment=_INPUTS)
 def espo_group_sums_kernel(
     logprobs,
     old_logprobs,
@@ -206,9 +209,19 @@ def espo_group_sums_kernel(
     partial[B, 2K + 1]: Σ log ratio by group, tokens by group, 1.0 if a token has an advantage.
     """
     sequence = tl.program_id(0)
-    start, end, valid = sequence_span(cu_seqlens, sequence, num_sequences, tokens)
+    start, _end, keep_end, valid = sequence_span(cu_seqlens, sequence, num_sequences, tokens)
     sums, has_advantage = _sequence_sums(
-        logprobs, old_logprobs, advantages, group_id, loss_mask, start, end, K, PADDED, MASK, BLOCK
+        logprobs,
+        old_logprobs,
+        advantages,
+        group_id,
+        loss_mask,
+        start,
+        keep_end,
+        K,
+        PADDED,
+        MASK,
+        BLOCK,
     )
     group = tl.arange(0, PADDED)
     row = partial + sequence * (2 * K + 1)
@@ -311,6 +324,7 @@ def _write_gradient(
     gradient,
     start,
     end,
+    keep_end,
     log_s,
     epsilon,
     weight,
@@ -321,9 +335,12 @@ def _write_gradient(
     MASK: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write the gradient of a sequence; with OLD_DENOMINATOR, add its tokens to the statistics."""
-    for begin in range(0, end - start, BLOCK):
-        token, inside, tau = _load_groups(group_id, loss_mask, start, end, begin, MASK, BLOCK)
+    """Write the gradient of a sequence; with OLD_DENOMINATOR, add its tokens to the statistics.
+
+    Tokens from keep_end on belong to no group.
+    """
+    for begin in range(start, end, BLOCK):
+        token, tau = _load_groups(group_id, loss_mask, begin, keep_end, MASK, BLOCK)
         A, s, eps, weighted_advantage = _token_terms(
             logprobs,
             old_logprobs,
@@ -337,7 +354,8 @@ def _write_gradient(
             K,
             PADDED,
         )
-        tl.store(gradient + token, _token_gradient(s, eps, A, weighted_advantage, tau), mask=inside)
+        value = _token_gradient(s, eps, A, weighted_advantage, tau)
+        tl.store(gradient + token, value, mask=token < end)
         if OLD_DENOMINATOR:
             statistics = _add_token_statistics(
                 statistics, s, eps, weighted_advantage, A, tau, K, PADDED
@@ -345,7 +363,10 @@ def _write_gradient(
     return statistics
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["tokens", "num_sequences"],
+    do_not_specialize_on_alignment=[*_INPUTS, "clip", "partial"],
+)
 def espo_sequence_kernel(
     logprobs,
     old_logprobs,
@@ -372,9 +393,19 @@ def espo_sequence_kernel(
     SHARED: `partial` holds the sequence's sums over ranks.
     """
     sequence = tl.program_id(0)
-    start, end, valid = sequence_span(cu_seqlens, sequence, num_sequences, tokens)
+    start, end, keep_end, valid = sequence_span(cu_seqlens, sequence, num_sequences, tokens)
     sums, has_advantage = _sequence_sums(
-        logprobs, old_logprobs, advantages, group_id, loss_mask, start, end, K, PADDED, MASK, BLOCK
+        logprobs,
+        old_logprobs,
+        advantages,
+        group_id,
+        loss_mask,
+        start,
+        keep_end,
+        K,
+        PADDED,
+        MASK,
+        BLOCK,
     )
     partial_row = partial + sequence * (2 * K + 1)
     clip_row = clip + sequence * K
@@ -390,6 +421,7 @@ def espo_sequence_kernel(
         gradient,
         start,
         end,
+        keep_end,
         log_s,
         epsilon,
         weight,
@@ -463,7 +495,9 @@ def _metric(total, smallest, group_share, row: tl.constexpr):
     return value
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_sequences"], do_not_specialize_on_alignment=["denominator_tensor"]
+)
 def espo_reduction_kernel(
     statistics,
     has_advantage,
@@ -497,7 +531,7 @@ def espo_reduction_kernel(
     tl.store(inverse_B, (1.0 / B).to(tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["grad_loss", "inverse_B"])
 def scale_gradient_kernel(gradient, grad_loss, inverse_B, out, tokens, BLOCK: tl.constexpr):
     """out[T] = gradient · grad_loss / B."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

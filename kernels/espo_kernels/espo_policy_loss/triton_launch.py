@@ -13,8 +13,10 @@ from espo_kernels.espo_policy_loss.triton_kernels import (
     espo_sequence_kernel,
     scale_gradient_kernel,
 )
+from espo_kernels.triton_launches import launch
 
-_WIDEST_BLOCK = 4096
+_BLOCK = 4096
+"""Tokens of a sequence at a time: one size, so that no batch needs a kernel of its own."""
 _STATISTICS = 10
 _METRICS = 9
 
@@ -26,18 +28,20 @@ def loss_triton(
     device = logprobs.device
     tokens = logprobs.numel()
     num_sequences, K = inputs.clip.shape
-    gradient = torch.zeros(tokens, dtype=torch.float32, device=device)
+    gradient = torch.empty(tokens, dtype=torch.float32, device=device)
     statistics = torch.empty(_STATISTICS, K, num_sequences, dtype=torch.float32, device=device)
     has_advantage = torch.empty(num_sequences, dtype=torch.float32, device=device)
     scalars = torch.empty(2, dtype=torch.float32, device=device)
     metrics = torch.empty(_METRICS, K, dtype=torch.float64, device=device)
     if num_sequences:
         tensors = _kernel_tensors(logprobs, inputs)
-        options = _launch_options(tokens, K, has_mask=inputs.loss_mask is not None)
+        options = _launch_options(K, has_mask=inputs.loss_mask is not None)
         partial = has_advantage
         if inputs.cp_group is not None:
             partial = _reduced_group_sums(tensors, inputs, options)
-        espo_sequence_kernel[(num_sequences,)](
+        launch(
+            espo_sequence_kernel,
+            (num_sequences,),
             *tensors,
             inputs.clip,
             partial,
@@ -67,14 +71,13 @@ def _kernel_tensors(logprobs: torch.Tensor, inputs: LossInputs) -> tuple[torch.T
     )
 
 
-def _launch_options(tokens: int, K: int, *, has_mask: bool) -> dict[str, int | bool]:
-    block = min(_WIDEST_BLOCK, max(128, triton.next_power_of_2(tokens)))
+def _launch_options(K: int, *, has_mask: bool) -> dict[str, int | bool]:
     return {
         "K": K,
         "PADDED": triton.next_power_of_2(K),
         "MASK": has_mask,
-        "BLOCK": block,
-        "num_warps": max(4, block // 256),
+        "BLOCK": _BLOCK,
+        "num_warps": _BLOCK // 256,
     }
 
 
@@ -85,8 +88,14 @@ def _reduced_group_sums(
     logprobs = tensors[0]
     num_sequences, K = inputs.clip.shape
     partial = torch.empty(num_sequences, 2 * K + 1, dtype=torch.float32, device=logprobs.device)
-    espo_group_sums_kernel[(num_sequences,)](
-        *tensors, partial, logprobs.numel(), num_sequences, **options
+    launch(
+        espo_group_sums_kernel,
+        (num_sequences,),
+        *tensors,
+        partial,
+        logprobs.numel(),
+        num_sequences,
+        **options,
     )
     return inputs.all_reduced(partial)
 
@@ -104,7 +113,9 @@ def _reduce(
     source = "counted"
     if B is not None:
         source = "tensor" if is_tensor else "value"
-    espo_reduction_kernel[(1,)](
+    launch(
+        espo_reduction_kernel,
+        (1,),
         statistics,
         has_advantage,
         B if is_tensor else has_advantage,
@@ -127,7 +138,14 @@ def scale_triton(
     out = torch.empty_like(gradient, dtype=dtype)
     block = 1024
     if gradient.numel():
-        scale_gradient_kernel[(triton.cdiv(gradient.numel(), block),)](
-            gradient, grad_loss, inverse_B, out, gradient.numel(), BLOCK=block
+        launch(
+            scale_gradient_kernel,
+            (triton.cdiv(gradient.numel(), block),),
+            gradient,
+            grad_loss,
+            inverse_B,
+            out,
+            gradient.numel(),
+            BLOCK=block,
         )
     return out

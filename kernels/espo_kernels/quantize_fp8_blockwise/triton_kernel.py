@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from espo_kernels.triton_launches import launch
+
 FP8_MAX = tl.constexpr(448.0)
 SMALLEST_SCALE = tl.constexpr(2.0**-126)
 
@@ -53,7 +55,7 @@ def _to_fp8(y, EMULATE: tl.constexpr):
     return _e4m3_bits(y) if EMULATE else y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["M"])
 def quantize_fp8_blockwise_kernel(
     weight,
     fp8,
@@ -93,7 +95,9 @@ def quantize_triton(
     fp8 = torch.empty(weight.shape, dtype=torch.uint8, device=weight.device)
     scale_inv = torch.empty(*stack, rows, columns, dtype=torch.float32, device=weight.device)
     if matrices:
-        quantize_fp8_blockwise_kernel[(columns, rows, matrices)](
+        launch(
+            quantize_fp8_blockwise_kernel,
+            (columns, rows, matrices),
             weight,
             fp8,
             scale_inv,

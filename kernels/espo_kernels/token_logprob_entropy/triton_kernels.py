@@ -73,7 +73,10 @@ def _store_column(out, tokens, first, second, third, fourth):
     tl.store(out + 3 * tokens, fourth)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["tokens", "first", "valid"],
+    do_not_specialize_on_alignment=["targets", "out"],
+)
 def logprob_entropy_kernel(
     logits,
     targets,
@@ -118,7 +121,17 @@ def _entropy_pull(log2_p, entropy, grad_entropy):
     return tl.load(grad_entropy) * (tl.maximum(log2_p, LOWEST) * LN_2 + tl.load(entropy))
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["first", "valid"],
+    do_not_specialize_on_alignment=[
+        "targets",
+        "maximum",
+        "log_sum",
+        "entropy",
+        "grad_logprob",
+        "grad_entropy",
+    ],
+)
 def logits_gradient_kernel(
     logits,
     targets,

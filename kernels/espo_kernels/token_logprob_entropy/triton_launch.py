@@ -15,6 +15,7 @@ from espo_kernels.token_logprob_entropy.vocabulary import (
     gather_shards,
     merge_shards,
 )
+from espo_kernels.triton_launches import launch
 
 _WIDEST_BLOCK = 4096
 
@@ -26,7 +27,9 @@ def forward(logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard)
     partial = shard.group is not None
     if tokens:
         block, warps = _block(columns)
-        logprob_entropy_kernel[(tokens,)](
+        launch(
+            logprob_entropy_kernel,
+            (tokens,),
             logits,
             targets,
             out,
@@ -59,7 +62,9 @@ def backward(
     if not tokens:
         return out
     block, warps = _block(columns)
-    logits_gradient_kernel[(tokens, triton.cdiv(columns, block))](
+    launch(
+        logits_gradient_kernel,
+        (tokens, triton.cdiv(columns, block)),
         logits,
         targets,
         statistics.anchor,
