@@ -43,10 +43,10 @@ STAGES = {
     ),
     "attention": Stage(35, "attention", compiles=False),
     "parity": Stage(55, "parity", archives=_WITH_TE, compiles=False),
-    "kernels": Stage(120, "kernels", not_pretended="Triton compiles its kernels for a GPU"),
+    "kernels": Stage(100, "kernels", not_pretended="Triton compiles its kernels for a GPU"),
     "passes": Stage(55, "passes", archives=_WITH_TE),
     "train": Stage(85, "train", archives=_WITH_TE),
-    "state": Stage(40, "state", archives=_WITH_TE),
+    "state": Stage(60, "state", archives=_WITH_TE),
     "export": Stage(30, "export", compiles=False),
     "quantize": Stage(20, "quantize"),
     "fp8_training": Stage(

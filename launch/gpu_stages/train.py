@@ -1,10 +1,13 @@
-"""Training steps of a real worker over made-up rollouts, with replay and without.
+"""Training steps of a real worker over made-up rollouts.
+
+Routes are replayed from the rollouts, chosen by the routers, or recorded by the old-policy pass.
 
 It measures seconds, tokens a second and memory.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import statistics
 import time
@@ -71,17 +74,30 @@ def train(setting: Setting, report: Report) -> None:
     plan = StepPlanner(c.train, c.parallel, dp_size=1, seed=0).plan(0, refs, advantages)
     tokens = sum(ref.num_inputs for ref in plan.rollouts)
     report.note("tokens", tokens)
-    view = RankView.for_rank(shape.num_layers, c.parallel)
-    live_worker = dataclasses.replace(
-        worker,
-        policy=dataclasses.replace(worker.policy, replay=None),
-        batcher=Batcher(view, None, worker.layout.device),
-    )
     _measure("replayed", worker, plan, tokens, report)
-    _measure("live", live_worker, plan, tokens, report)
-    ratio = report.values["replayed_step_s"] / report.values["live_step_s"]
+    view = RankView.for_rank(shape.num_layers, c.parallel)
+    _measure_own_routes(worker, view, plan, tokens, report)
+    ratio = report.values["own_routes_step_s"] / report.values["live_step_s"]
     report.note("replay_cost", round(ratio - 1, 4))
     parallel.shutdown()
+
+
+def _measure_own_routes(
+    worker: Worker, view: RankView, plan: StepPlan, tokens: int, report: Report
+) -> None:
+    """Measure steps with the routers' own routes, without replay and with it.
+
+    The routers of a random model choose few experts, and the rollouts' random routes all of them.
+    The cost of replay shows where both steps have the same routes.
+    """
+    batcher = Batcher(view, None, worker.layout.device)
+    own_replay = copy.copy(worker.policy.replay)
+    assert own_replay is not None
+    own_replay.source = "trainer"
+    for name, replay in (("live", None), ("own_routes", own_replay)):
+        policy = dataclasses.replace(worker.policy, replay=replay)
+        other_worker = dataclasses.replace(worker, policy=policy, batcher=batcher)
+        _measure(name, other_worker, plan, tokens, report)
 
 
 def _configure(batch: _Batch, setting: Setting) -> Configuration:
