@@ -26,6 +26,7 @@ from bench.quantize_cases import quantize_cases
 
 Passes = Mapping[str, float]
 _REST = ", rest"
+_SMALL = frozenset({"cu_seqlens", "histograms", "edges", "sums", "members", "clip", "count"})
 
 
 @dataclass(frozen=True)
@@ -33,7 +34,8 @@ class Traffic:
     """The passes of a kernel over its arguments, as its author counts them.
 
     element: what one entry of the argument `over` is called. reads, writes: passes by argument.
-    block_dims: a program without a loop handles BLOCK ** block_dims elements.
+    block_dims: a program without a loop handles BLOCK ** block_dims elements. small: arguments with
+    a few entries for each sequence or program, which are not counted by element.
     """
 
     element: str
@@ -41,6 +43,7 @@ class Traffic:
     reads: Passes
     writes: Passes
     block_dims: int = 1
+    small: frozenset[str] = frozenset()
 
 
 class WrongTraffic(Exception):
@@ -105,13 +108,16 @@ def traffic_of(launch: TritonLaunch) -> Traffic:
             return Traffic("logit", "logits", {"logits": 1}, {})
         case "logits_gradient_kernel":
             return Traffic("logit", "logits", {"logits": 1}, {"out": 1})
+        case "espo_digits_kernel":
+            return Traffic("token", "entropies", {"entropies": 1, "mask": masks}, {}, small=_SMALL)
         case "espo_groups_kernel":
-            # One pass for each byte of a bound's key, one that assigns. A mask is also counted.
-            passes = 4 * constants["NUM_BOUNDS"] + 1
-            reads = {"entropies": passes, "mask": masks * (passes + 1)}
-            return Traffic("token", "entropies", reads, {"group_id": 1})
+            reads = {"entropies": 1, "mask": masks}
+            return Traffic("token", "entropies", reads, {"group_id": 1}, small=_SMALL)
+        case "espo_widths_kernel":
+            return Traffic("sequence", "cu_seqlens", {}, {}, small=_SMALL)
         case "espo_group_sums_kernel":
-            return Traffic("token", "logprobs", {**tokens, "loss_mask": masks}, {})
+            reads = {**tokens, "loss_mask": masks}
+            return Traffic("token", "logprobs", reads, {}, small=_SMALL)
         case "espo_sequence_kernel":
             return _sequence_traffic(constants, masks)
         case "espo_reduction_kernel":
@@ -137,7 +143,7 @@ def _sequence_traffic(constants: Mapping[str, Any], masks: int) -> Traffic:
         "group_id": passes,
         "loss_mask": passes * masks,
     }
-    return Traffic("token", "logprobs", reads, {"gradient": 1})
+    return Traffic("token", "logprobs", reads, {"gradient": 1}, small=_SMALL)
 
 
 def count_bytes(
@@ -155,6 +161,8 @@ def count_bytes(
     stores: dict[str, float] = defaultdict(float)
     for access in accesses:
         name = launch.parameters[access.parameter]
+        if name in traffic.small:
+            continue
         amount = access.num_bytes * threads * access.trips
         sums = stores if access.is_store else loads
         if access.step is not None:

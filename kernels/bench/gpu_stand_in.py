@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
+from unittest.mock import patch
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_GPU = torch.device("cuda", 0)
 # Operations that start no kernel: they allocate, or look at the same memory in another way.
 _WITHOUT_A_KERNEL = frozenset(
     {"empty", "empty_like", "empty_strided", "detach", "alias", "_unsafe_view", "lift_fresh"}
@@ -38,11 +38,13 @@ class Argument(NamedTuple):
 class TritonLaunch:
     """One launch of a Triton kernel.
 
-    tensors: by argument name. parameters: names of the arguments that the machine code takes, in
-    order. constants: the values that it was compiled for. binary: Triton's compiled kernel.
+    device: the current one. tensors: by argument name. parameters: names of the arguments that the
+    machine code takes, in order. constants: the values that it was compiled for. binary: Triton's
+    compiled kernel.
     """
 
     kernel: str
+    device: int
     programs: int
     tensors: Mapping[str, Argument]
     parameters: Sequence[str]
@@ -65,7 +67,10 @@ class _GpuTensor(torch.Tensor):
     """A meta tensor that says it is on a GPU.
 
     To torch's shape functions, which run while no dispatch mode is active, it is a meta tensor.
+    index: of the GPU.
     """
+
+    index = 0
 
     @property
     def is_cuda(self) -> bool:  # type: ignore[override]
@@ -73,7 +78,11 @@ class _GpuTensor(torch.Tensor):
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
-        return _GPU if torch._C._len_torch_dispatch_stack() else torch.device("meta")
+        gpu = torch.device("cuda", self.index)
+        return gpu if torch._C._len_torch_dispatch_stack() else torch.device("meta")
+
+    def get_device(self) -> int:
+        return self.index
 
 
 class _OnGpu(TorchFunctionMode):
@@ -139,13 +148,21 @@ class _Pointer:
 
 
 class _Driver:
-    """Answers Triton as a GPU of one compute capability does."""
+    """Answers Triton as GPUs of one compute capability do, and torch when it changes the device."""
 
     def __init__(self, capability: int) -> None:
         from triton.backends.compiler import GPUTarget
 
         self.capability = capability
         self.target = GPUTarget("cuda", capability, 32)
+        self.device = 0
+
+    def exchange_device(self, device: int) -> int:
+        """Make a device the current one, unless it is negative. Returns the one before."""
+        before = self.device
+        if device >= 0:
+            self.device = device
+        return before
 
     def get_current_device(self) -> int:
         return self.capability  # Triton keeps compiled kernels by device
@@ -158,10 +175,11 @@ class _Driver:
 
 
 @contextmanager
-def gpu_stand_in(capability: int) -> Iterator[list[Launch]]:
+def gpu_stand_in(capability: int, tensor_device: int = 0) -> Iterator[list[Launch]]:
     """Within it, tensors on a GPU have shapes alone, and every kernel is recorded.
 
     Triton kernels are compiled for the compute capability: 90 for H100 and H200, 100 for B200.
+    All tensors are on GPU `tensor_device`, while GPU 0 is the current one.
     """
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
@@ -175,14 +193,21 @@ def gpu_stand_in(capability: int) -> Iterator[list[Launch]]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             binary = run(self, *pointers, grid=grid, warmup=True, **options)
-        launches.append(_triton_launch(self, args, grid, binary))
+        launches.append(_triton_launch(self, args, grid, binary, gpus.device))
         return binary
 
+    gpus = _Driver(capability)
     before = driver._active
     function.run = record
-    driver.set_active(_Driver(capability))
+    driver.set_active(gpus)
     try:
-        with _OnGpu(), _TorchKernels(launches):
+        with (
+            patch.object(_GpuTensor, "index", tensor_device),
+            patch.object(torch.cuda, "_exchange_device", gpus.exchange_device),
+            patch.object(torch.cuda, "_maybe_exchange_device", gpus.exchange_device),
+            _OnGpu(),
+            _TorchKernels(launches),
+        ):
             yield launches
     finally:
         function.run = run
@@ -190,7 +215,7 @@ def gpu_stand_in(capability: int) -> Iterator[list[Launch]]:
 
 
 def _triton_launch(
-    function: Any, args: tuple[Any, ...], grid: Sequence[int], binary: Any
+    function: Any, args: tuple[Any, ...], grid: Sequence[int], binary: Any, device: int
 ) -> TritonLaunch:
     names = function.arg_names
     programs = 1
@@ -199,6 +224,7 @@ def _triton_launch(
     constants = {names[path[0]]: value for path, value in binary.src.constants.items()}
     return TritonLaunch(
         kernel=function.__name__,
+        device=device,
         programs=programs,
         tensors={
             name: Argument(value.numel(), value.element_size())

@@ -18,8 +18,9 @@ from bench.implementation import Run
 
 # OpenMP's threads spin for a while after a parallel region, at the cost of the next run.
 _QUIET_SECONDS = 0.1
-# A copy of so many bytes does not fit a cache, and a larger one is no faster.
-_COPY_BYTES = (1 << 28, 1 << 31)
+# The smallest copy does not fit a cache, and no copy is faster than the largest.
+_SMALLEST_COPY_BYTES = 1 << 28
+_LARGEST_COPY_BYTES = 1 << 31
 # A graph holds so many runs that launching it takes no share of the time.
 _GRAPH_SECONDS = 2e-3
 _MOST_RUNS_OF_A_GRAPH = 20
@@ -53,8 +54,7 @@ def copy_run(device: torch.device, num_bytes: int) -> tuple[Run, int]:
 
     At most 2 GiB are copied.
     """
-    least, most = _COPY_BYTES
-    size = min(max(num_bytes, least), most) // 4
+    size = min(max(num_bytes, _SMALLEST_COPY_BYTES), _LARGEST_COPY_BYTES) // 4
     source = torch.ones(size, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
 

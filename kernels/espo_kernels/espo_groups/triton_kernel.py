@@ -18,9 +18,9 @@ from espo_kernels.triton_segments import rises, sequence_span
 
 _LEVELS = 4
 """Bytes of a key."""
-_BLOCK = 1024
+_BLOCK = 2048
 # Enough programs for every multiprocessor of a GPU, several on each.
-_PROGRAMS = 512
+_PROGRAMS = 1024
 _MOST_PARTS = 128
 DIGITS = tl.constexpr(256)
 PARTS_PER_LOAD = tl.constexpr(16)
@@ -318,10 +318,12 @@ def espo_widths_kernel(
     inside = group <= NUM_BOUNDS
     total = tl.zeros([PADDED], dtype=tl.float64)
     tokens_of_group = tl.zeros([PADDED], dtype=tl.int32)
-    for part in range(0, num_parts):
-        at = (sequence * num_parts + part) * (NUM_BOUNDS + 1) + group
-        total += tl.load(sums + at, mask=inside, other=0.0)
-        tokens_of_group += tl.load(members + at, mask=inside, other=0)
+    for begin in range(0, num_parts, PARTS_PER_LOAD):
+        part = begin + tl.arange(0, PARTS_PER_LOAD)[:, None]
+        at = (sequence * num_parts + part) * (NUM_BOUNDS + 1) + group[None, :]
+        is_sum = (part < num_parts) & inside[None, :]
+        total += tl.sum(tl.load(sums + at, mask=is_sum, other=0.0), axis=0)
+        tokens_of_group += tl.sum(tl.load(members + at, mask=is_sum, other=0), axis=0)
     width = _clip_width(total, tokens_of_group, scale, min_clip, fixed_clip, FIXED)
     width = tl.where(rises(cu_seqlens, num_sequences, tokens), width, float("nan"))
     row = sequence * (NUM_BOUNDS + 1) + group
@@ -391,7 +393,7 @@ def _assign(
         "NUM_BOUNDS": num_bounds,
         "MASK": has_mask,
         "BLOCK": _BLOCK,
-        "num_warps": 4,
+        "num_warps": 8,
     }
     for level in range(_LEVELS if num_bounds else 0):
         launch(

@@ -11,26 +11,24 @@ LOWEST = tl.constexpr(-126.0)
 
 
 @triton.jit
-def _accumulate(x, maximum, total, weighted_total, log2_scale):
-    """Add one block to the running sums of 2^t and t 2^t, t = (x − maximum) log2(e) / τ.
+def _rescale(maximum, highest, total, weighted_total, log2_scale):
+    """Move a lane's sums from its maximum to a higher one.
 
-    The sums are kept per lane.
+    Returns what the lane's logits are measured from, and the sums.
     """
-    highest = tl.max(x, axis=0)
-    # Seldom true after the first blocks, so the rescaling costs nothing on average.
-    if highest > maximum:
-        shift = tl.maximum((maximum - highest) * log2_scale, LOWEST)
-        scale = tl.exp2(shift)
-        weighted_total = (weighted_total + shift * total) * scale
-        total = total * scale
-        maximum = highest
-    # A block without a finite logit leaves the maximum at −inf, and −inf − −inf is NaN.
-    base = tl.where(maximum == -float("inf"), 0.0, maximum)
+    # A lane without a finite logit has the maximum −inf, and −inf − −inf is NaN.
+    base = tl.where(highest == -float("inf"), 0.0, highest)
+    shift = tl.maximum((maximum - base) * log2_scale, LOWEST)
+    scale = tl.exp2(shift)
+    return base, total * scale, (weighted_total + shift * total) * scale
+
+
+@triton.jit
+def _accumulate(x, base, total, weighted_total, log2_scale):
+    """Add a logit to each lane's sums of 2^t and t 2^t, t = (x − base) log2(e) / τ."""
     t = (x - base) * log2_scale
     p = tl.exp2(t)
-    total += p
-    weighted_total += p * tl.maximum(t, LOWEST)
-    return maximum, total, weighted_total
+    return total + p, weighted_total + p * tl.maximum(t, LOWEST)
 
 
 @triton.jit
@@ -44,24 +42,44 @@ def _target_logit(base, target, valid):
 
 @triton.jit
 def _row_sums(base, columns, valid, inverse_temperature, BLOCK: tl.constexpr):
-    """(maximum, Σ 2^t, Σ t 2^t) of a row's valid columns."""
+    """(maximum, Σ 2^t, Σ t 2^t) of a row's valid columns.
+
+    Each lane keeps a maximum of its own, so that lanes meet once, at the end of the row. Four loads
+    are in flight, and their logits share one rescaling: 1.25 exponentials a logit.
+    """
     log2_scale = inverse_temperature * LOG2_E
     lanes = tl.arange(0, BLOCK)
-    maximum = -float("inf")
+    maximum = tl.full([BLOCK], -float("inf"), dtype=tl.float32)
     total = tl.zeros([BLOCK], dtype=tl.float32)
-    weighted_total = tl.zeros([BLOCK], dtype=tl.float32)
+    weighted = tl.zeros([BLOCK], dtype=tl.float32)
     # Whole blocks are loaded without a mask: a true vocabulary is often odd, and an odd mask would
     # split the loads.
-    whole = (valid // BLOCK) * BLOCK
-    for begin in range(0, whole, BLOCK):
-        x = tl.load(base + begin + lanes).to(tl.float32)
-        maximum, total, weighted_total = _accumulate(x, maximum, total, weighted_total, log2_scale)
-    if whole < valid:
-        inside = whole + lanes < columns
-        x = tl.load(base + whole + lanes, mask=inside, other=-float("inf")).to(tl.float32)
-        x = tl.where(whole + lanes < valid, x, -float("inf"))
-        maximum, total, weighted_total = _accumulate(x, maximum, total, weighted_total, log2_scale)
-    return maximum, tl.sum(total, axis=0), tl.sum(weighted_total, axis=0)
+    whole = (valid // (4 * BLOCK)) * (4 * BLOCK)
+    for begin in range(0, whole, 4 * BLOCK):
+        block = base + begin + lanes
+        first = tl.load(block).to(tl.float32)
+        second = tl.load(block + BLOCK).to(tl.float32)
+        third = tl.load(block + 2 * BLOCK).to(tl.float32)
+        fourth = tl.load(block + 3 * BLOCK).to(tl.float32)
+        highest = tl.maximum(tl.maximum(first, second), tl.maximum(third, fourth))
+        highest = tl.maximum(maximum, highest)
+        zero, total, weighted = _rescale(maximum, highest, total, weighted, log2_scale)
+        total, weighted = _accumulate(first, zero, total, weighted, log2_scale)
+        total, weighted = _accumulate(second, zero, total, weighted, log2_scale)
+        total, weighted = _accumulate(third, zero, total, weighted, log2_scale)
+        total, weighted = _accumulate(fourth, zero, total, weighted, log2_scale)
+        maximum = highest
+    for begin in range(whole, valid, BLOCK):
+        column = begin + lanes
+        x = tl.load(base + column, mask=column < columns, other=-float("inf")).to(tl.float32)
+        x = tl.where(column < valid, x, -float("inf"))
+        highest = tl.maximum(maximum, x)
+        zero, total, weighted = _rescale(maximum, highest, total, weighted, log2_scale)
+        total, weighted = _accumulate(x, zero, total, weighted, log2_scale)
+        maximum = highest
+    highest = tl.max(maximum, axis=0)
+    _zero, total, weighted = _rescale(maximum, highest, total, weighted, log2_scale)
+    return highest, tl.sum(total, axis=0), tl.sum(weighted, axis=0)
 
 
 @triton.jit

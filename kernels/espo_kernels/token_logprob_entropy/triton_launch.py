@@ -17,7 +17,10 @@ from espo_kernels.token_logprob_entropy.vocabulary import (
 )
 from espo_kernels.triton_launches import launch
 
-_WIDEST_BLOCK = 4096
+# Measured on an H200 at 16,384 × 151,936 bfloat16 logits: 1.16 ms, the time of a copy of so many
+# bytes. Blocks of 2,048 or 8 warps take 3 % longer, half the loads in flight 16 %.
+_FORWARD_BLOCK = 1024
+_BACKWARD_BLOCK = 4096
 
 
 def forward(logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard) -> TokenStatistics:
@@ -26,7 +29,7 @@ def forward(logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard)
     out = torch.empty(4, tokens, dtype=torch.float32, device=logits.device)
     partial = shard.group is not None
     if tokens:
-        block, warps = _block(columns)
+        block = min(triton.next_power_of_2(columns), _FORWARD_BLOCK)
         launch(
             logprob_entropy_kernel,
             (tokens,),
@@ -40,7 +43,7 @@ def forward(logits: torch.Tensor, targets: torch.Tensor, shard: VocabularyShard)
             shard.inverse_temperature,
             PARTIAL=partial,
             BLOCK=block,
-            num_warps=warps,
+            num_warps=max(1, block // 256),
         )
     if not partial:
         return TokenStatistics(*out)
@@ -61,7 +64,7 @@ def backward(
     tokens, columns = logits.shape
     if not tokens:
         return out
-    block, warps = _block(columns)
+    block = min(triton.next_power_of_2(columns), _BACKWARD_BLOCK)
     launch(
         logits_gradient_kernel,
         (tokens, triton.cdiv(columns, block)),
@@ -79,12 +82,6 @@ def backward(
         shard.inverse_temperature,
         ENTROPY_GRAD=grad_entropy is not None,
         BLOCK=block,
-        num_warps=warps,
+        num_warps=max(1, block // 512),
     )
     return out
-
-
-def _block(columns: int) -> tuple[int, int]:
-    """(logits per block, warps): 16 logits per thread at full width."""
-    block = min(triton.next_power_of_2(columns), _WIDEST_BLOCK)
-    return block, max(1, min(8, block // 512))
