@@ -243,6 +243,12 @@ class ParallelSettings(Section):
     # Ranks that share one expert. null: 1 if ep is above 1, else tp. (Megatron's default is tp.)
     etp: Positive | None = None
     sequence_parallel: bool = False
+    # Reduce the gradients of a part of the model while other parts are still in their backward
+    # pass. The last bits of the gradients' norm may change.
+    overlap_grad_reduce: bool = False
+    # overlap_grad_reduce only: gather the new weights of a part of the model during the next
+    # forward pass of a batch, instead of at the end of an optimizer step.
+    overlap_param_gather: bool = False
     # The longest time that a rank waits for the others in a collective.
     timeout_s: Seconds = 600.0
 

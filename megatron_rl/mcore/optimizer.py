@@ -16,6 +16,7 @@ from megatron.core.distributed import (
 )
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
+from megatron.core.optimizer.optimizer import MixedPrecisionOptimizer
 from megatron.core.optimizer_param_scheduler import (
     OptimizerParamScheduler,
     get_canonical_lr_for_logging,
@@ -29,15 +30,25 @@ from megatron_rl.config.schema import OptimizerSettings
 _NOT_FINITE, _TOO_LARGE, _APPLICABLE = range(3)
 
 
-def wrap_data_parallel(models: Sequence[torch.nn.Module]) -> list[DistributedDataParallel]:
+def wrap_data_parallel(
+    models: Sequence[torch.nn.Module],
+    *,
+    overlap_grad_reduce: bool = False,
+    overlap_param_gather: bool = False,
+) -> list[DistributedDataParallel]:
     """Wrap model chunks in Megatron's DDP, with a distributed optimizer and float32 reduction.
 
     Collective: broadcasts the parameters of the first data-parallel rank.
+
+    overlap_grad_reduce: reduce gradients bucket by bucket during the last backward pass.
+    overlap_param_gather: gather weights bucket by bucket during the next forward pass. They are
+        incomplete until then, or until `DistributedAdam.complete_weights`.
     """
     config = get_model_config(models[0])
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=False,
+        overlap_grad_reduce=overlap_grad_reduce,
+        overlap_param_gather=overlap_param_gather,
         use_distributed_optimizer=True,
         # Megatron's check raises on one rank while others wait. In `DistributedAdam` all ranks
         # agree instead.
@@ -49,10 +60,27 @@ def wrap_data_parallel(models: Sequence[torch.nn.Module]) -> list[DistributedDat
     ]
     for model in ddp_models:
         model.broadcast_params()
+        _count_padding(model)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = None
-    config.no_sync_func = None
+    # Gradients are reduced after the last micro-batch alone.
+    no_sync = [model.no_sync for model in ddp_models] if overlap_grad_reduce else None
+    config.no_sync_func = no_sync[0] if no_sync and len(no_sync) == 1 else no_sync
     return ddp_models
+
+
+def _count_padding(model: DistributedDataParallel) -> None:
+    """Let checkpoints hold the right part of the optimizer's state for every parameter.
+
+    Megatron-Core 0.16.1 joins the state of all buckets without the padding at their ends, but looks
+    up parameters at their places with the padding. With several buckets, most parameters would get
+    the moments and float32 weights of others.
+    """
+    for buffer in (*model.buffers, *model.expert_parallel_buffers):
+        if len(buffer.buckets) > 1:
+            buffer.numel_unpadded = buffer.numel
+            for bucket in buffer.buckets:
+                bucket.numel_unpadded = bucket.grad_data.numel()
 
 
 @dataclass(frozen=True)
@@ -92,6 +120,7 @@ class DistributedAdam:
         total_steps: int,
     ) -> None:
         self._models = models
+        self._overlaps_gather = models[0].ddp_config.overlap_param_gather
         self._optimizer = get_megatron_optimizer(
             _config(get_model_config(models[0]), settings), list(models)
         )
@@ -137,9 +166,18 @@ class DistributedAdam:
             return StepResult(is_applied=False, grad_norm=norm, lr=0.0)
         self.scheduler.step(1)
         self._clip(norm)
-        self._optimizer.step_with_ready_grads()
+        self._apply()
         lr = get_canonical_lr_for_logging(self._optimizer.param_groups)
         return StepResult(is_applied=True, grad_norm=norm, lr=lr)
+
+    def complete_weights(self) -> None:
+        """Gather the weights of the last step where that overlaps with passes. Collective.
+
+        Call it between the last step and everything that reads weights outside of a pass.
+        """
+        if self._overlaps_gather:
+            for model in self._models:
+                model.start_param_sync(force_sync=True)
 
     def weights_are_finite(self) -> bool:
         """True if no weight of any rank is NaN or Inf. Collective.
@@ -205,6 +243,15 @@ class DistributedAdam:
         for optimizer in self._optimizer.chained_optimizers:
             if optimizer.config.clip_grad and (parameters := optimizer.get_parameters()):
                 clip_grad_by_total_norm_fp32(parameters, optimizer.config.clip_grad, norm)
+
+    def _apply(self) -> None:
+        """Update this rank's share of the weights, and gather all weights unless that overlaps."""
+        for optimizer in self._optimizer.chained_optimizers:
+            # Each `DistributedOptimizer` would gather the weights of all of them.
+            MixedPrecisionOptimizer.step_with_ready_grads(optimizer)
+        if not self._overlaps_gather:
+            for model in self._models:
+                model.start_param_sync()
 
 
 def _true_on_all_ranks(flag: torch.Tensor) -> bool:

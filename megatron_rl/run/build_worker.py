@@ -63,7 +63,11 @@ def build_worker(
 
     rollouts: the folder for batches that are kept.
     """
-    models = wrap_data_parallel(_load_chunks(c, shape))
+    models = wrap_data_parallel(
+        _load_chunks(c, shape),
+        overlap_grad_reduce=c.parallel.overlap_grad_reduce,
+        overlap_param_gather=c.parallel.overlap_param_gather,
+    )
     view = RankView.for_rank(shape.num_layers, c.parallel, **layout.ranks)
     moe_rows = view.moe_rows(shape.moe_layers)
     policy = _open_policy(c, shape, models, loss, layout)

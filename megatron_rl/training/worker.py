@@ -300,6 +300,7 @@ class Worker:
             results.append(result)
             if not result.is_applied:
                 break
+        self.optimizer.complete_weights()
         return results
 
     def _merge(self, metrics: MetricSums, global_metrics: dict[str, float]) -> MetricSums:

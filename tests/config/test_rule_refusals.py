@@ -27,6 +27,8 @@ PARALLEL = [
     ("parallel.cp=2", "parallel.cp=2", INDIVISIBLE_JOB),
     ("parallel.sequence_parallel=true", "parallel.sequence_parallel=true", "Use false"),
     ("parallel.pp=3", "parallel.pp=3", "4 layers"),
+    ("parallel.overlap_grad_reduce=true", "parallel.overlap_grad_reduce=true", NO_EFFECT),
+    ("parallel.overlap_param_gather=true", "parallel.overlap_param_gather=true", "Set both"),
     ("parallel.vpp=2", "parallel.vpp=2", "only one"),
     ("parallel.first_stage_layers=2", "parallel.first_stage_layers=2", "every layer"),
     ("parallel.timeout_s=180", "engine.start_timeout_s=180.0", "parallel.timeout_s=180"),

@@ -18,6 +18,7 @@ def check_grid(p: ParallelSettings, facts: LaunchFacts) -> Iterator[BrokenRule]:
     """Yield broken rules about the ranks of the job, expert and sequence parallelism."""
     yield from _check_world_size(p, facts)
     yield from _check_expert_tensor_parallel(p)
+    yield from _check_overlap(p, facts)
     if p.sequence_parallel != (p.tp > 1):
         rule = (
             f"MoE layers need sequence parallelism exactly if parallel.tp is above 1, "
@@ -70,6 +71,22 @@ def _check_expert_tensor_parallel(p: ParallelSettings) -> Iterator[BrokenRule]:
         )
         remedy = "Leave it null for whole experts, or use parallel.tp"
         yield BrokenRule("parallel.etp", rule, remedy)
+
+
+def _check_overlap(p: ParallelSettings, facts: LaunchFacts) -> Iterator[BrokenRule]:
+    """Yield broken rules about collectives that overlap with passes."""
+    if p.overlap_param_gather and not p.overlap_grad_reduce:
+        rule = (
+            "Without parallel.overlap_grad_reduce the model is one part, and its weights are "
+            "gathered before the first layer runs"
+        )
+        yield BrokenRule("parallel.overlap_param_gather", rule, "Set both, or neither")
+    if p.overlap_grad_reduce and facts.world_size == p.tp * p.pp:
+        rule = (
+            "This setting has no effect: no two ranks hold the same weights, so that nothing is "
+            "reduced over ranks"
+        )
+        yield BrokenRule("parallel.overlap_grad_reduce", rule, "Leave it false, or add ranks")
 
 
 def check_split(

@@ -1,0 +1,47 @@
+"""Collectives that overlap with passes change nothing that a run can see."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.torchrun import torchrun
+
+SCRIPT = Path(__file__).with_name("overlapping_steps.py")
+
+
+@pytest.mark.distributed
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(
+    ("ranks", "grids"), [(2, ("dp", "ep2")), (4, ("pp2", "pp2_vpp2"))], ids=["2", "4"]
+)
+def test_steps_are_the_same_with_and_without_overlap(
+    tmp_path: Path, ranks: int, grids: tuple[str, ...]
+) -> None:
+    """Log-probabilities, weights and resumed weights are equal bit for bit.
+
+    Passes between steps, exports and checkpoints see the weights of the last step.
+    """
+    out = tmp_path / "steps.json"
+    torchrun(SCRIPT, str(out), *grids, ranks=ranks, timeout=540)
+    results: dict[str, Any] = json.loads(out.read_text())
+    assert len(results) == 6 * len(grids)
+    for grid in grids:
+        for dtype in ("float32", "bfloat16"):
+            none, reduce, both = (
+                results[f"{grid} {dtype} {overlap}"] for overlap in ("none", "reduce", "both")
+            )
+            # Dense weights, and experts if their replicas are others
+            assert none["gathers"] == len(none["buckets"]) * (2 if grid == "ep2" else 1)
+            compare(none, reduce)
+            compare(none, both)
+
+
+def compare(none: dict[str, Any], overlap: dict[str, Any]) -> None:
+    assert overlap["buckets"][0] > 1 and none["buckets"][0] == 1
+    assert len(set(none["seen"]["weights"])) == 4, "every step changes weights"
+    assert overlap["seen"].pop("norms") == pytest.approx(none["seen"]["norms"], rel=1e-6)
+    assert overlap["seen"].items() <= none["seen"].items()
