@@ -59,7 +59,12 @@ def copy_run(device: torch.device, num_bytes: int) -> tuple[Run, int]:
     target = torch.empty_like(source)
 
     def run() -> list[torch.Tensor]:
-        target.copy_(source)
+        if source.is_cuda:
+            # In a graph, `copy_` becomes a transfer of the copy engine, which reaches 64 % of the
+            # bandwidth of a kernel on an H200. Outside of one, both are equally fast.
+            torch.add(source, 0, out=target)
+        else:
+            target.copy_(source)
         return []
 
     return run, 2 * source.nbytes
