@@ -23,7 +23,9 @@ class Row:
 
     share_of_copy: bandwidth as a share of a copy's, timed in alternation; it counts the bytes that
     a perfect implementation moves. extra_peak_ratio: peak memory beyond the inputs, divided by the
-    size of the largest input. max_difference: to our result.
+    size of the largest input. card_gb: the largest memory that torch held on the GPU meanwhile, in
+    10^9 bytes. times_ours: the time divided by ours. max_difference: to our result. goal,
+    is_reached: of ours on a GPU.
     """
 
     operation: str
@@ -40,17 +42,17 @@ class Row:
     times_ours: float | None
     max_difference: float | None
     goal: str
-    reached: bool | None
+    is_reached: bool | None
     note: str
 
     @property
     def verdict(self) -> str:
         """The goal with the measured number, such as "≤ 50 µs: 47.3 µs, reached"."""
-        if self.reached is None:
+        if self.is_reached is None:
             return ""
         is_time = self.goal.endswith("µs")
         number = f"{self.best_ms * 1e3:.1f} µs" if is_time else f"{self.share_of_copy:.1%}"
-        return f"{self.goal}: {number}, {'reached' if self.reached else 'missed'}"
+        return f"{self.goal}: {number}, {'reached' if self.is_reached else 'missed'}"
 
     def __str__(self) -> str:
         texts = [

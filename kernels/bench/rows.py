@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import traceback
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -54,32 +55,41 @@ class CaseMeasurement:
         copy, copy_bytes = measure.copy_run(self._device, case.input_bytes)
         timings = measure.seconds({"run": one.run, "copy": copy}, self._device, self._repeats)
         card.read()
-        best, median = timings["run"]
-        is_ours = one is case.implementations[0]
         copy_bytes_s = copy_bytes / timings["copy"].best
-        share = case.bytes_moved / best / copy_bytes_s
-        if is_ours:
-            self._our_seconds = best
-        goal = case.goal if is_ours and self._device.type == "cuda" else None
         row = Row(
             operation=case.operation,
             part=case.part,
             shape=case.shape,
             dtype=case.dtype,
             implementation=one.name,
-            best_ms=round(best * 1e3, 4),
-            median_ms=round(median * 1e3, 4),
             bytes_moved=case.bytes_moved,
-            share_of_copy=round(share, 4),
             extra_peak_ratio=None if peak is None else round(peak / case.input_bytes, 3),
             card_gb=None if card.gb is None else round(card.gb, 2),
-            times_ours=None if self._our_seconds is None else round(best / self._our_seconds, 3),
             max_difference=difference,
-            goal="" if goal is None else str(goal),
-            reached=None if goal is None else goal.is_reached(best, share),
             note=one.note,
+            **self._times(one, timings["run"], copy_bytes_s),
         )
         return row, copy_bytes_s
+
+    def _times(
+        self, one: Implementation, timing: measure.Timing, copy_bytes_s: float
+    ) -> dict[str, Any]:
+        """The fields of a row that follow from the time."""
+        case = self._case
+        is_ours = one is case.implementations[0]
+        best, median = timing
+        if is_ours:
+            self._our_seconds = best
+        share = case.bytes_moved / best / copy_bytes_s
+        goal = case.goal if is_ours and self._device.type == "cuda" else None
+        return {
+            "best_ms": round(best * 1e3, 4),
+            "median_ms": round(median * 1e3, 4),
+            "share_of_copy": round(share, 4),
+            "times_ours": self._our_seconds and round(best / self._our_seconds, 3),
+            "goal": "" if goal is None else str(goal),
+            "is_reached": None if goal is None else goal.is_reached(best, share),
+        }
 
     def _difference(self, one: Implementation) -> float | None:
         """The largest difference of its results to ours. None if they cannot be compared."""

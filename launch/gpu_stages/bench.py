@@ -24,14 +24,7 @@ def bench(setting: Setting, report: Report) -> None:
     it wrote are kept.
     """
     output = setting.scratch / "bench.json"
-    options = list(_SMALL if setting.small else ())
-    operations = setting.choices or (("objective",) if setting.small else ())
-    if operations:
-        options += ["--operations", *operations]
-    command = [sys.executable, "-m", "bench", "--output", str(output), *options]
-    # A busy CPU would compile for minutes: torch.compile runs what it got.
-    environment = os.environ | ({"TORCHDYNAMO_DISABLE": "1"} if setting.small else {})
-    process = subprocess.Popen(command, cwd=KERNELS, env=environment)
+    process = _start(setting, output)
     is_late = False
     while process.poll() is None and not is_late:
         _sleep_until_it_ends(process)
@@ -48,6 +41,17 @@ def bench(setting: Setting, report: Report) -> None:
     report.require("ended_before_its_limit", not is_late)
     if not is_late:
         report.require("bench_succeeded", code == 0)
+
+
+def _start(setting: Setting, output: Path) -> subprocess.Popen[bytes]:
+    options = list(_SMALL if setting.small else ())
+    operations = setting.choices or (("objective",) if setting.small else ())
+    if operations:
+        options += ["--operations", *operations]
+    # A busy CPU would compile for minutes: torch.compile runs what it got.
+    environment = os.environ | ({"TORCHDYNAMO_DISABLE": "1"} if setting.small else {})
+    command = [sys.executable, "-m", "bench", "--output", str(output), *options]
+    return subprocess.Popen(command, cwd=KERNELS, env=environment)
 
 
 def _sleep_until_it_ends(process: subprocess.Popen[bytes]) -> None:
@@ -70,7 +74,7 @@ def _note_rows(record: dict[str, Any], report: Report) -> None:
             continue
         values = {"ms": row["best_ms"], "of_copy": row["share_of_copy"]}
         if row["goal"]:
-            values |= {"goal": row["goal"], "reached": row["reached"]}
+            values |= {"goal": row["goal"], "is_reached": row["is_reached"]}
         report.note(name, values)
 
 

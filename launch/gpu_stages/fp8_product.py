@@ -59,7 +59,7 @@ class Operands:
         """The product of the bfloat16 numbers, float32 [M, N]."""
         return self.tokens.float() @ self.weight.float().T
 
-    def dequantized(self) -> torch.Tensor:
+    def dequantized_product(self) -> torch.Tensor:
         """The product of codes times scales, float32 [M, N]."""
         return self._token_values() @ self._weight_values().T
 
@@ -83,8 +83,8 @@ class Operands:
         """
         by_block = self.token_scales.T.contiguous().T
         blocks = self.weight_scales.shape[1]
-        padded = F.pad(self.weight_scales, (0, -blocks % 4))
-        yield "blocks first, padded to 4", (by_block, padded.T)
+        padded_scales = F.pad(self.weight_scales, (0, -blocks % 4))
+        yield "blocks first, padded to 4", (by_block, padded_scales.T)
         yield "blocks first", (by_block, self.weight_scales.T)
         yield "as quantized", (self.token_scales, self.weight_scales)
 
@@ -164,7 +164,7 @@ def _quantize_tokens(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 def check_quantization(name: str, operands: Operands, report: Report) -> None:
     """Compare the errors of FP8 and bfloat16 with their limits."""
     exact = operands.exact()
-    error = relative_error(operands.dequantized(), exact)
+    error = relative_error(operands.dequantized_product(), exact)
     report.require_at_most(f"{name} quantization_error", error, MAX_QUANTIZATION_ERROR)
     bfloat16_error = relative_error(operands.tokens @ operands.weight.T, exact)
     report.require_at_most(f"{name} bfloat16_error", bfloat16_error, MAX_BFLOAT16_ERROR)
@@ -180,7 +180,7 @@ def check_product(name: str, operands: Operands, report: Report) -> Scales | Non
 
     Layouts are tried until one is right in bfloat16. The others are noted with their errors.
     """
-    reference = operands.dequantized()
+    reference = operands.dequantized_product()
     for layout, scales in operands.layouts():
         outcome = _error_or_refusal(operands, scales, torch.bfloat16, reference)
         if isinstance(outcome, float) and outcome <= MAX_ERROR:

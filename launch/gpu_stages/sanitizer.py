@@ -24,8 +24,11 @@ ROOT = Path(__file__).resolve().parents[2]
 TOOL = "compute-sanitizer"
 _TOOL_FOLDERS = os.pathsep.join(["/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer"])
 # Errors of CUDA functions are left out: torch asks for functions that a driver may not have.
-_OPTIONS = ("--tool", "memcheck", "--target-processes", "application-only")
-_OPTIONS += ("--report-api-errors", "no")
+_OPTIONS = (
+    *("--tool", "memcheck"),
+    *("--target-processes", "application-only"),
+    *("--report-api-errors", "no"),
+)
 _PLUGINS = ("-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:xdist.looponfail")
 CONTROL = "tests/gpu/out_of_bounds.py"
 CONTROL_KERNEL = "out_of_bounds_kernel"
@@ -40,7 +43,9 @@ TESTS = {
         "quantize_fp8_blockwise_kernel",
     ),
     f"{_TRITON}/test_triton_objective.py::test_several_blocks_and_each_kind_of_denominator[None]": (
+        "espo_digits_kernel",
         "espo_groups_kernel",
+        "espo_widths_kernel",
         "espo_sequence_kernel",
         "espo_reduction_kernel",
         "scale_gradient_kernel",
@@ -66,9 +71,9 @@ def sanitizer(setting: Setting, report: Report) -> None:
     command = [tool, *_OPTIONS, sys.executable]
     _require_report_of_the_control(command, setting, report)
     obstacles = []
-    for done, (test, kernels) in enumerate(TESTS.items()):
+    for position, (test, kernels) in enumerate(TESTS.items()):
         pytest = [*command, "-m", "pytest", "-q", *_PLUGINS, test]
-        output = _run(pytest, setting.scratch, _fair_share(setting, len(TESTS) - done))
+        output = _run(pytest, setting.scratch, _fair_share(setting, len(TESTS) - position))
         obstacles.append(_note_kernels(test, kernels, output, report))
     if all(obstacles):
         raise StageSkipped(f"{TOOL} checked no kernel: {obstacles[0]}")

@@ -23,7 +23,7 @@ record = dict(
     copy_gb_s=4000.0,
     host_peak_gb=2.0,
     not_measured={{"TRL": "no module"}},
-    rows=[names | ours | dict(goal="≤ 150 µs", reached=True)],
+    rows=[names | ours | dict(goal="≤ 150 µs", is_reached=True)],
     arguments=sys.argv[1:],
 )
 file.write_text(json.dumps(record))
@@ -52,7 +52,7 @@ def test_rows_are_kept_when_the_limit_ends_the_benchmark(
     start = time.monotonic()
     report = run_stage(monkeypatch, tmp_path, "time.sleep(100)", limit=12.0)
     assert time.monotonic() - start < 12
-    row = {"ms": 0.12, "of_copy": 0.1, "goal": "≤ 150 µs", "reached": True}
+    row = {"ms": 0.12, "of_copy": 0.1, "goal": "≤ 150 µs", "is_reached": True}
     assert report.values[NAME] == row
     assert report.problems == ["ended_before_its_limit is false"]
     assert report.values["not_measured"] == {"TRL": "no module"}

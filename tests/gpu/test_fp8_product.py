@@ -96,8 +96,8 @@ def test_other_layouts_are_tried_and_noted(monkeypatch: pytest.MonkeyPatch) -> N
     def multiply(*arguments: Any, **options: Any) -> torch.Tensor:
         if arguments[4].shape[0] % 4 == 0:
             raise RuntimeError("padded scales are refused\nwith a second line")
-        padded = F.pad(arguments[4].T, (0, 2)).T
-        return multiply_blocks(*arguments[:4], padded, arguments[5], **options)
+        padded_scales = F.pad(arguments[4].T, (0, 2)).T
+        return multiply_blocks(*arguments[:4], padded_scales, arguments[5], **options)
 
     report = report_of(monkeypatch, multiply)
     assert report.problems == []
@@ -106,7 +106,7 @@ def test_other_layouts_are_tried_and_noted(monkeypatch: pytest.MonkeyPatch) -> N
     assert report.values[f"small with scales {PADDED}"] == refusal
 
 
-def shifted(place: int) -> Multiply:
+def with_shifted_scales(place: int) -> Multiply:
     """The product with the scales of other blocks, among the arguments 2 or 4."""
 
     def multiply(*arguments: Any, **options: Any) -> torch.Tensor:
@@ -119,7 +119,7 @@ def shifted(place: int) -> Multiply:
 
 @pytest.mark.parametrize("place", [2, 4])
 def test_scales_of_other_blocks_are_an_error(monkeypatch: pytest.MonkeyPatch, place: int) -> None:
-    report = report_of(monkeypatch, shifted(place))
+    report = report_of(monkeypatch, with_shifted_scales(place))
     assert report.problems == ["small has_a_right_layout is false"]
     assert report.values[f"small with scales {PADDED}"] > 0.1
 

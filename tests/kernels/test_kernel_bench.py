@@ -165,8 +165,8 @@ def test_a_case_needs_nine_times_the_logits_and_keeps_nothing(
     The copies and the chunks of a comparison are as much smaller here as the logits.
     """
     scale = ROWS * VOCABULARY / (16_384 * 151_936)
-    copy_bytes = tuple(int(size * scale) for size in measure._COPY_BYTES)
-    monkeypatch.setattr(measure, "_COPY_BYTES", copy_bytes)
+    monkeypatch.setattr(measure, "_SMALLEST_COPY_BYTES", 4)
+    monkeypatch.setattr(measure, "_LARGEST_COPY_BYTES", int(measure._LARGEST_COPY_BYTES * scale))
     monkeypatch.setattr(compare, "CHUNK_ELEMENTS", int(compare.CHUNK_ELEMENTS * scale))
     monkeypatch.setattr(
         logprob_cases, "torch_compile", lambda *_: peers.Peer("torch.compile", None)
@@ -274,7 +274,7 @@ def test_a_row_shows_its_goal_with_the_number(
         times_ours=1.0,
         max_difference=None,
         goal=str(goal),
-        reached=goal.is_reached(best_ms / 1e3, share),
+        is_reached=goal.is_reached(best_ms / 1e3, share),
         note="",
     )
     assert verdict in table([row]) and verdict in str(row)
