@@ -46,6 +46,7 @@ def stand_in_for_cuda(gpu: Gpu, gpus_per_node: int) -> None:
     cuda.is_available = lambda: True
     cuda.device_count = lambda: gpus_per_node
     cuda.current_device = lambda: DEVICE
+    cuda._exchange_device = cuda._maybe_exchange_device = lambda _: 0  # `torch.cuda.device_of`
     cuda.Stream = Stream
     cuda.Event = CpuEvent
     cuda.current_stream = cuda.default_stream = lambda *_, **__: stream

@@ -140,7 +140,10 @@ def digest(tensors: Sequence[torch.Tensor]) -> str:
 
 
 def train(grid: ParallelSettings, layout: RankLayout, dtype: str, overlap: str) -> dict[str, Any]:
-    """Take steps, look at them as a run does, save a checkpoint and go on from it."""
+    """Take steps, look at them as a run does, save a checkpoint and go on from it.
+
+    The run that goes on from it has another setting.
+    """
     trainer = Trainer(grid, layout, dtype, overlap)
     buckets = [len(model.bucket_groups) for model in trainer.models]
     seen: dict[str, Any] = {"norms": [], "logits": [], "weights": []}
@@ -154,7 +157,7 @@ def train(grid: ParallelSettings, layout: RankLayout, dtype: str, overlap: str) 
     checkpoint = _shared_folder(layout)
     write_tensors(gather_tensors(trainer.models, trainer.adam), checkpoint, layout.control_group)
     dist.barrier()  # rank 0 writes the description last
-    resumed = Trainer(grid, layout, dtype, overlap)
+    resumed = Trainer(grid, layout, dtype, "both" if overlap == "none" else "none")
     load_tensors(resumed.models, resumed.adam, checkpoint, optimizer_steps=len(MICRO_BATCHES))
     gathers = [last_step(each, seen) for each in (trainer, resumed)]
     assert seen["weights"][-1] == seen["weights"][-2]
