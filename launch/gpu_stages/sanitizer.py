@@ -123,9 +123,12 @@ def _run(command: Sequence[str], scratch: Path, limit: float) -> str:
 
 def _kill(process: subprocess.Popen[bytes]) -> None:
     """Kill the tool and the program that it runs."""
-    for child in psutil.Process(process.pid).children(recursive=True):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            child.kill()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        tool = psutil.Process(process.pid)
+        tool.suspend()  # so that it starts no program meanwhile
+        for child in tool.children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.kill()
     process.kill()
     process.wait()
 
