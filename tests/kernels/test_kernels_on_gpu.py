@@ -1,4 +1,4 @@
-"""Tests on a GPU: no host synchronisation, few launches, CUDA graphs, the debug switch.
+"""Tests on a GPU: no host synchronisation, few launches, CUDA graphs, devices, the debug switch.
 
 The values themselves are checked by `triton/`, which runs compiled where there is a GPU.
 """
@@ -22,9 +22,7 @@ pytestmark = [
 
 
 def objective_step() -> Callable[[], torch.Tensor]:
-    """Launches: two for the groups (one of them a fill), two for the loss, torch's own ones, one
-    for the gradient.
-    """
+    """Launches: six for the groups, two for the loss, torch's own ones, one for the gradient."""
     lengths = torch.tensor([3000, 1, 500])
     cu_seqlens = torch.tensor([0, 3000, 3001, 3501], device="cuda")
     tokens = int(lengths.sum())
@@ -59,7 +57,7 @@ def quantize_step() -> Callable[[], torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    ("make", "launches"), [(objective_step, 6), (logprob_step, 2), (quantize_step, 1)]
+    ("make", "launches"), [(objective_step, 10), (logprob_step, 2), (quantize_step, 1)]
 )
 def test_no_synchronisation_and_few_launches(
     make: Callable[[], Callable[[], torch.Tensor]], launches: int
@@ -79,6 +77,18 @@ def test_no_synchronisation_and_few_launches(
         if "Memset" not in e.name and e.device_type == torch.autograd.DeviceType.CUDA
     ]
     assert len(kernels) <= launches, [event.name for event in kernels]
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="no second GPU")
+@pytest.mark.parametrize("make", [objective_step, logprob_step, quantize_step])
+def test_tensors_may_be_on_another_gpu_than_the_current_one(
+    make: Callable[[], Callable[[], torch.Tensor]],
+) -> None:
+    with torch.cuda.device(1):
+        step = make()
+        reference = step()
+    assert torch.cuda.current_device() == 0
+    assert torch.equal(step(), reference)
 
 
 @pytest.mark.parametrize("make", [objective_step, logprob_step, quantize_step])

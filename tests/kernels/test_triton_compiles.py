@@ -18,7 +18,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.knobs import nvidia
-from espo_kernels.espo_groups.triton_kernel import espo_groups_kernel
+from espo_kernels.espo_groups import triton_kernel as grouping
 from espo_kernels.espo_policy_loss import triton_kernels as loss
 from espo_kernels.quantize_fp8_blockwise.triton_kernel import quantize_fp8_blockwise_kernel
 from espo_kernels.token_logprob_entropy import triton_kernels as logprob
@@ -27,7 +27,8 @@ TYPES = dict(
     targets="*i64", cu_seqlens="*i64", group_id="*u8", mask="*i1", loss_mask="*i1", count="*i32",
     fp8="*u8", metrics="*fp64", M="i32", N="i32", tokens="i32", columns="i32", first="i32",
     valid="i32", num_sequences="i32", inverse_temperature="fp32", scale="fp32", min_clip="fp32",
-    fixed_clip="fp32", denominator_value="fp32", group_share="fp32",
+    fixed_clip="fp32", denominator_value="fp32", group_share="fp32", histograms="*i32",
+    edges="*i32", sums="*fp64", members="*i32", level="i32", num_parts="i32",
 )
 
 def stack_bytes(kernel, warps, constants, **types):
@@ -60,9 +61,14 @@ for dtype in ("*bf16", "*fp16", "*fp32"):
         stacks[f"backward {dtype} {entropy}"] = stack_bytes(
             logprob.logits_gradient_kernel, 8, dict(ENTROPY_GRAD=entropy, BLOCK=4096),
             logits=dtype, out=dtype)
-for bounds in ((), (1, 5)):
-    stacks[f"groups {bounds}"] = stack_bytes(espo_groups_kernel, 8, dict(
-        BOUNDS=bounds, NUM_BOUNDS=len(bounds) // 2, PADDED=2, FIXED=False, MASK=True, BLOCK=4096))
+for bounds in ((), (1, 5), (1, 5, 1, 2, 3, 5)):
+    of_groups = dict(BOUNDS=bounds, NUM_BOUNDS=len(bounds) // 2, MASK=True, BLOCK=2048)
+    stacks[f"groups {bounds}"] = stack_bytes(
+        grouping.espo_groups_kernel, 8, dict(PADDED=4, **of_groups))
+    if bounds:
+        stacks[f"digits {bounds}"] = stack_bytes(grouping.espo_digits_kernel, 8, of_groups)
+stacks["widths"] = stack_bytes(
+    grouping.espo_widths_kernel, 1, dict(NUM_BOUNDS=1, PADDED=2, FIXED=False))
 stacks["group sums"] = stack_bytes(loss.espo_group_sums_kernel, 16, shape)
 for old in (False, True):
     stacks[f"loss {old}"] = stack_bytes(
@@ -93,5 +99,5 @@ def test_kernels_compile_for_hopper_without_spilling() -> None:
     )
     assert process.returncode == 0, process.stderr
     stacks = json.loads(process.stdout.splitlines()[-1])
-    assert len(stacks) == 23
+    assert len(stacks) == 27
     assert {name: size for name, size in stacks.items() if size} == {}

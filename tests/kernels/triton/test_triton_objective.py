@@ -40,6 +40,7 @@ def run(
         alpha=0.5,
         fractions=fractions,
         loss_mask=on_device.loss_mask,
+        check_values=options.get("check_values"),
         backend=backend,
     )
     logprobs = on_device.logprobs.clone().requires_grad_()
@@ -118,6 +119,72 @@ def test_several_blocks_and_each_kind_of_denominator(num_sequences: object) -> N
     again = run(batch, "triton", (0.2,), "current", **options)
     assert torch.equal(mine[1].loss, again[1].loss)
     assert torch.equal(mine[2], again[2])
+
+
+def assert_groups_equal(
+    entropies: torch.Tensor, cu_seqlens: torch.Tensor, mask: torch.Tensor | None
+) -> None:
+    results = [
+        espo_groups(
+            entropies.to(DEVICE),
+            cu_seqlens.to(DEVICE),
+            vocab_size=9,
+            loss_mask=None if mask is None else mask.to(DEVICE),
+            check_values=False,
+            backend=backend,
+        )
+        for backend in ("triton", "triton", "reference")
+    ]
+    first, again, reference = results
+    assert torch.equal(first.group_id, reference.group_id)
+    assert torch.equal(first.count, reference.count)
+    torch.testing.assert_close(first.clip, reference.clip, rtol=1e-5, atol=1e-7, equal_nan=True)
+    assert torch.equal(again.clip.nan_to_num(-1.0), first.clip.nan_to_num(-1.0))
+    assert torch.equal(again.group_id, first.group_id)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_groups_of_one_long_sequence(dtype: torch.dtype) -> None:
+    """16 parts, with ties of the edge in all of them."""
+    entropies = (torch.rand(32_768) ** 4 * 12).round(decimals=1).to(dtype)
+    assert_groups_equal(entropies, torch.tensor([0, 32_768]), None)
+
+
+def test_groups_of_many_short_sequences() -> None:
+    lengths = torch.tensor([1, 2, 3, 5] * (300 if DEVICE.type == "cuda" else 4))
+    entropies = torch.rand(int(lengths.sum())) ** 4
+    cu_seqlens = torch.cat([torch.zeros(1, dtype=torch.long), lengths.cumsum(0)])
+    assert_groups_equal(entropies, cu_seqlens, None)
+
+
+def test_groups_of_masked_and_bad_entropies_in_several_parts() -> None:
+    entropies = torch.randn(6000).round(decimals=1)
+    entropies[::7] = torch.nan
+    entropies[3::11] = -torch.inf
+    mask = torch.rand(6000) > 0.3
+    mask[4096:5000] = False
+    assert_groups_equal(entropies, torch.tensor([0, 5000, 5001, 6000]), mask)
+
+
+@pytest.mark.parametrize("offsets", [[1, 4, 4, 6], [0, 9, 4, 7], [0, -3, 4, 7], [0, 5, 3, 7]])
+def test_every_token_is_written_whatever_cu_seqlens_holds(
+    offsets: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tokens before the first bound, after the last one, and between wrong ones."""
+    empty = torch.empty
+
+    def filled(*shape: object, **options: object) -> torch.Tensor:
+        return empty(*shape, **options).fill_(77)
+
+    monkeypatch.setattr(torch, "empty", filled)
+    batch = response_batch([4, 0, 3], 2, mask_share=0.0)
+    batch = ResponseBatch(**{**vars(batch), "cu_seqlens": torch.tensor(offsets)})
+    groups, result, gradient = run(
+        batch, "triton", (0.2,), "current", check_values=False, num_sequences=2.0
+    )
+    assert groups.clip.isnan().all() and result.loss.isnan()
+    assert groups.group_id.tolist() == [255] * 7
+    assert gradient.tolist() == [0.0] * 7
 
 
 @pytest.mark.parametrize("lengths", [[], [0, 0]])

@@ -27,6 +27,7 @@ NOT_EXECUTED = {
         "kernels/espo_kernels/quantize_fp8_blockwise/triton_kernel.py",
         "kernels/espo_kernels/token_logprob_entropy/triton_kernels.py",
         "kernels/espo_kernels/token_logprob_entropy/triton_launch.py",
+        "kernels/espo_kernels/triton_launches.py",
         "kernels/espo_kernels/triton_segments.py",
         "kernels/espo_kernels/espo_groups/groups.py _groups: backend == 'triton' is True",
         "kernels/espo_kernels/espo_policy_loss/loss.py _loss: 'triton'",
