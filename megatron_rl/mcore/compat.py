@@ -144,7 +144,7 @@ def scale_all(
     give the same bits. The other arguments are those of Apex's function.
     """
     tensors, _ = lists
-    torch._foreach_mul_(tensors, factor)
+    torch._foreach_mul_(list(tensors), factor)
 
 
 def _make_permute_deterministic() -> None:

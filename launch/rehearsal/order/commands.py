@@ -55,7 +55,7 @@ from megatron_rl.training.exchange.transfer_plan import Receiver
 _NOT_FINITE: Mapping[str, float | int] = {"_agree": optimizer._NOT_FINITE}
 _SPIKE: Mapping[str, float | int] = {"_agree": optimizer._TOO_LARGE}
 # The last stage reads NaN as its loss, and all ranks learn that a rank does.
-_NAN: Mapping[str, float | int] = _NOT_FINITE | {"update_policy": math.nan}
+_NAN: Mapping[str, float | int] = {**_NOT_FINITE, "update_policy": math.nan}
 
 
 class RankCommands:
