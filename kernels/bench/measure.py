@@ -92,22 +92,12 @@ def extra_peak_bytes(run: Run, device: torch.device) -> int | None:
         return None
 
 
-class CardMemory:
-    """The largest memory that torch holds on a GPU, the graphs' and the cache's included.
+def card_peak_gb(device: torch.device) -> float | None:
+    """Largest memory that torch held on a GPU since `extra_peak_bytes`, in 10^9 bytes.
 
-    gb: in 10^9 bytes since the meter was made; None for a CPU.
+    It includes the graphs and the allocator's reserves. None for a CPU.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self.gb: float | None = None
-        self._is_cuda = device.type == "cuda"
-        if self._is_cuda:
-            torch.cuda.reset_peak_memory_stats()
-
-    def read(self) -> None:
-        """Read the counters. Call it before anything resets them."""
-        if self._is_cuda:
-            self.gb = max(self.gb or 0.0, torch.cuda.max_memory_reserved() / 1e9)
+    return torch.cuda.max_memory_reserved() / 1e9 if device.type == "cuda" else None
 
 
 def host_peak_gb() -> float:

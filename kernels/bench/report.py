@@ -23,8 +23,8 @@ class Row:
 
     share_of_copy: bandwidth as a share of a copy's, timed in alternation; it counts the bytes that
     a perfect implementation moves. extra_peak_ratio: peak memory beyond the inputs, divided by the
-    size of the largest input. card_gb: the largest memory that torch held on the GPU meanwhile, in
-    10^9 bytes. times_ours: the time divided by ours. max_difference: to our result. goal,
+    size of the largest input. card_gb: the largest memory that torch held on the GPU while it was
+    timed, in 10^9 bytes. times_ours: the time divided by ours. max_difference: to our result. goal,
     is_reached: of ours on a GPU.
     """
 
