@@ -10,7 +10,7 @@ import re
 import subprocess
 import tempfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,13 +108,8 @@ def traffic_of(launch: TritonLaunch) -> Traffic:
             return Traffic("logit", "logits", {"logits": 1}, {})
         case "logits_gradient_kernel":
             return Traffic("logit", "logits", {"logits": 1}, {"out": 1})
-        case "espo_digits_kernel":
-            return Traffic("token", "entropies", {"entropies": 1, "mask": masks}, {}, small=_SMALL)
-        case "espo_groups_kernel":
-            reads = {"entropies": 1, "mask": masks}
-            return Traffic("token", "entropies", reads, {"group_id": 1}, small=_SMALL)
-        case "espo_widths_kernel":
-            return Traffic("sequence", "cu_seqlens", {}, {}, small=_SMALL)
+        case "espo_digits_kernel" | "espo_groups_kernel" | "espo_widths_kernel":
+            return _grouping_traffic(launch.kernel, masks)
         case "espo_group_sums_kernel":
             reads = {**tokens, "loss_mask": masks}
             return Traffic("token", "logprobs", reads, {}, small=_SMALL)
@@ -129,6 +124,14 @@ def traffic_of(launch: TritonLaunch) -> Traffic:
         case "quantize_fp8_blockwise_kernel":
             return Traffic("weight", "weight", {"weight": 1}, {"fp8": 1}, block_dims=2)
     raise KeyError(f"{launch.kernel}: add its passes to traffic_of")
+
+
+def _grouping_traffic(kernel: str, masks: int) -> Traffic:
+    reads = {"entropies": 1, "mask": masks}
+    if kernel == "espo_widths_kernel":
+        return Traffic("sequence", "cu_seqlens", {}, {}, small=_SMALL)
+    writes = {"group_id": 1} if kernel == "espo_groups_kernel" else {}
+    return Traffic("token", "entropies", reads, writes, small=_SMALL)
 
 
 def _sequence_traffic(constants: Mapping[str, Any], masks: int) -> Traffic:
@@ -151,11 +154,11 @@ def count_bytes(
 ) -> tuple[dict[str, float], dict[str, float]]:
     """({argument: bytes of an element} that the machine code reads, the same for writes).
 
-    The key "NAME, rest" counts the code for the elements behind the last whole block of a row.
+    The key "NAME, rest" counts the code for the elements behind the last whole block of a row. If
+    it is a loop, its steps are smaller.
     """
-    threads = 32 * launch.binary.metadata.num_warps
     accesses = read_accesses(launch.binary.asm["ptx"])
-    with_loop = {access.parameter for access in accesses if access.step is not None}
+    steps = _largest_steps(accesses)
     elements = launch.tensors[traffic.over].numel
     loads: dict[str, float] = defaultdict(float)
     stores: dict[str, float] = defaultdict(float)
@@ -163,14 +166,24 @@ def count_bytes(
         name = launch.parameters[access.parameter]
         if name in traffic.small:
             continue
-        amount = access.num_bytes * threads * access.trips
+        amount = access.num_bytes * access.trips * 32 * launch.binary.metadata.num_warps
         sums = stores if access.is_store else loads
+        largest = steps.get(access.parameter)
         if access.step is not None:
-            sums[name] += amount / access.step
+            sums[name if access.step == largest else name + _REST] += amount / access.step
         elif _is_for_elements(access, launch.tensors[name].numel, elements):
-            key = name + _REST if access.parameter in with_loop else name
-            sums[key] += amount / launch.constants["BLOCK"] ** traffic.block_dims
+            block = launch.constants["BLOCK"] ** traffic.block_dims
+            sums[name + _REST if largest else name] += amount / block
     return dict(loads), dict(stores)
+
+
+def _largest_steps(accesses: Sequence[Access]) -> dict[int, int]:
+    """The largest step of the loops over each parameter that has one."""
+    steps: dict[int, int] = {}
+    for access in accesses:
+        if access.step is not None:
+            steps[access.parameter] = max(access.step, steps.get(access.parameter, 0))
+    return steps
 
 
 def _is_for_elements(access: Access, numel: int, elements: int) -> bool:

@@ -27,7 +27,7 @@ MOST_REGISTERS = {
     "espo_sequence_kernel": {90: 128, 100: 128},
     "espo_reduction_kernel": {90: 40, 100: 40},
     "scale_gradient_kernel": {90: 32, 100: 32},
-    "quantize_fp8_blockwise_kernel": {90: 64, 100: 80},
+    "quantize_fp8_blockwise_kernel": {90: 168, 100: 240},
 }
 KERNELS = ROOT / "kernels" / "espo_kernels"
 
@@ -63,7 +63,7 @@ def test_kernels_for_hopper_spill_nothing_and_move_the_bytes_of_the_formula() ->
         case = by_part[part]
         assert case.formula_bytes <= case.num_bytes <= 1.0001 * case.formula_bytes
     assert [by_part[part].launches for part in ("forward", "forward + backward")] == [1, 2]
-    assert by_part["loss + gradient"].num_bytes == pytest.approx(34 * 1_371_552, rel=1e-3)
+    assert by_part["loss + gradient"].num_bytes == pytest.approx(30 * 1_371_552, rel=1e-3)
     # Counts and sums of all parts are four passes over 2 MB, at most.
     assert by_part["grouping"].num_bytes == pytest.approx(21 * 1_371_552, abs=1.2e7)
     assert by_part["grouping"].launches == 6
@@ -158,12 +158,12 @@ def test_a_pass_too_many_over_the_entropies_is_named(
     from espo_kernels import espo_groups
     from espo_kernels.espo_groups import triton_kernel
 
-    loop = "    for at in range(begin, keep_end, BLOCK):\n        _token"
+    loop = "    for at in range(begin, end, BLOCK):\n        _token"
     module = changed_module(
         tmp_path,
         KERNELS / "espo_groups" / "triton_kernel.py",
         loop,
-        "    for at in range(begin, keep_end, BLOCK):\n"
+        "    for at in range(begin, end, BLOCK):\n"
         "        token = at + tl.arange(0, BLOCK)\n"
         "        histogram += tl.sum(tl.load(entropies + token).to(tl.int32), axis=0)\n"
         f"{loop}",
@@ -182,18 +182,22 @@ def test_a_pass_too_many_over_the_entropies_is_named(
 def test_tensors_of_another_gpu_than_the_current_one_are_served_there() -> None:
     from bench.compiled import objective_cases, quantize_cases
     from bench.gpu_stand_in import TritonLaunch, gpu_stand_in
-    from bench.logprob_cases import logprob_cases
+
+    from espo_kernels import token_logprob_entropy
 
     device = torch.device("cuda", 0)
     with gpu_stand_in(90, tensor_device=1) as launches:
         for case in (
-            *logprob_cases(device, 64, 8192, [torch.float32], with_peers=False),
             *objective_cases(device, 4, 512),
             *quantize_cases(device, 2, with_peers=False),
         ):
             case.implementations[0].run()
+        targets = torch.empty(64, dtype=torch.long, device=device)
+        token_logprob_entropy(torch.empty(64, 8192, device=device), targets)
     places = {one.kernel: one.device for one in launches if isinstance(one, TritonLaunch)}
-    assert places == dict.fromkeys(MOST_REGISTERS, 1)
+    # Autograd saves logits as plain tensors, which are on no GPU here.
+    names = MOST_REGISTERS.keys() - {"logits_gradient_kernel"}
+    assert places == dict.fromkeys(names, 1)
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,10 @@ for dtype in ("*bf16", "*fp16", "*fp32"):
         stacks[f"backward {dtype} {entropy}"] = stack_bytes(
             logprob.logits_gradient_kernel, 8, dict(ENTROPY_GRAD=entropy, BLOCK=4096),
             logits=dtype, out=dtype)
-for bounds in ((), (1, 5), (1, 5, 1, 2, 3, 5)):
+for bounds, padded in ((), 1), ((1, 5), 2), ((1, 5, 1, 2, 3, 5), 4):
     of_groups = dict(BOUNDS=bounds, NUM_BOUNDS=len(bounds) // 2, MASK=True, BLOCK=2048)
     stacks[f"groups {bounds}"] = stack_bytes(
-        grouping.espo_groups_kernel, 8, dict(PADDED=4, **of_groups))
+        grouping.espo_groups_kernel, 8, dict(PADDED=padded, **of_groups))
     if bounds:
         stacks[f"digits {bounds}"] = stack_bytes(grouping.espo_digits_kernel, 8, of_groups)
 stacks["widths"] = stack_bytes(

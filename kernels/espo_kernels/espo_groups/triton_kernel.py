@@ -8,6 +8,8 @@ atomically, so that every run gives the same bits.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -22,6 +24,9 @@ _BLOCK = 2048
 # Enough programs for every multiprocessor of a GPU, several on each.
 _PROGRAMS = 1024
 _MOST_PARTS = 128
+# Without a kernel for each batch size, and for each alignment of what callers may have sliced.
+_SIZES = ["tokens", "num_sequences", "level", "num_parts"]
+_INPUTS = ["entropies", "cu_seqlens", "mask"]
 DIGITS = tl.constexpr(256)
 PARTS_PER_LOAD = tl.constexpr(16)
 
@@ -94,6 +99,15 @@ def _row(level, bound, num_sequences, NUM_BOUNDS: tl.constexpr):
 
 
 @triton.jit
+def _digit(histogram, n, rank):
+    """(byte of the key with a rank, its rank among the keys with that byte). n: all keys."""
+    at_least = n - tl.cumsum(histogram, axis=0) + histogram
+    digit = tl.sum((at_least >= rank).to(tl.int32), axis=0) - 1
+    is_above = tl.arange(0, DIGITS) > digit
+    return digit, rank - tl.sum(tl.where(is_above, histogram, 0), axis=0)
+
+
+@triton.jit
 def _edge(
     histograms,
     edges,
@@ -111,22 +125,32 @@ def _edge(
     row = _row(level - 1, bound, num_sequences, NUM_BOUNDS)
     histogram, before = _sum_parts(histograms, row)
     n = tl.sum(histogram, axis=0)
-    is_first = level == 1
     prefix = tl.load(edges + 2 * row, mask=level > 1, other=0).to(tl.uint32, bitcast=True)
     rank = tl.load(edges + 2 * row + 1, mask=level > 1, other=0)
-    rank = tl.where(is_first, _rank(n, bound, BOUNDS, NUM_BOUNDS), rank)
-    at_least = n - tl.cumsum(histogram, axis=0) + histogram
-    digit = tl.sum((at_least >= rank).to(tl.int32), axis=0) - 1
-    digits = tl.arange(0, DIGITS)
-    rank -= tl.sum(tl.where(digits > digit, histogram, 0), axis=0)
+    rank = tl.where(level == 1, _rank(n, bound, BOUNDS, NUM_BOUNDS), rank)
+    digit, rank = _digit(histogram, n, rank)
     prefix = prefix | (digit.to(tl.uint32) << (32 - 8 * level).to(tl.uint32))
-    return prefix, rank, tl.sum(tl.where(digits == digit, before, 0), axis=0)
+    return prefix, rank, tl.sum(tl.where(tl.arange(0, DIGITS) == digit, before, 0), axis=0)
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "num_sequences", "level"],
-    do_not_specialize_on_alignment=["entropies", "cu_seqlens", "mask"],
-)
+@triton.jit
+def _count_digits(
+    entropies, mask, begin, end, prefix, level, MASK: tl.constexpr, BLOCK: tl.constexpr
+):
+    """[DIGITS] counts of the keys' byte at a level, over the keys with the prefix before it."""
+    shift = (24 - 8 * level).to(tl.uint32)
+    histogram = tl.zeros([DIGITS], dtype=tl.int32)
+    for at in range(begin, end, BLOCK):
+        _token, keep, e = _load_tokens(entropies, mask, at, end, MASK, BLOCK)
+        # The highest byte has no bytes before it, and a shift by 32 bits is undefined.
+        above = _descending_key(e) >> shift
+        has_prefix = (above >> 8) == ((prefix >> shift) >> 8)
+        digits = (above & 0xFF).to(tl.int32)
+        histogram += tl.histogram(digits, DIGITS, mask=keep & has_prefix)
+    return histogram
+
+
+@triton.jit(do_not_specialize=_SIZES[:3], do_not_specialize_on_alignment=_INPUTS)
 def espo_digits_kernel(
     entropies,
     cu_seqlens,
@@ -160,15 +184,7 @@ def espo_digits_kernel(
         if part == 0:
             tl.store(edges + 2 * row, prefix.to(tl.int32, bitcast=True))
             tl.store(edges + 2 * row + 1, rank)
-    shift = (24 - 8 * level).to(tl.uint32)
-    histogram = tl.zeros([DIGITS], dtype=tl.int32)
-    for at in range(begin, keep_end, BLOCK):
-        _token, keep, e = _load_tokens(entropies, mask, at, keep_end, MASK, BLOCK)
-        # The highest byte has no bytes before it, and a shift by 32 bits is undefined.
-        above = _descending_key(e) >> shift
-        has_prefix = (above >> 8) == ((prefix >> shift) >> 8)
-        digits = (above & 0xFF).to(tl.int32)
-        histogram += tl.histogram(digits, DIGITS, mask=keep & has_prefix)
+    histogram = _count_digits(entropies, mask, begin, keep_end, prefix, level, MASK, BLOCK)
     counts = histograms + (row * tl.num_programs(1) + part) * DIGITS
     tl.store(counts + tl.arange(0, DIGITS), histogram)
 
@@ -231,10 +247,17 @@ def _add_members(sums, members, e, tau, keep, NUM_BOUNDS: tl.constexpr, PADDED: 
     return sums, members
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "num_sequences"],
-    do_not_specialize_on_alignment=["entropies", "cu_seqlens", "mask"],
-)
+@triton.jit
+def _store_part(sums, members, total, count, NUM_BOUNDS: tl.constexpr, PADDED: tl.constexpr):
+    """Write this program's row of sums[B, parts, K] and members[B, parts, K]."""
+    part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+    group = tl.arange(0, PADDED)
+    at = part * (NUM_BOUNDS + 1) + group
+    tl.store(sums + at, total, mask=group <= NUM_BOUNDS)
+    tl.store(members + at, count, mask=group <= NUM_BOUNDS)
+
+
+@triton.jit(do_not_specialize=_SIZES[:2], do_not_specialize_on_alignment=_INPUTS)
 def espo_groups_kernel(
     entropies,
     cu_seqlens,
@@ -270,11 +293,7 @@ def espo_groups_kernel(
         )
         total, count = _add_members(total, count, e, tau, keep, NUM_BOUNDS, PADDED)
         tl.store(group_id + token, tl.where(keep, tau, 255).to(tl.uint8), mask=token < end)
-    part = tl.program_id(0).to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
-    group = tl.arange(0, PADDED)
-    at_part = part * (NUM_BOUNDS + 1) + group
-    tl.store(sums + at_part, total, mask=group <= NUM_BOUNDS)
-    tl.store(members + at_part, count, mask=group <= NUM_BOUNDS)
+    _store_part(sums, members, total, count, NUM_BOUNDS, PADDED)
 
 
 @triton.jit
@@ -292,10 +311,22 @@ def _clip_width(total, count, scale, min_clip, fixed_clip, FIXED: tl.constexpr):
     return tl.where(count > 0, width, 0.0)
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "num_sequences", "num_parts"],
-    do_not_specialize_on_alignment=["cu_seqlens"],
-)
+@triton.jit
+def _sum_members(sums, members, num_parts, NUM_BOUNDS: tl.constexpr, PADDED: tl.constexpr):
+    """([PADDED] sums of entropies, [PADDED] counts) of this program's sequence."""
+    total = tl.zeros([PADDED], dtype=tl.float64)
+    count = tl.zeros([PADDED], dtype=tl.int32)
+    group = tl.arange(0, PADDED)[None, :]
+    for begin in range(0, num_parts, PARTS_PER_LOAD):
+        part = begin + tl.arange(0, PARTS_PER_LOAD)[:, None]
+        at = (tl.program_id(0).to(tl.int64) * num_parts + part) * (NUM_BOUNDS + 1) + group
+        inside = (part < num_parts) & (group <= NUM_BOUNDS)
+        total += tl.sum(tl.load(sums + at, mask=inside, other=0.0), axis=0)
+        count += tl.sum(tl.load(members + at, mask=inside, other=0), axis=0)
+    return total, count
+
+
+@triton.jit(do_not_specialize=_SIZES, do_not_specialize_on_alignment=_INPUTS[1:2])
 def espo_widths_kernel(
     cu_seqlens,
     sums,
@@ -313,22 +344,13 @@ def espo_widths_kernel(
     FIXED: tl.constexpr,
 ):
     """Program of a sequence: its row of clip[B, K] and count[B, K], from the sums of its parts."""
-    sequence = tl.program_id(0).to(tl.int64)
-    group = tl.arange(0, PADDED)
-    inside = group <= NUM_BOUNDS
-    total = tl.zeros([PADDED], dtype=tl.float64)
-    tokens_of_group = tl.zeros([PADDED], dtype=tl.int32)
-    for begin in range(0, num_parts, PARTS_PER_LOAD):
-        part = begin + tl.arange(0, PARTS_PER_LOAD)[:, None]
-        at = (sequence * num_parts + part) * (NUM_BOUNDS + 1) + group[None, :]
-        is_sum = (part < num_parts) & inside[None, :]
-        total += tl.sum(tl.load(sums + at, mask=is_sum, other=0.0), axis=0)
-        tokens_of_group += tl.sum(tl.load(members + at, mask=is_sum, other=0), axis=0)
-    width = _clip_width(total, tokens_of_group, scale, min_clip, fixed_clip, FIXED)
+    total, members_of_group = _sum_members(sums, members, num_parts, NUM_BOUNDS, PADDED)
+    width = _clip_width(total, members_of_group, scale, min_clip, fixed_clip, FIXED)
     width = tl.where(rises(cu_seqlens, num_sequences, tokens), width, float("nan"))
-    row = sequence * (NUM_BOUNDS + 1) + group
-    tl.store(clip + row, width, mask=inside)
-    tl.store(count + row, tokens_of_group, mask=inside)
+    group = tl.arange(0, PADDED)
+    row = tl.program_id(0).to(tl.int64) * (NUM_BOUNDS + 1) + group
+    tl.store(clip + row, width, mask=group <= NUM_BOUNDS)
+    tl.store(count + row, members_of_group, mask=group <= NUM_BOUNDS)
 
 
 def groups_triton(
@@ -381,20 +403,46 @@ def _assign(
     """
     tokens = group_id.numel()
     num_sequences = inputs[1].numel() - 1
-    num_bounds = settings.num_groups - 1
+    K = settings.num_groups
     parts = _num_parts(tokens, num_sequences)
-    integers = {"dtype": torch.int32, "device": group_id.device}
-    histograms = torch.empty(2, num_bounds, num_sequences, parts, DIGITS.value, **integers)
-    edges = torch.empty(2, num_bounds, num_sequences, 2, **integers)
-    members = torch.empty(num_sequences, parts, settings.num_groups, **integers)
-    sums = torch.empty_like(members, dtype=torch.float64)
     options = {
         "BOUNDS": tuple(number for bound in settings.bounds for number in bound),
-        "NUM_BOUNDS": num_bounds,
+        "NUM_BOUNDS": K - 1,
         "MASK": has_mask,
         "BLOCK": _BLOCK,
         "num_warps": 8,
     }
+    edges = _find_edges(inputs, parts, options)
+    shape = (num_sequences, parts, K)
+    sums = torch.empty(shape, dtype=torch.float64, device=group_id.device)
+    members = torch.empty(shape, dtype=torch.int32, device=group_id.device)
+    launch(
+        espo_groups_kernel,
+        (num_sequences, parts),
+        *inputs,
+        *edges,
+        group_id,
+        sums,
+        members,
+        tokens,
+        num_sequences,
+        PADDED=triton.next_power_of_2(K),
+        **options,
+    )
+    return sums, members
+
+
+def _find_edges(
+    inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], parts: int, options: dict[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Launch the levels of the search. Returns histograms and edges: those of its last levels."""
+    tokens = inputs[0].numel()
+    num_sequences = inputs[1].numel() - 1
+    num_bounds = options["NUM_BOUNDS"]
+    device = inputs[0].device
+    shape = (2, num_bounds, num_sequences, parts, DIGITS.value)
+    histograms = torch.empty(shape, dtype=torch.int32, device=device)
+    edges = torch.empty(2, num_bounds, num_sequences, 2, dtype=torch.int32, device=device)
     for level in range(_LEVELS if num_bounds else 0):
         launch(
             espo_digits_kernel,
@@ -407,21 +455,7 @@ def _assign(
             level,
             **options,
         )
-    launch(
-        espo_groups_kernel,
-        (num_sequences, parts),
-        *inputs,
-        histograms,
-        edges,
-        group_id,
-        sums,
-        members,
-        tokens,
-        num_sequences,
-        PADDED=triton.next_power_of_2(settings.num_groups),
-        **options,
-    )
-    return sums, members
+    return histograms, edges
 
 
 def _num_parts(tokens: int, num_sequences: int) -> int:

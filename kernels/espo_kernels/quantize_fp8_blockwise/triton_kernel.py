@@ -78,7 +78,7 @@ def _to_fp8(y, EMULATE: tl.constexpr):
     return _e4m3_bits(y) if EMULATE else y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
-@triton.jit(do_not_specialize=["M"])
+@triton.jit
 def quantize_fp8_blockwise_kernel(
     weight,
     fp8,

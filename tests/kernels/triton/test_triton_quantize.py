@@ -47,7 +47,8 @@ def test_same_scales_and_codes_for_many_maxima(dtype: torch.dtype, power_of_two:
     count = 100 * 1024
     maxima = (torch.randn(count).abs() * 10.0 ** torch.empty(count).uniform_(-4, 2)).to(dtype)
     values = (maxima * torch.empty(count).uniform_(-1, 1)).to(dtype)
-    maxima, values = maxima.to(DEVICE), values.to(DEVICE)
+    maxima = maxima.to(DEVICE)
+    values = values.to(DEVICE)
     scales = torch.empty(count, device=DEVICE)
     codes = torch.empty(count, dtype=torch.uint8, device=DEVICE)
     scale_and_code_kernel[(count // 1024,)](
