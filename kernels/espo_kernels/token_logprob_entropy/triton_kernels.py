@@ -8,6 +8,8 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-126.0)
+# A program reads one number of each, at any alignment.
+_BY_TOKEN = ["targets", "maximum", "log_sum", "entropy", "grad_logprob", "grad_entropy"]
 
 
 @triton.jit
@@ -91,10 +93,7 @@ def _store_column(out, tokens, first, second, third, fourth):
     tl.store(out + 3 * tokens, fourth)
 
 
-@triton.jit(
-    do_not_specialize=["tokens", "first", "valid"],
-    do_not_specialize_on_alignment=["targets", "out"],
-)
+@triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["targets", "out"])
 def logprob_entropy_kernel(
     logits,
     targets,
@@ -139,17 +138,7 @@ def _entropy_pull(log2_p, entropy, grad_entropy):
     return tl.load(grad_entropy) * (tl.maximum(log2_p, LOWEST) * LN_2 + tl.load(entropy))
 
 
-@triton.jit(
-    do_not_specialize=["first", "valid"],
-    do_not_specialize_on_alignment=[
-        "targets",
-        "maximum",
-        "log_sum",
-        "entropy",
-        "grad_logprob",
-        "grad_entropy",
-    ],
-)
+@triton.jit(do_not_specialize_on_alignment=_BY_TOKEN)
 def logits_gradient_kernel(
     logits,
     targets,
