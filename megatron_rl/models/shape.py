@@ -72,7 +72,7 @@ class ModelShape:
     architecture: model family, as config.json names it.
     head_dim: width of a head's queries and keys.
     initializer_range: standard deviation of random weights.
-    eos_token_ids: tokens that end a response.
+    eos_token_ids: tokens that config.json names as ends of a response. `Tokenizer.eos_ids` has all.
     latent: None for ordinary attention.
     moe_layers: 0-based layers with experts, empty for a model without experts.
     num_experts, topk: routed experts of a layer and of a token, 0 without experts.

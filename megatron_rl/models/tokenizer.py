@@ -31,7 +31,8 @@ class UnknownText(ValueError):
 class Tokenizer:
     """A `tokenizer.json` with its end-of-sequence ids.
 
-    eos_ids: ids that end a response, ascending. Empty if the files name none, which
+    eos_ids: ids that end a response, each once. The first one ends a text that holds no end: it is
+    the tokenizer's `eos_token` if the files name one. Empty if they name none, which
     `check_matches_model` refuses.
     """
 
@@ -39,13 +40,14 @@ class Tokenizer:
         self._backend = backend
         self._vocabulary = frozenset(backend.get_vocab(with_added_tokens=True).values())
         self._unknown_id = _unknown_id(backend)
-        self.eos_ids = tuple(sorted(set(eos_ids)))
+        self.eos_ids = tuple(dict.fromkeys(eos_ids))
 
     @classmethod
     def from_directory(cls, path: str | Path) -> Tokenizer:
         """Load a directory in Hugging Face format.
 
-        Raises `TokenizerError` if its files are missing or broken.
+        Raises `TokenizerError` if its files are missing or broken, or name the ends of different
+        models.
         """
         directory = Path(path)
         file = directory / "tokenizer.json"
@@ -134,14 +136,11 @@ class Tokenizer:
         return unknown
 
 
-def check_matches_model(
-    tokenizer: Tokenizer, *, vocab_size: int, eos_ids: Iterable[int] = ()
-) -> None:
+def check_matches_model(tokenizer: Tokenizer, *, vocab_size: int) -> None:
     """Raise `TokenizerError` unless the tokenizer fits a model.
 
     vocab_size: rows of the model's embedding. It may exceed the tokenizer's ids, because models
     pad the embedding.
-    eos_ids: end-of-sequence ids in the model's config.json, empty if there are none.
     """
     if tokenizer.vocab_size > vocab_size:
         raise TokenizerError(
@@ -152,12 +151,6 @@ def check_matches_model(
         raise TokenizerError(
             "the tokenizer has no end-of-sequence token, so no response would end. Name one as "
             "eos_token in tokenizer_config.json or as eos_token_id in generation_config.json"
-        )
-    model_eos_ids = set(eos_ids)
-    if model_eos_ids and model_eos_ids.isdisjoint(tokenizer.eos_ids):
-        raise TokenizerError(
-            f"config.json ends sequences with {sorted(model_eos_ids)}, the tokenizer with "
-            f"{list(tokenizer.eos_ids)}. {_OTHER_MODEL}"
         )
 
 
@@ -175,29 +168,40 @@ class _AddedToken(msgspec.Struct):
 
 class _EosSettings(msgspec.Struct):
     eos_token: str | _AddedToken | None = None  # tokenizer_config.json
-    eos_token_id: int | list[int] | None = None  # generation_config.json
+    eos_token_id: int | list[int] | None = None  # generation_config.json and config.json
 
 
-def _eos_ids(directory: Path, backend: tokenizers.Tokenizer) -> set[int]:
-    """Read the end-of-sequence ids.
+def _eos_ids(directory: Path, backend: tokenizers.Tokenizer) -> list[int]:
+    """Read the end-of-sequence ids: engines stop at each of them.
 
-    tokenizer_config.json names one token, and generation_config.json one or several ids.
+    tokenizer_config.json names one token. generation_config.json and config.json name one or
+    several ids. Raises `TokenizerError` if config.json has none of the others.
     """
-    eos_ids: set[int] = set()
-    for file in (directory / "tokenizer_config.json", directory / "generation_config.json"):
-        settings = _read_eos_settings(file)
-        ids = settings.eos_token_id
-        eos_ids.update([ids] if isinstance(ids, int) else ids or ())
-        token = settings.eos_token
-        if token is not None:
-            text = token.content if isinstance(token, _AddedToken) else token
-            token_id = backend.token_to_id(text)
-            if token_id is None:
-                raise TokenizerError(
-                    f"{file}: eos_token={text!r} is not in the vocabulary; {_REMEDY}"
-                )
-            eos_ids.add(token_id)
-    return eos_ids
+    own_ids = [
+        *_read_eos_ids(directory / "tokenizer_config.json", backend),
+        *_read_eos_ids(directory / "generation_config.json", backend),
+    ]
+    model_ids = _read_eos_ids(directory / "config.json", backend)
+    if own_ids and model_ids and set(own_ids).isdisjoint(model_ids):
+        raise TokenizerError(
+            f"config.json ends sequences with {model_ids}, the tokenizer with {own_ids}. "
+            f"{_OTHER_MODEL}"
+        )
+    return own_ids + model_ids
+
+
+def _read_eos_ids(file: Path, backend: tokenizers.Tokenizer) -> list[int]:
+    settings = _read_eos_settings(file)
+    ids = settings.eos_token_id
+    eos_ids = [ids] if isinstance(ids, int) else list(ids or ())
+    if settings.eos_token is None:
+        return eos_ids
+    token = settings.eos_token
+    text = token.content if isinstance(token, _AddedToken) else token
+    token_id = backend.token_to_id(text)
+    if token_id is None:
+        raise TokenizerError(f"{file}: eos_token={text!r} is not in the vocabulary; {_REMEDY}")
+    return [token_id, *eos_ids]
 
 
 def _read_eos_settings(file: Path) -> _EosSettings:

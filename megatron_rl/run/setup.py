@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from megatron_rl.config.schema import Configuration
 from megatron_rl.mcore.job import Job
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.run.checkpoints.resume import ResumePoint
@@ -35,3 +36,8 @@ class RunSetup:
         """The data of the run. Rank 0 only."""
         assert self.data is not None
         return self.data
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids that end a response: those of the tokenizer, the generation and the model config."""
+        return Tokenizer.from_directory(self.configuration.model.path).eos_ids

@@ -1,9 +1,19 @@
 """Demonstrations: weight version and token budget."""
 
+import shutil
+from pathlib import Path
+
 import pytest
 
 from megatron_rl.environments.rollout_builder import RolloutRejected
-from tests.support.scripted_model import ScriptedModel, open_episode
+from megatron_rl.models.tokenizer import Tokenizer
+from tests.support.scripted_model import (
+    CHECKPOINT,
+    EOS,
+    TOKENIZER,
+    ScriptedModel,
+    open_episode,
+)
 
 
 def test_demonstration_has_the_version_of_the_start_checkpoint() -> None:
@@ -18,3 +28,14 @@ def test_demonstration_may_fill_the_budget() -> None:
     assert len(exact.rollout().segments[1].tokens) == 4
     with pytest.raises(RolloutRejected, match="4 tokens, room for 3"):
         open_episode(ScriptedModel([]), budget=3, routes=None).demonstrate("046")
+
+
+def test_demonstrations_end_with_the_tokenizers_own_end(tmp_path: Path) -> None:
+    """Qwen3's `eos_token` is <|im_end|>, which has a larger id than its other end."""
+    directory = shutil.copytree(CHECKPOINT, tmp_path / "model")
+    (directory / "generation_config.json").write_text('{"eos_token_id": [1, 0]}')
+    episode = open_episode(
+        ScriptedModel([]), routes=None, tokenizer=Tokenizer.from_directory(directory)
+    )
+    episode.demonstrate("046")
+    assert episode.rollout().segments[1].tokens.tolist() == [*TOKENIZER.encode("046"), EOS]

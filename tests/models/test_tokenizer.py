@@ -112,14 +112,34 @@ def test_byte_level_tokenizers_encode_any_text(tmp_path: Path) -> None:
     assert tokenizer.decode(ids) == f"1{REPLACEMENT}2"
 
 
-def test_end_of_sequence_ids_come_from_both_files(tmp_path: Path) -> None:
-    write_byte_level_tokenizer(tmp_path, eos="A")
-    (tmp_path / "generation_config.json").write_text('{"eos_token_id": [7, 9]}')
-    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    eos_ids = {backend.token_to_id("A"), 7, 9}
-    assert Tokenizer.from_directory(tmp_path).eos_ids == tuple(sorted(eos_ids))
-    (tmp_path / "tokenizer_config.json").write_text('{"eos_token": {"content": "A"}}')
-    assert backend.token_to_id("A") in Tokenizer.from_directory(tmp_path).eos_ids
+@pytest.mark.parametrize(
+    ("eos_token", "generation", "config", "eos_ids"),
+    [
+        ("<eos>", None, None, (1,)),
+        ({"content": "<eos>"}, [1, 0], None, (1, 0)),  # Qwen3: <|im_end|> has the larger id
+        ("<eos>", [0, 1], [1], (1, 0)),
+        ("<eos>", [0], None, (1, 0)),
+        ("<eos>", None, [1, 0], (1, 0)),
+        ("<eos>", 1, [5, 1, 7], (1, 5, 7)),
+        ("<eos>", [9, 1], [5, 9], (1, 9, 5)),
+        (None, [7, 0], None, (7, 0)),
+        (None, 7, [7], (7,)),
+        (None, None, 5, (5,)),
+        (None, None, None, ()),
+    ],
+)
+def test_all_files_name_ends_and_the_first_one_is_that_of_the_tokenizer(
+    tmp_path: Path, eos_token: object, generation: object, config: object, eos_ids: tuple[int, ...]
+) -> None:
+    write_character_tokenizer(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos_token}))
+    for name, ids in (("generation_config", generation), ("config", config)):
+        if ids is not None:
+            (tmp_path / f"{name}.json").write_text(json.dumps({"eos_token_id": ids}))
+    tokenizer = Tokenizer.from_directory(tmp_path)
+    assert tokenizer.eos_ids == eos_ids
+    for end in eos_ids:  # none of them stays in the text
+        assert tokenizer.decode([*tokenizer.encode("ab"), end]) == "ab"
 
 
 @pytest.mark.parametrize(
@@ -162,21 +182,26 @@ def test_invalid_files_are_named(
 
 
 def test_matching_tokenizer_is_accepted(tokenizer: Tokenizer) -> None:
-    check_matches_model(tokenizer, vocab_size=48, eos_ids=[1])
+    check_matches_model(tokenizer, vocab_size=48)
     check_matches_model(tokenizer, vocab_size=64)
 
 
 def test_tokenizer_of_another_model_is_refused(tokenizer: Tokenizer, tmp_path: Path) -> None:
     with pytest.raises(TokenizerError, match=r"ids up to 47, the model's vocabulary ends at 39"):
         check_matches_model(tokenizer, vocab_size=40)
-    with pytest.raises(
-        TokenizerError, match=r"ends sequences with \[2\], the tokenizer with \[1\]"
-    ):
-        check_matches_model(tokenizer, vocab_size=48, eos_ids=[2])
     with pytest.raises(TokenizerError, match="no end-of-sequence token"):
         check_matches_model(
             Tokenizer.from_directory(write_byte_level_tokenizer(tmp_path)), vocab_size=256
         )
+
+
+def test_ends_of_different_models_are_refused(tmp_path: Path) -> None:
+    write_character_tokenizer(tmp_path)
+    (tmp_path / "config.json").write_text('{"eos_token_id": [2, 5]}')
+    with pytest.raises(
+        TokenizerError, match=r"ends sequences with \[2, 5\], the tokenizer with \[1\]"
+    ):
+        Tokenizer.from_directory(tmp_path)
 
 
 def test_characters_must_be_distinct(tmp_path: Path) -> None:

@@ -97,6 +97,7 @@ def open_episode(
     train_truncated: bool = True,
     prompt: Prompt = PROMPT,
     chat_turns: ChatTurns | None = None,
+    tokenizer: Tokenizer = TOKENIZER,
 ) -> Episode:
     rules = EpisodeRules(
         sampling=Sampling(max_new_tokens=budget, temperature=1.0),
@@ -104,5 +105,5 @@ def open_episode(
         train_truncated=train_truncated,
     )
     return Episode(
-        prompt, model.generate, TOKENIZER, rules, rollout_id="g/0", chat_turns=chat_turns
+        prompt, model.generate, tokenizer, rules, rollout_id="g/0", chat_turns=chat_turns
     )

@@ -54,6 +54,6 @@ def _check_weights(directory: Path) -> Iterator[Defect]:
 def _check_tokenizer(directory: Path, shape: ModelShape) -> Iterator[Defect]:
     try:
         tokenizer = Tokenizer.from_directory(directory)
-        check_matches_model(tokenizer, vocab_size=shape.vocab_size, eos_ids=shape.eos_token_ids)
+        check_matches_model(tokenizer, vocab_size=shape.vocab_size)
     except TokenizerError as error:
         yield Defect(str(error))

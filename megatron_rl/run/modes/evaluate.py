@@ -100,7 +100,7 @@ def open_evaluation(
         prompts,
         c.eval.of_set(name) if name in c.eval.sets else c.eval,
         c.rollout,
-        setup.shape.eos_token_ids,
+        setup.stop_token_ids,
         parts.idle,
     )
 

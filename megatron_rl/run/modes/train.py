@@ -120,7 +120,7 @@ class TrainingMode:
         """Make the parts of a step with the settings of the run, or of one phase."""
         assert parts.connections is not None
         queue = parts.connections.queue
-        stop_token_ids = self.setup.shape.eos_token_ids
+        stop_token_ids = self.setup.stop_token_ids
         prompts = self.setup.run_data.training_prompts
         prompts.set_pass_rate_range(c.data.pass_rate_range)
         evaluation = Evaluation(
