@@ -4,59 +4,30 @@ from __future__ import annotations
 
 import re
 
-# A number. A minus sign (an ASCII hyphen or U+2212) belongs to it only where it cannot be a
-# subtraction, and commas only where they separate thousands. Exponents do not: in `e17` the number
-# is 17. A dot before the digits is a decimal point where it cannot end a sentence or a section's
-# number.
-_NUMBER = re.compile(
-    r"(?:(?<![0-9A-Za-z)\]}])[-\u2212])?"
-    r"(?:(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<![0-9A-Za-z.)\]}])\.[0-9]+)"
-)
-# Text after which digits are part of a longer number: an exponent, a fraction, a separator, or a
-# minus sign that `_NUMBER` takes for a subtraction, or another dash. Numbers do not continue across
-# lines.
-_CONTINUATION = re.compile(
-    r"(?:[0-9]\.?[eE][+-]?|[0-9][.,:^'’_]|[0-9)\]}][^\S\n]*[/⁄][^\S\n]*|\}\{|[-−–][^\S\n]*)\Z"
-)
-_THOUSANDS = re.compile(r"(?<![0-9])[0-9]{1,3}[^\S\n]\Z")
-_CONTEXT_LENGTH = 16  # number of characters before a number that are checked
+from megatron_rl.rewards.numbers import NUMBER, SEPARATOR, is_only_number, is_whole, last_match
+
 _BOX = "\\boxed{"
 
 
 def last_number(text: str) -> str | None:
-    """Return the last number in a text as written, or None."""
-    match = _last_match(text)
-    return match.group() if match else None
+    """Return the last number in a text as written, or None if it is a part of something longer.
+
+    Examples of parts: `5` of `1e5`, `2` of `1/2` or `x^2`, `000` of `1 000`, `4` of `(3, 4)`.
+    """
+    match = last_match(text)
+    return match.group() if match is not None and is_whole(match) else None
 
 
 def partial_number(text: str) -> str | None:
-    """Return the last number if it is only part of a longer one, or None.
-
-    Examples: `5` of `1e5`, `2` of `1/2` and `000` of `1 000`. Such a reference answer is ambiguous
-    and must be refused. Such a response has no answer.
-    """
-    match = _last_match(text)
-    if match is None:
-        return None
-    before = text[max(0, match.start() - _CONTEXT_LENGTH) : match.start()]
-    previous_character = before[-1:]
-    next_character = text[match.end() : match.end() + 1]
-    starts_with_group = re.match(r"[0-9]{3}(?![0-9])", match.group()) is not None
-    follows_thousands = starts_with_group and _THOUSANDS.search(before) is not None
-    # Superscripts, vulgar fractions and digits of other scripts are numeric characters that
-    # `_NUMBER` does not read.
-    touches_numeric = next_character.isnumeric() or (
-        previous_character.isnumeric() and not previous_character.isascii()
-    )
-    continues = _CONTINUATION.search(before) is not None
-    return match.group() if follows_thousands or touches_numeric or continues else None
+    """Return the last number if it is only a part of something longer, or None."""
+    match = last_match(text)
+    return None if match is None or is_whole(match) else match.group()
 
 
-def _last_match(text: str) -> re.Match[str] | None:
-    last = None
-    for match in _NUMBER.finditer(text):
-        last = match
-    return last
+def has_several_numbers(text: str) -> bool:
+    """Return True if a text has other numbers beside the last one in the same statement."""
+    match = last_match(text)
+    return match is not None and not is_only_number(match)
 
 
 def last_line(text: str) -> str | None:
@@ -82,13 +53,14 @@ def last_boxed(text: str) -> str | None:
 def canonical(answer: str) -> str:
     """Return an answer in a form to compare: a number by value, other text without white space.
 
-    `0,170,151.0`, `170151` and `+170151` are one number, and `-0` is `0`. Values remain digit
-    strings, because a conversion would round, and takes quadratic time for huge numbers.
+    `0,170,151.0`, `170151`, `+170151` and LaTeX's `170{,}151` are one number, and `-0` is `0`.
+    Values remain digit strings, because a conversion would round, and takes quadratic time for
+    huge numbers.
     """
     text = "".join(answer.split()).removeprefix("$").removesuffix("$")
-    if _NUMBER.fullmatch(text.removeprefix("+")) is None:
+    if NUMBER.fullmatch(text.removeprefix("+")) is None:
         return text
-    number = text.removeprefix("+").replace(",", "").replace("\u2212", "-")
+    number = SEPARATOR.sub("", text.removeprefix("+")).replace("\u2212", "-")
     negative = number.startswith("-")
     digits, _, decimals = number.removeprefix("-").partition(".")
     whole = digits.lstrip("0") or "0"

@@ -9,6 +9,7 @@ from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards.answers import (
     canonical,
+    has_several_numbers,
     last_boxed,
     last_line,
     last_number,
@@ -33,42 +34,49 @@ class ExactMatch:
         self._extract = _EXTRACTORS[answer]
 
     def check_answer(self, answer: str) -> None:
-        """Raise ValueError if the rule finds no answer, or part of a number, in a reference."""
+        """Raise ValueError if the rule finds no answer in a reference, or a part of the answer."""
         self._reference(answer)
 
     async def score(self, prompt: Prompt, text: str, finish_reason: FinishReason) -> Verdict:
         """Score a response. Only a response that ended by itself can be correct.
 
-        Under `last_number`, a response whose last number is part of a longer one has no answer.
+        Under `last_number`, a response whose last number is part of something longer has no answer.
 
         Raises ValueError for an unusable reference and for an aborted response.
         """
         if finish_reason is FinishReason.ABORT:
             raise ValueError("the response was aborted")
         reference = self._reference(prompt.answer)
-        answer = self._response_answer(text) if finish_reason is FinishReason.STOP else None
+        answer = self._extract(text) if finish_reason is FinishReason.STOP else None
         correctness = float(answer is not None and canonical(answer) == reference)
         return Verdict(reward=correctness, correctness=correctness, answer=answer)
-
-    def _response_answer(self, text: str) -> str | None:
-        if self._rule == "last_number" and partial_number(text) is not None:
-            return None
-        return self._extract(text)
 
     def _reference(self, text: str) -> str:
         """Return the canonical reference answer. It may be bare or written like a response."""
         answer = self._extract(text)
         if answer is None and self._rule == "boxed":
             answer = text.strip() or None
+        if self._rule == "last_number":
+            self._check_number(text)
         if answer is None:
             raise ValueError(
                 f"reward.answer={self._rule}: the reference answer {text[:80]!r} holds no answer. "
                 "Choose the rule that fits the data"
             )
-        if self._rule == "last_number" and partial_number(text) is not None:
+        return canonical(answer)
+
+    def _check_number(self, text: str) -> None:
+        """Raise ValueError if a reference is more than one number with decoration."""
+        part = partial_number(text)
+        if part is not None:
             raise ValueError(
                 f"reward.answer={self._rule}: the reference answer {text[:80]!r} would be read as "
-                f"{answer!r}, a part of the number. Write the number in plain digits, "
-                "or choose reward.answer=last_line"
+                f"{part!r}, a part of the answer. Write one number in plain digits, "
+                "or choose reward.answer=last_line or boxed"
             )
-        return canonical(answer)
+        if has_several_numbers(text):
+            raise ValueError(
+                f"reward.answer={self._rule}: the reference answer {text[:80]!r} holds several "
+                "numbers. Write the final one alone or after ####, or choose "
+                "reward.answer=last_line or boxed"
+            )

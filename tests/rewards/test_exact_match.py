@@ -87,9 +87,41 @@ def test_reference_with_an_ambiguous_number_is_refused(answer: str, number: str)
 
 
 @pytest.mark.parametrize(
+    "answer",
+    ["3 boys, 4 girls", "in 2024 42", "2 or so, then 5", "48/2 and then 72"],
+)
+def test_reference_with_several_numbers_is_refused(answer: str) -> None:
+    with pytest.raises(ValueError, match=r"holds several numbers. Write the final one alone"):
+        ExactMatch("last_number").check_answer(answer)
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        (r"10{,}000", "10000"),
+        (r"11,\!090", "11090"),
+        ("2 + 3 = 5", "5"),
+        ("She sold 48 in 2 days.\nThe answer is 72", "72"),
+        ("She sold 48 in 2 days. #### 1,072", "1072"),
+        ("$18 dollars", "18"),
+        (r"The 2 values agree: $\boxed{42}$.", "42"),
+    ],
+)
+def test_reference_with_known_decoration_is_one_number(answer: str, text: str) -> None:
+    ExactMatch("last_number").check_answer(answer)
+    assert score(text, answer).reward == score(f"so it is {text}.", answer).reward == 1.0
+
+
+@pytest.mark.parametrize(
     ("text", "reference"),
     [
         ("1/2", "2"),
+        ("2×16", "16"),
+        ("2**16", "16"),
+        (r"\sqrt{4}", "4"),
+        ("-(4)", "4"),
+        (r"\frac14", "14"),
+        ("0.(3)", "3"),
         (r"so it is \frac{1}{2}", "2"),
         ("1e5", "5"),
         ("10^2", "2"),
