@@ -43,11 +43,41 @@ def _target_logit(base, target, valid):
 
 
 @triton.jit
-def _row_sums(base, columns, valid, inverse_temperature, BLOCK: tl.constexpr):
-    """(maximum, Σ 2^t, Σ t 2^t) of a row's valid columns.
+def _add_four_blocks(block, maximum, total, weighted, log2_scale, BLOCK: tl.constexpr):
+    """Add four blocks to the lanes' maxima and sums. block: pointers to the first.
 
-    Each lane keeps a maximum of its own, so that lanes meet once, at the end of the row. Four loads
-    are in flight, and their logits share one rescaling: 1.25 exponentials a logit.
+    Four loads are in flight, and their logits share one rescaling: 1.25 exponentials a logit.
+    """
+    first = tl.load(block).to(tl.float32)
+    second = tl.load(block + BLOCK).to(tl.float32)
+    third = tl.load(block + 2 * BLOCK).to(tl.float32)
+    fourth = tl.load(block + 3 * BLOCK).to(tl.float32)
+    highest = tl.maximum(tl.maximum(first, second), tl.maximum(third, fourth))
+    highest = tl.maximum(maximum, highest)
+    base, total, weighted = _rescale(maximum, highest, total, weighted, log2_scale)
+    total, weighted = _accumulate(first, base, total, weighted, log2_scale)
+    total, weighted = _accumulate(second, base, total, weighted, log2_scale)
+    total, weighted = _accumulate(third, base, total, weighted, log2_scale)
+    total, weighted = _accumulate(fourth, base, total, weighted, log2_scale)
+    return highest, total, weighted
+
+
+@triton.jit
+def _add_rest(row, column, columns, valid, maximum, total, weighted, log2_scale):
+    """Add the valid ones of a block of columns to the lanes' maxima and sums."""
+    x = tl.load(row + column, mask=column < columns, other=-float("inf")).to(tl.float32)
+    x = tl.where(column < valid, x, -float("inf"))
+    highest = tl.maximum(maximum, x)
+    base, total, weighted = _rescale(maximum, highest, total, weighted, log2_scale)
+    total, weighted = _accumulate(x, base, total, weighted, log2_scale)
+    return highest, total, weighted
+
+
+@triton.jit
+def _row_sums(row, columns, valid, inverse_temperature, BLOCK: tl.constexpr):
+    """(maximum, Σ 2^t, Σ t 2^t) of a row's valid columns. row: a pointer to its first logit.
+
+    Each lane keeps a maximum of its own, so that lanes meet once, at the end of the row.
     """
     log2_scale = inverse_temperature * LOG2_E
     lanes = tl.arange(0, BLOCK)
@@ -56,31 +86,20 @@ def _row_sums(base, columns, valid, inverse_temperature, BLOCK: tl.constexpr):
     weighted = tl.zeros([BLOCK], dtype=tl.float32)
     # Whole blocks are loaded without a mask: a true vocabulary is often odd, and an odd mask would
     # split the loads.
-    whole = (valid // (4 * BLOCK)) * (4 * BLOCK)
-    for begin in range(0, whole, 4 * BLOCK):
-        block = base + begin + lanes
-        first = tl.load(block).to(tl.float32)
-        second = tl.load(block + BLOCK).to(tl.float32)
-        third = tl.load(block + 2 * BLOCK).to(tl.float32)
-        fourth = tl.load(block + 3 * BLOCK).to(tl.float32)
-        highest = tl.maximum(tl.maximum(first, second), tl.maximum(third, fourth))
-        highest = tl.maximum(maximum, highest)
-        zero, total, weighted = _rescale(maximum, highest, total, weighted, log2_scale)
-        total, weighted = _accumulate(first, zero, total, weighted, log2_scale)
-        total, weighted = _accumulate(second, zero, total, weighted, log2_scale)
-        total, weighted = _accumulate(third, zero, total, weighted, log2_scale)
-        total, weighted = _accumulate(fourth, zero, total, weighted, log2_scale)
-        maximum = highest
+    step: tl.constexpr = 4 * BLOCK
+    whole = (valid // step) * step
+    for begin in range(0, whole, step):
+        block = row + begin + lanes
+        maximum, total, weighted = _add_four_blocks(
+            block, maximum, total, weighted, log2_scale, BLOCK
+        )
     for begin in range(whole, valid, BLOCK):
         column = begin + lanes
-        x = tl.load(base + column, mask=column < columns, other=-float("inf")).to(tl.float32)
-        x = tl.where(column < valid, x, -float("inf"))
-        highest = tl.maximum(maximum, x)
-        zero, total, weighted = _rescale(maximum, highest, total, weighted, log2_scale)
-        total, weighted = _accumulate(x, zero, total, weighted, log2_scale)
-        maximum = highest
+        maximum, total, weighted = _add_rest(
+            row, column, columns, valid, maximum, total, weighted, log2_scale
+        )
     highest = tl.max(maximum, axis=0)
-    _zero, total, weighted = _rescale(maximum, highest, total, weighted, log2_scale)
+    _base, total, weighted = _rescale(maximum, highest, total, weighted, log2_scale)
     return highest, tl.sum(total, axis=0), tl.sum(weighted, axis=0)
 
 
