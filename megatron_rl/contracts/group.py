@@ -24,8 +24,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
 
     reward: None if scoring failed or timed out. Such a rollout is counted and left out of its
     group's statistics. It does not count as a reward of zero.
-    correctness: raw score without shaping terms, used to find zero-variance groups. None for every
-    rollout of a prompt without a known answer, such as with a reward model.
+    correctness: raw score from 0 to 1 without shaping terms, used to find zero-variance groups.
+    None for every rollout of a prompt without a known answer, such as with a reward model.
     penalty: flaw of the response from 0 to 1, apart from its correctness. It shapes the advantages
     of groups with correctness (`credit.shaping`). It is not subtracted from the reward.
     answer: final answer in the response, None if there is none.

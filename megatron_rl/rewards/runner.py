@@ -22,9 +22,10 @@ from megatron_rl.rewards.user_calls import Ending, Outcome, TimeLimit, call_with
 ABANDONED = "timeout: the scorer ignored its cancellation"
 MAX_REASON_LENGTH = 200
 _MAX_ANSWER_LENGTH = 1000
-# Limit of a reward's or correctness' magnitude. Larger values leave means and deviations without
-# meaning.
+# Limit of a reward's magnitude. Larger values leave means and deviations without meaning.
 _MAX_MAGNITUDE = 1e6
+# Decimals of a score. Sums of the same parts in another order, also in float32, are then one score.
+_DECIMALS = 6
 
 
 class ScorerCalls(Protocol):
@@ -119,19 +120,30 @@ def _check(verdict: Verdict | None) -> Verdict:
     verdict = msgspec.convert(msgspec.structs.asdict(verdict), Verdict)
     if verdict.reward is None:
         return _no_reward(verdict.reason or "the scorer gave no reward")
-    # A reward model gives no correctness. Its reward is then checked alone.
-    correctness = verdict.reward if verdict.correctness is None else verdict.correctness
-    if not (math.isfinite(verdict.reward) and math.isfinite(correctness)):
+    correctness = verdict.correctness
+    if not math.isfinite(verdict.reward) or not math.isfinite(correctness or 0.0):
         return _no_reward("the scorer's reward is not finite")
-    if max(abs(verdict.reward), abs(correctness)) > _MAX_MAGNITUDE:
-        return _no_reward(
-            f"reward {verdict.reward:g} or correctness {correctness:g} is beyond {_MAX_MAGNITUDE:g}"
-        )
+    if abs(verdict.reward) > _MAX_MAGNITUDE:
+        return _no_reward(f"reward {verdict.reward:g} is beyond {_MAX_MAGNITUDE:g}")
+    if correctness is not None:
+        correctness = _round(correctness)
+        if not 0 <= correctness <= 1:
+            return _no_reward(
+                f"correctness {correctness:g} is not from 0 to 1. Return it as reward with "
+                "correctness=None, or rescale it"
+            )
     answer = verdict.answer
     return msgspec.structs.replace(
         verdict,
+        reward=_round(verdict.reward),
+        correctness=correctness,
         answer=None if answer is None else make_encodable(answer, _MAX_ANSWER_LENGTH),
     )
+
+
+def _round(score: float) -> float:
+    """Round a score. Twelve decimals first: rounding errors must not decide a tie at six."""
+    return round(round(score, 2 * _DECIMALS), _DECIMALS) + 0.0  # -0.0 becomes 0.0
 
 
 def _no_reward(reason: str) -> Verdict:

@@ -2,6 +2,7 @@
 
 import asyncio
 import math
+import random
 import time
 from types import MappingProxyType
 
@@ -50,6 +51,13 @@ class ScriptedScorer:
             match text.split():
                 case ["reward", value]:
                     return Verdict(reward=float(value), correctness=float(value))
+                case ["share", *parts]:
+                    share = 0.0
+                    for part in parts:
+                        share += float(part)
+                    return Verdict(reward=share, correctness=share)
+                case ["correctness", value]:
+                    return Verdict(reward=0.0, correctness=float(value))
                 case ["reward_model", value]:
                     return Verdict(reward=float(value), correctness=None)
                 case ["sleep", seconds]:
@@ -185,10 +193,44 @@ def test_every_verdict_can_be_encoded(text: str) -> None:
 
 @pytest.mark.parametrize("value", ["1e300", "-2e6"])
 def test_too_large_reward_counts_as_none(value: str) -> None:
-    (verdict,), _ = score(f"reward {value}")
-    number = f"{float(value):g}"
+    (verdict,), _ = score(f"reward_model {value}")
     assert verdict.reward is None
-    assert verdict.reason == f"reward {number} or correctness {number} is beyond 1e+06"
+    assert verdict.reason == f"reward {float(value):g} is beyond 1e+06"
+
+
+@pytest.mark.parametrize(
+    ("parts", "total"),
+    [
+        ([0.1, 0.2, 0.3, 0.4], 1.0),
+        ([0.1] * 10, 1.0),
+        ([1 / 3] * 3, 1.0),
+        ([1 / 7] * 7, 1.0),
+        ([1 / 49] * 49, 1.0),
+        ([0.7, 0.1, 0.2], 1.0),
+        ([0.15, 0.25, 0.35], 0.75),
+        ([0.1, 0.2, 0.3], 0.6),
+        ([0.0015625, 0.003125, 0.0078125, 0.05], 0.062500),  # 640 tests: a tie at six decimals
+        ([0.3, -0.1, -0.2], 0.0),
+        ([1.1, -0.1], 1.0),
+        ([0.9999999403953552], 1.0),  # a sum of float32
+    ],
+)
+def test_sums_of_parts_in_any_order_are_one_score(parts: list[float], total: float) -> None:
+    orders = [random.Random(seed).sample(parts, len(parts)) for seed in range(24)]
+    verdicts, _ = score(*(f"share {' '.join(map(repr, order))}" for order in orders))
+    scores = {(verdict.reward, verdict.correctness) for verdict in verdicts}
+    assert scores == {(total, total)}
+    assert math.copysign(1.0, verdicts[0].correctness or 0.0) == 1.0
+
+
+@pytest.mark.parametrize("value", ["-1", "1.01", "100", "-0.00001"])
+def test_correctness_outside_0_to_1_gives_no_reward(value: str) -> None:
+    (verdict,), _ = score(f"correctness {value}")
+    assert (verdict.reward, verdict.correctness) == (None, None)
+    assert verdict.reason == (
+        f"correctness {float(value):g} is not from 0 to 1. Return it as reward with "
+        "correctness=None, or rescale it"
+    )
 
 
 def test_reason_of_a_failure_begins_with_the_scorers_line() -> None:
