@@ -181,7 +181,8 @@ def logits_gradient_kernel(
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < columns
-    x = tl.load(logits + row * columns + column, mask=inside, other=-float("inf")).to(tl.float32)
+    at = row * columns + column
+    x = tl.load(logits + at, mask=inside, other=-float("inf")).to(tl.float32)
     target = tl.load(targets + row).to(tl.int64) - first
     upstream = tl.load(grad_logprob + row)
     log2_p = _log2_probability(x, maximum + row, log_sum + row, inverse_temperature)
@@ -191,4 +192,4 @@ def logits_gradient_kernel(
         pull += _entropy_pull(log2_p, entropy + row, grad_entropy + row)
     gradient = (tl.where(column == target, upstream, 0.0) - p * pull) * inverse_temperature
     gradient = tl.where(column < valid, gradient, 0.0)
-    tl.store(out + row * columns + column, gradient.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + at, gradient.to(out.dtype.element_ty), mask=inside)
