@@ -16,6 +16,7 @@ from megatron_rl.config.values import (
     Options,
     PluginName,
     Section,
+    Text,
 )
 
 
@@ -45,7 +46,7 @@ class KlSettings(Section):
     # The weight of the penalty in the loss. 0: no penalty, and no reference.
     coef: NotNegative = 0.0
     # A checkpoint in Hugging Face format of the same model. null: the start checkpoint.
-    reference: str | None = None
+    reference: Text | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

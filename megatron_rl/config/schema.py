@@ -22,6 +22,7 @@ from megatron_rl.config.values import (
     Name,
     NotNegative,
     Off,
+    OffIsNull,
     Options,
     PluginName,
     Positive,
@@ -29,6 +30,7 @@ from megatron_rl.config.values import (
     Section,
     Seed,
     Share,
+    Text,
     Whole,
 )
 from sglang_bridge.settings import ServerSettings
@@ -45,7 +47,7 @@ class ModelSettings(Section):
     """The start checkpoint, the precision it is trained in, and how its layers are built."""
 
     # A directory in Hugging Face format.
-    path: str
+    path: Text
     dtype: Dtype = "float32"
     # Activations that the backward pass recomputes instead of keeping them.
     recompute: Literal["none", "selective", "full"] = "none"
@@ -82,11 +84,11 @@ class SourceSettings(Section):
     source: Literal[GeneratorName, FileFormat, "reasoning_gym"] | PluginName
     # The source's share of the training prompts, relative to the weights of the others.
     weight: Annotated[float, Gt(0), Le(10**6)]
-    train_path: str | None = None
-    eval_path: str | None = None
-    split: str | None = None
-    eval_split: str | None = None
-    task: str | None = None
+    train_path: Text | None = None
+    eval_path: Text | None = None
+    split: Text | None = None
+    eval_split: Text | None = None
+    task: Text | None = None
     task_config: Options = field(default_factory=dict)
     options: Options = field(default_factory=dict)
     # null: data.num_train, or data.num_eval.
@@ -101,19 +103,19 @@ class DataSettings(Section):
     # mixture: several sources, which `sources` names.
     source: Literal[GeneratorName, FileFormat, "reasoning_gym", "mixture"] | PluginName
     # Files only: the file or folder of training questions.
-    train_path: str | None = None
+    train_path: Text | None = None
     # Files only: the file or folder of held-out questions, in any format. null: train_path reserves
     # one question in eight, and num_eval of these are held out.
-    eval_path: str | None = None
+    eval_path: Text | None = None
     # Folders only: the split with the training questions. null: the only one, or train.
-    split: str | None = None
+    split: Text | None = None
     # Folders only: the split with the held-out questions, of eval_path or else of train_path.
-    eval_split: str | None = None
+    eval_split: Text | None = None
     # source=mixture only: each source by name, such as
     # {sums: {source: jsonl, train_path: sums.jsonl, weight: 0.7}, ...}.
     sources: dict[str, SourceSettings] = field(default_factory=dict)
     # source=reasoning_gym only: the generator's name.
-    task: str | None = None
+    task: Text | None = None
     # source=reasoning_gym only: the generator's own settings.
     task_config: Options = field(default_factory=dict)
     # The constructor arguments of a user-defined source.
@@ -127,7 +129,7 @@ class DataSettings(Section):
     # Questions with more tokens are left out.
     max_prompt_tokens: Positive = 1024
     # A file of pass rates: mode=profile writes it, selection=belief starts from it.
-    pass_rates: str | None = None
+    pass_rates: Text | None = None
     # [low, high]: train only on prompts whose pass rate in `pass_rates` lies between these.
     pass_rate_range: list[Share] | None = None
 
@@ -205,12 +207,12 @@ class EngineSettings(Section, ServerSettings):
 
     mode: Literal["managed", "external"] = "managed"
     # external only: the addresses of the servers.
-    urls: list[str] = field(default_factory=list)
+    urls: list[Text] = field(default_factory=list)
     # external only, instead of urls: a file with one URL a line. Engines are added and removed when
     # it changes during the run.
-    urls_file: str | None = None
+    urls_file: Text | None = None
     # external only: a file with {"api_key": ..., "admin_api_key": ...} and permissions 0600.
-    key_file: str | None = None
+    key_file: Text | None = None
     # managed only: engines per node, or per group of nodes that share engines.
     count: Annotated[int, Ge(1), Le(1024)] = 1
     # managed only: engines and trainer share the GPUs, and take turns on them. See
@@ -296,7 +298,7 @@ class RolloutSettings(Section):
     # the machine or its control group.
     user_memory_gb: Gigabytes | None = None
     # mode=train_only: the directory of a run with mode=rollout_only.
-    recording: str | None = None
+    recording: Text | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -341,7 +343,7 @@ class SelectionSettings(Section):
     reweight: Annotated[float, Ge(1), Le(10**4)] | None = None
     # belief: the directory of a run, or of one of its checkpoints. A new run starts with the
     # beliefs of that run.
-    beliefs_from: str | None = None
+    beliefs_from: Text | None = None
     expert: SelectionExpertSettings = field(default_factory=SelectionExpertSettings)
 
 
@@ -392,7 +394,7 @@ class EvalSetSettings(Section):
     """One set of questions, an entry of eval.sets. null: the value of eval.*."""
 
     # A JSONL file.
-    path: str
+    path: Text
     every: Whole | None = None
     samples_per_prompt: Count | None = None
     temperature: EvalTemperature | None = None
@@ -525,7 +527,7 @@ class SyncSettings(Section):
     # node with engines rebuilds the weights on a disk of its own.
     delta: bool = False
     # That disk: a directory, which all nodes have. null: the one for temporary files. For delta.
-    local_directory: str | None = None
+    local_directory: Text | None = None
     bucket_mb: Annotated[float, Ge(0.001)] = 256.0
     # Syncs between audits of the engines' weights. The first sync is always audited. 0: only that
     # one.
@@ -546,7 +548,7 @@ class LoggerSettings(Section):
     # or Inf, with routes that were not replayed, or with too many routes that disagree.
     save_rollouts_every: Whole = 0
     # A project of Weights & Biases that the metrics are sent to. Needs the package wandb.
-    wandb: Name | None = None
+    wandb: Annotated[Name | None, OffIsNull] = None
     # A port of rank 0's machine where Prometheus can read the latest metrics.
     prometheus_port: Annotated[int, Ge(1), Le(65535)] | None = None
     # The address that this port listens on. 0.0.0.0: other machines can read the metrics.
@@ -575,7 +577,7 @@ class SampleSettings(Section):
 class RunSettings(Section):
     """The run directory `root/name`, its checkpoints, and the end of the run."""
 
-    root: str = "runs"
+    root: Text = "runs"
     # null: the experiment with the date and time.
     name: Name | None = None
     # null: the name of the chosen experiment group.
@@ -592,7 +594,7 @@ class RunSettings(Section):
     keep_checkpoints: Positive = 2
     # The evaluation whose best checkpoint is kept besides: held_out, a name of eval.sets (their
     # accuracy), or a metric such as eval/NAME/pass@4. null: none.
-    keep_best: str | None = None
+    keep_best: Text | None = None
     # Copy a checkpoint to host memory and write it while the next steps train.
     background_saves: bool = False
     # What follows when a checkpoint cannot be written, for example to a full disk. Previous
@@ -600,7 +602,7 @@ class RunSettings(Section):
     on_failed_save: Literal["stop", "continue"] = "stop"
     # never; auto: resume from the newest checkpoint of root/name, if there is one; or the path of a
     # run or of a checkpoint to start a new run from.
-    resume: str = "never"
+    resume: Text = "never"
     # The time after SIGTERM for finishing the step and saving a checkpoint. torchrun kills its
     # processes 30 seconds after SIGTERM.
     stop_within_s: Seconds = 25.0

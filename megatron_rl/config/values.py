@@ -21,15 +21,25 @@ OpenShare = Annotated[float, Gt(0), Lt(1)]
 # The range of numpy's global generator, which Megatron seeds.
 Seed = Annotated[int, Ge(0), Le(2**32 - 1)]
 
+_BOOLEANS = {"true": True, "false": False}
+# pydantic refuses a boolean where text is expected. Booleans arrive as words.
+_NotBoolean = BeforeValidator(
+    lambda value: _BOOLEANS.get(value, value) if isinstance(value, str) else value
+)
+Text = Annotated[str, _NotBoolean]
+
 # A user-defined class, such as my_package.my_module:MyScorer.
 PLUGIN_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 # A plain directory name without "..".
 NAME_PATTERN = r"^[A-Za-z0-9](?:[A-Za-z0-9_-]|\.[A-Za-z0-9_-])*\.?$"
 PluginName = Annotated[str, StringConstraints(pattern=PLUGIN_PATTERN)]
-Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN, max_length=128)]
+Name = Annotated[Text, StringConstraints(pattern=NAME_PATTERN, max_length=128)]
 Options = dict[str, Any]
 # YAML reads a bare `off` as false.
 Off = BeforeValidator(lambda value: "off" if value == "false" else value)
+_OFF_WORDS = ("false", "off", "no", "none", "null", "disabled", "0")
+# A key that null turns off: words that mean off are null, too.
+OffIsNull = BeforeValidator(lambda value: None if str(value).lower() in _OFF_WORDS else value)
 Dtype = Literal["float32", "bfloat16"]
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.contracts.refusal import format_value
-from tests.support.configurations import assert_refused, refusals
+from tests.support.configurations import accept, assert_refused, refusals
 
 NO_KEY = "no such key"
 NO_FILE = "no such file"
@@ -116,6 +116,21 @@ TYPES = [
     ("train.total_steps=", "train.total_steps=''", WHOLE),
     ("seed=false", "seed=false", WHOLE),
     ("run.root=[a]", "run.root=['a']", "text"),
+    ("run.root=false", "run.root=false", "text"),
+    ("run.name=true", "run.name=true", "text"),
+    ("run.experiment=false", "run.experiment=false", "text"),
+    ("run.resume=false", "run.resume=false", "text"),
+    ("run.keep_best=false", "run.keep_best=false", "text"),
+    ("data.eval_path=false", "data.eval_path=false", "text"),
+    ("data.pass_rates=false", "data.pass_rates=false", "text"),
+    ("model.path=true", "model.path=true", "text"),
+    ("logger.wandb=true", "logger.wandb=true", "text"),
+    ("logger.prometheus_host=false", "logger.prometheus_host=false", "text"),
+    ("engine.urls=[false]", "engine.urls[0]=false", "text"),
+    ("engine.key_file=false", "engine.key_file=false", "text"),
+    (["eval.sets={s: false}"], "eval.sets.s.path=false", "text"),
+    ("algo.kl.reference=false", "algo.kl.reference=false", "text"),
+    ("selection.beliefs_from=false", "selection.beliefs_from=false", "text"),
     ("train.total_steps=null", "train.total_steps=null", NOT_NULL),
     ("engine.urls=[a,null]", "engine.urls[1]=null", NOT_NULL),
     ("optimizer=null", "optimizer=null", NOT_NULL),
@@ -219,6 +234,13 @@ def test_a_setting_is_refused_with_rule_and_remedy(
     checkpoint: Path, overrides: str | list[str], setting: str, fragment: str
 ) -> None:
     assert_refused(checkpoint, overrides, setting, fragment)
+
+
+@pytest.mark.parametrize(
+    "word", ["false", "False", "off", "Off", "no", "none", "None", "null", "disabled", "0"]
+)
+def test_words_that_mean_off_send_nothing_to_wandb(checkpoint: Path, word: str) -> None:
+    assert accept(checkpoint, f"logger.wandb={word}").logger.wandb is None
 
 
 def limits_without_repeated_keys() -> list[list[tuple[str, str, str]]]:
