@@ -76,15 +76,17 @@ def _configure(setting: Setting) -> tuple[Configuration, ModelShape]:
 
 def _train_first(c: Configuration, scratch: Path, plan: StepPlan, report: Report) -> Worker:
     """Train the first step, with deterministic algorithms if no operation refuses them."""
-    worker = open_worker(c, scratch)
     if not torch.cuda.is_available():
+        worker = open_worker(c, scratch)
         worker.train(plan)
         return worker
     deterministic: Any = torch.utils.deterministic
     deterministic.fill_uninitialized_memory = False
-    # With `warn_only`, attention would keep its backward pass that adds atomically.
+    # With `warn_only`, attention would keep its backward pass that adds atomically. Transformer
+    # Engine's attention reads the setting when it is built.
     torch.use_deterministic_algorithms(True)
     try:
+        worker = open_worker(c, scratch)
         worker.train(plan)
     except Exception as error:  # a library may lack deterministic kernels; other errors come again
         traceback.print_exc()

@@ -151,6 +151,7 @@ def test_no_division_by_a_number_of_the_host(dtype: torch.dtype, power_of_two: b
 )
 @example(weight=1.0, scale_bits=0x3FFFFFFF, ratio=447.99997)
 @example(weight=1.0, scale_bits=0x00800001, ratio=0.001)
+@example(weight=-0.0, scale_bits=0x3F800000, ratio=-0.0)
 @settings(max_examples=500, deadline=None)
 def test_the_gpu_division_is_correctly_rounded(
     weight: float, scale_bits: int, ratio: float
@@ -166,6 +167,7 @@ def test_the_gpu_division_is_correctly_rounded(
                 continue
             exact = w / scale
             quotient = divide_as_the_kernel(w, scale)
+            assert np.signbit(quotient) == np.signbit(exact)
             assert quotient == exact or max(abs(quotient), abs(exact)) < 2.0**-11
 
 
@@ -179,7 +181,7 @@ def divide_as_the_kernel(w: np.float32, scale: np.float32) -> np.float32:
     for _ in range(2):
         remainder = fma(-quotient, divisor, w)
         quotient = fma(remainder, reciprocal, quotient)
-    return quotient
+    return w if w == 0 else quotient
 
 
 def fma(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
@@ -193,6 +195,9 @@ def round_to_float32(value: Fraction) -> np.float32:
     near = np.float32(float(value))
     neighbours = [np.nextafter(near, np.float32(-np.inf)), near]
     neighbours.append(np.nextafter(near, np.float32(np.inf)))
+    if value == 0:
+        # IEEE 754: −0 only if both terms are −0, which no remainder is.
+        return np.float32(0.0)
     return min(
         (number for number in neighbours if np.isfinite(number)),
         key=lambda number: (

@@ -70,7 +70,8 @@ def _divide(w, scale):
     reciprocal = tl.zeros_like(w) + tl.div_rn(1.0, scale * factor)
     quotient = w * reciprocal
     quotient = tl.fma(tl.fma(-quotient, divisor, w), reciprocal, quotient)
-    return tl.fma(tl.fma(-quotient, divisor, w), reciprocal, quotient)
+    quotient = tl.fma(tl.fma(-quotient, divisor, w), reciprocal, quotient)
+    return tl.where(w == 0.0, w, quotient)  # the steps make −0 a +0
 
 
 @triton.jit
