@@ -36,7 +36,7 @@ def _descending_key(e):
     """uint32 that orders as the float32 does, NaN highest; −0 and 0 are equal."""
     e = tl.where(e == 0.0, 0.0, e)
     bits = e.to(tl.uint32, bitcast=True)
-    key = tl.where(bits >= 0x80000000, ~bits, bits | 0x80000000)
+    key = tl.where(bits >= 0x80000000, bits ^ 0xFFFFFFFF, bits | 0x80000000)
     return tl.where(e != e, 0xFFFFFFFF, key).to(tl.uint32)
 
 
