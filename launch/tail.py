@@ -28,6 +28,7 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.interrupts import exit_on_interrupt
 from megatron_rl.records.exit_record import read_exit_record
 from megatron_rl.records.past_run import RunUnreadable, read_settings
+from megatron_rl.records.progress import escape_unencodable
 from megatron_rl.records.reminder import Reminder
 from megatron_rl.records.run_directory import is_run_directory
 from megatron_rl.records.samples.files import sample_steps, samples_file
@@ -43,6 +44,7 @@ _POLL_SECONDS = 0.5
 def main(arguments: Sequence[str] | None = None) -> int:
     """Show the samples and return the exit code."""
     options = parse_arguments(arguments)
+    escape_unencodable(sys.stdout)
     try:
         show(options)
         sys.stdout.flush()

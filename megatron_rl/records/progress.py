@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import sys
 import threading
@@ -86,9 +87,11 @@ def print_line(text: str, stream: TextIO | None = None) -> bool:
     PYTHONUNBUFFERED is set: the line and its end are one write.
 
     Returns False when the stream cannot be written, for example because its reader (`| head`) has
-    ended. That must not end a run: later output goes to /dev/null.
+    ended. That must not end a run: later output goes to /dev/null. Characters that the stream's
+    encoding does not have are written as escapes.
     """
     stream = sys.stdout if stream is None else stream
+    escape_unencodable(stream)
     try:
         stream.write(f"{text}\n")
         stream.flush()
@@ -100,6 +103,12 @@ def print_line(text: str, stream: TextIO | None = None) -> bool:
             os.close(devnull)
         return False
     return True
+
+
+def escape_unencodable(stream: TextIO) -> None:
+    """Let a stream write characters that its encoding does not have as escapes, not raise."""
+    if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        stream.reconfigure(errors="backslashreplace")
 
 
 def describe_batch(values: Mapping[str, float], *, is_sampled: bool) -> list[str]:

@@ -155,6 +155,23 @@ def test_ctrl_c_and_a_closed_pipe_end_without_a_traceback(run: Path) -> None:
         assert process.stderr.read() == ""
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "shift_jis"])
+def test_other_encodings_show_every_character(
+    run: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+) -> None:
+    monkeypatch.setenv("PYTHONIOENCODING", encoding)
+    write_step(run, 30, [make_sample("\u6e2c\u2192\xb1\U0001f600", step=30, kinds=SHORTEST)])
+    for option in ("--step=30", "--json", "--full"):
+        job = subprocess.run(
+            [sys.executable, str(LAUNCH / "tail.py"), str(run), option],
+            capture_output=True,
+            encoding=encoding,
+            timeout=60,
+        )
+        assert (job.returncode, job.stderr) == (ExitCode.OK, "")
+        assert "1f600" in job.stdout or "ude00" in job.stdout
+
+
 def test_a_long_wait_says_so(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

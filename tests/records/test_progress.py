@@ -230,6 +230,29 @@ def test_a_closed_pipe_does_not_end_the_run() -> None:
     assert (job.returncode, errors) == (5, "")
 
 
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "utf-8"])
+def test_no_line_is_lost_in_another_encoding(encoding: str) -> None:
+    script = (
+        "from megatron_rl.records.progress import Progress, print_line\n"
+        "progress = Progress(1, is_enabled=True)\n"
+        "progress.log('accuracy 0.5 \\xb1 0.1 \\u2192 0.8'); progress.log('\\ud800 \\u6e2c')\n"
+        "print_line('done')\n"
+    )
+    job = subprocess.run(
+        [sys.executable, "-c", script],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONIOENCODING": encoding},
+        capture_output=True,
+        timeout=60,
+    )
+    lines = job.stdout.decode(encoding).splitlines()
+    assert [line.partition("] ")[2] or line for line in lines] == [
+        text.encode(encoding, "backslashreplace").decode(encoding)
+        for text in ("accuracy 0.5 \xb1 0.1 \u2192 0.8", "\ud800 \u6e2c", "done")
+    ]
+    assert (job.returncode, job.stderr) == (0, b"")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 def test_a_full_disk_under_standard_output_does_not_end_the_run() -> None:
     with open("/dev/full", "w") as full:
