@@ -1,6 +1,7 @@
 """Shards, index and companion files of a checkpoint in Hugging Face format, and its replacement."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -53,8 +54,7 @@ def test_shards_are_cut_before_the_tensor_that_does_not_fit(tmp_path: Path, sour
     index = json.loads((tmp_path / "out/model.safetensors.index.json").read_text())
     names = {f"t{i}": f"model-{n:05d}.safetensors" for i, n in enumerate([0, 0, 1, 2, 3, 3, 4])}
     assert index["weight_map"] == names
-    files = {tmp_path / "out" / name for name in names.values()}
-    assert index["metadata"]["total_size"] == sum(file.stat().st_size for file in files)
+    assert index["metadata"]["total_size"] == 40 + 60 + 1 + 200 + 5 + 95 + 1
 
 
 def test_the_index_finds_every_tensor_in_more_than_ten_shards(tmp_path: Path, source: Path) -> None:
@@ -65,6 +65,70 @@ def test_the_index_finds_every_tensor_in_more_than_ten_shards(tmp_path: Path, so
         weights = load_file(tmp_path / "out" / index["weight_map"][f"t{number}"])
         assert weights.keys() == {f"t{number}"}
         assert weights[f"t{number}"].tolist() == [number] * 100
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer.model",
+        "spiece.model",
+        "sentencepiece.bpe.model",
+        "vocab.txt",
+        "chat_template.json",
+        "preprocessor_config.json",
+    ],
+)
+def test_files_of_the_tokenizer_are_copied(tmp_path: Path, source: Path, name: str) -> None:
+    (source / name).write_bytes(b"\x00\xff")
+    write(tmp_path / "out", [1], source)
+    assert (tmp_path / "out" / name).read_bytes() == b"\x00\xff"
+
+
+def test_code_that_auto_map_names_is_copied_with_what_it_imports(
+    tmp_path: Path, source: Path
+) -> None:
+    config = {"auto_map": {"AutoConfig": "configuration_x.XConfig", "AutoModel": "modeling_x.X"}}
+    (source / "config.json").write_text(json.dumps(config))
+    tokenizer = {"auto_map": {"AutoTokenizer": ["tokenization_x.XTokenizer", None]}}
+    (source / "tokenizer_config.json").write_text(json.dumps(tokenizer))
+    code = {
+        "configuration_x.py": "import torch\n",
+        "modeling_x.py": "from .configuration_x import XConfig\nfrom .layers.moe import Expert\n",
+        "tokenization_x.py": "",
+        "layers/moe.py": "from ..helpers import add\n",
+        "helpers.py": "",
+    }
+    for name, text in code.items():
+        (source / name).parent.mkdir(exist_ok=True)
+        (source / name).write_text(text)
+    write(tmp_path / "out", [1], source, dtype=torch.bfloat16)
+    for name, text in code.items():
+        assert (tmp_path / "out" / name).read_text() == text
+
+
+def test_code_without_auto_map_or_of_another_repository_is_not_copied(
+    tmp_path: Path, source: Path
+) -> None:
+    (source / "train.py").write_text("")
+    write(tmp_path / "plain", [1], source)
+    config = {"auto_map": {"AutoConfig": "owner/name--configuration_x.XConfig"}}
+    (source / "config.json").write_text(json.dumps(config))
+    write(tmp_path / "other", [1], source)
+    assert files_of(tmp_path / "plain") == files_of(tmp_path / "other")
+    assert "train.py" not in files_of(tmp_path / "plain")
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077, 0o027])
+def test_all_files_follow_the_umask(tmp_path: Path, source: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        write(tmp_path / "out", [100, 100], source, dtype=torch.bfloat16)
+        write(tmp_path / "single", [1], source)
+    finally:
+        os.umask(before)
+    for directory in (tmp_path / "out", tmp_path / "single"):
+        modes = {file.name: file.stat().st_mode & 0o777 for file in directory.iterdir()}
+        assert modes == dict.fromkeys(modes, 0o666 & ~umask)
 
 
 def test_a_single_shard_has_no_index(tmp_path: Path, source: Path) -> None:

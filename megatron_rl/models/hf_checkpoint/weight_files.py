@@ -97,3 +97,10 @@ def tensor_names(file: Path) -> set[str]:
             f"{file.name} has {size} bytes, and its header describes {header_size}"
         )
     return set(tensors)
+
+
+def tensor_bytes(file: Path) -> int:
+    """Return the size of a safetensors file's tensors in bytes, without its header."""
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(_LENGTH_BYTES), "little")
+    return file.stat().st_size - _LENGTH_BYTES - length

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,20 +16,27 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from megatron_rl.models.hf_checkpoint.weight_files import tensor_names
+from megatron_rl.models.hf_checkpoint.weight_files import tensor_bytes, tensor_names
 
 SHARD_BYTES = 4 << 30
 _COMPANION_FILES = (
     "config.json",
     "generation_config.json",
+    "preprocessor_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "chat_template.json",
     "vocab.json",
+    "vocab.txt",
     "merges.txt",
+    "*.model",  # SentencePiece and tiktoken
+    "*.tiktoken",
 )
+# Files whose auto_map names code of the checkpoint
+_FILES_WITH_CODE = ("config.json", "tokenizer_config.json")
 
 
 def begin_checkpoint(target: Path) -> None:
@@ -87,9 +95,10 @@ class ShardWriter:
 
     def close(self) -> None:
         """Write the collected tensors as a shard."""
-        save_file(
-            self._tensors, f"{self._path}-{self._count:05d}.safetensors", metadata={"format": "pt"}
-        )
+        path = Path(f"{self._path}-{self._count:05d}.safetensors")
+        save_file(self._tensors, path, metadata={"format": "pt"})
+        # safetensors lets nobody but the owner read the file. The directory follows the umask.
+        path.chmod(path.parent.stat().st_mode & 0o666)
         self._tensors = {}
         self._bytes = 0
         self._count += 1
@@ -100,7 +109,7 @@ def _partial(target: Path) -> Path:
 
 
 def _flush(directory: Path) -> None:
-    for path in (*directory.iterdir(), directory):
+    for path in (*directory.rglob("*"), directory):
         descriptor = os.open(path, os.O_RDONLY)
         try:
             os.fsync(descriptor)
@@ -122,7 +131,7 @@ def _write_index(directory: Path) -> None:
     if len(files) == 1:
         files[0].rename(directory / "model.safetensors")
         return
-    total = sum(file.stat().st_size for file in files)
+    total = sum(tensor_bytes(file) for file in files)
     index = {
         "metadata": {"total_size": total},
         "weight_map": {name: file.name for file in files for name in sorted(tensor_names(file))},
@@ -131,9 +140,22 @@ def _write_index(directory: Path) -> None:
 
 
 def _copy_companions(source: Path, target: Path) -> None:
-    for name in _COMPANION_FILES:
-        if (source / name).is_file():
-            shutil.copyfile(source / name, target / name)
+    files = [file for pattern in _COMPANION_FILES for file in source.glob(pattern)]
+    if any(_has_code(source / name) for name in _FILES_WITH_CODE):
+        files += source.rglob("*.py")
+    for file in files:
+        copy = target / file.relative_to(source)
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, copy)
+
+
+def _has_code(file: Path) -> bool:
+    """Return True if the `auto_map` of a file names code beside it, not of another repository."""
+    if not file.is_file():
+        return False
+    auto_map = json.loads(file.read_text()).get("auto_map") or {}
+    values = json.dumps(list(auto_map.values()) if isinstance(auto_map, dict) else auto_map)
+    return any("--" not in name for name in re.findall(r'"([^"]+)"', values))
 
 
 def _change_configuration(
