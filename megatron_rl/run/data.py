@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import datetime
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -12,6 +12,7 @@ from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.route_shape import route_shape
+from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.pass_rates import (
     Header,
     PassRateFile,
@@ -20,6 +21,7 @@ from megatron_rl.prompts.pass_rates import (
     judge_of,
     read_part,
 )
+from megatron_rl.prompts.question import identity_of_text
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.rollouts.recording.recorded_rollouts import RecordedRollouts
 from megatron_rl.run.prompts import build_prompts, build_sets, read_sets
@@ -74,7 +76,9 @@ def read_data(c: Configuration) -> RunData:
             return RunData(sets=build_sets(c))
         case _:
             sets = read_sets(c) if c.mode == "train" else {}
-            return RunData(prompts=build_prompts(c), sets=sets, warnings=tuple(_rate_warnings(c)))
+            prompts = build_prompts(c)
+            warnings = (*_rate_warnings(c), *_set_warnings(c, prompts, sets))
+            return RunData(prompts=prompts, sets=sets, warnings=warnings)
 
 
 def _rate_warnings(c: Configuration) -> Iterator[str]:
@@ -88,6 +92,29 @@ def _rate_warnings(c: Configuration) -> Iterator[str]:
             f"({'; '.join(differences)}). Measure them again with python launch/profile_prompts.py "
             "unless these settings judge the same responses to be correct"
         )
+
+
+def _set_warnings(
+    c: Configuration, prompts: PromptSource, sets: Mapping[str, tuple[Prompt, ...]]
+) -> Iterator[str]:
+    """Yield a warning for each set of eval.sets that shares questions with the training data."""
+    if not sets:
+        return
+    tokenizer = Tokenizer.from_directory(c.model.path)
+
+    def identities(prompts: Iterable[Prompt]) -> list[str]:
+        return [identity_of_text(tokenizer.decode(prompt.token_ids)) for prompt in prompts]
+
+    training = set(identities(prompts.train))
+    for name, questions in sets.items():
+        shared = sum(identity in training for identity in identities(questions))
+        if shared:
+            yield (
+                f"eval.sets.{name}={c.eval.sets[name].path}: {shared} of its {len(questions)} "
+                "questions train, too, so its accuracy is not that of unseen questions. Name the "
+                "file in data.eval_path, which leaves them out of training, or remove them from "
+                "one of the files"
+            )
 
 
 def open_recording(c: Configuration) -> RecordedRollouts:

@@ -190,6 +190,34 @@ def test_rates_of_another_judge_are_warned_about(tmp_path: Path) -> None:
     assert "reward.options: {} in the file, {'limit': 3} here" in warning
 
 
+@pytest.mark.parametrize(
+    ("texts", "shared"),
+    [
+        (["10+10=", "11+10=", "99+99="], 2),
+        (["10+10= ", " 10+10=", "73+10= ", "1+1="], 2),
+        (["70+70=", "1 0+10="], 0),
+    ],
+)
+def test_training_questions_in_an_evaluation_set_are_counted(
+    tmp_path: Path, texts: list[str], shared: int
+) -> None:
+    """Questions that differ in case and outer white space are the same, as in the split."""
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text('{"prompt": "50+50=", "answer": 100}\n')
+    file = tmp_path / "set.jsonl"
+    rows = [json.dumps({"prompt": text, "answer": 1}) + "\n" for text in texts]
+    file.write_text("".join(rows))
+    overrides = (f"eval.sets={{s: {file}}}", f"data.eval_path={held_out}")
+    own = [text for text in settings(tmp_path) if not text.startswith("data.num_eval")]
+    data = read_data(compose([*own, *overrides]))
+    expected = [
+        f"eval.sets.s={file}: {shared} of its {len(data.sets['s'])} questions train, too, so its "
+        "accuracy is not that of unseen questions. Name the file in data.eval_path, which leaves "
+        "them out of training, or remove them from one of the files"
+    ]
+    assert list(data.warnings) == (expected if shared else [])
+
+
 class Accept(Scorer):
     def __init__(self, limit: int) -> None: ...
 
