@@ -147,7 +147,12 @@ def convert_file(
     return rows, problems
 
 
-def render_nothing(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+def render_nothing(
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    add_generation_prompt: bool = True,
+) -> str:
     """Stand for a chat template: messages are rendered when the trainer reads them."""
     return "messages"
 

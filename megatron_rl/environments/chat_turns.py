@@ -20,6 +20,7 @@ ChatMessage = Mapping[str, Any]
 
 _QUESTION = {"role": "user", "content": "probe question"}
 _ANSWER_TEXT = "probe answer"
+_ADDITION_TEXT = "probe addition"
 _ANSWER = {"role": "assistant", "content": _ANSWER_TEXT}
 _CALL = {
     "role": "assistant",
@@ -45,8 +46,9 @@ class ChatTurns:
 
     roles: those of the messages.
 
-    Raises `TemplateRerenders` if the template refuses these roles, or renders earlier messages
-    differently once others follow them.
+    Raises `TemplateRerenders` if the template refuses these roles or leaves out their messages, if
+    it writes no end-of-sequence token after a response, or renders earlier messages differently
+    once others follow them.
     """
 
     def __init__(self, template: ChatTemplate, tokenizer: Tokenizer, roles: Sequence[str]) -> None:
@@ -55,11 +57,13 @@ class ChatTurns:
         self._roles = tuple(roles)
         for conversation in _probes(self._roles):
             self._check_appends(conversation)
+        for role in self._roles:
+            self._check_addition({"role": role, "content": _ADDITION_TEXT})
 
-    def tokens_after_response(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+    def tokens_from_end(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
         """Return the tokens from the end of a response to the beginning of the next one.
 
-        They begin after the end-of-sequence token, which the model has sampled.
+        The first one is the end-of-sequence token, which the model has sampled.
 
         Raises ValueError for other roles than those of the environment, and `UnknownText`.
         """
@@ -69,9 +73,45 @@ class ChatTurns:
                     f"the role {message.get('role')!r} is not one of the environment's chat_roles "
                     f"{self._roles}. Add it there, so that the chat template is checked for it"
                 )
+        return self._split_at_end(self._text_after_answer(messages))[1]
+
+    def _text_after_answer(self, messages: Sequence[ChatMessage]) -> str:
         text = self._render([_QUESTION, _ANSWER, *messages])
-        ids = self._tokenizer.encode(text[text.index(_ANSWER_TEXT) + len(_ANSWER_TEXT) :])
-        return ids[1:] if ids and ids[0] in self._tokenizer.eos_ids else ids
+        _, answer, text_after = text.partition(_ANSWER_TEXT)
+        if not answer:
+            raise self._left_out("assistant")
+        return text_after
+
+    def _left_out(self, role: str) -> TemplateRerenders:
+        return TemplateRerenders(
+            f"{self._template.file}: the chat template leaves out messages of the role {role!r}. "
+            "Use a template that renders them, or add text with episode.observe"
+        )
+
+    def _split_at_end(self, text: str) -> tuple[str, tuple[int, ...]]:
+        """Return the text before the first end-of-sequence token, and the tokens from there on."""
+        ids = self._tokenizer.encode(text)
+        eos_ids = self._tokenizer.eos_ids
+        end = next((n for n, token in enumerate(ids) if token in eos_ids), None)
+        if end is None:
+            raise TemplateRerenders(
+                f"{self._template.file}: the chat template writes no end-of-sequence token after a "
+                f"response, but {text[:_EXCERPT]!r}. If a token there ends responses, name it in "
+                "generation_config.json (eos_token_id)"
+            )
+        return self._tokenizer.decode(ids[:end]), ids[end:]
+
+    def _check_addition(self, message: ChatMessage) -> None:
+        """Raise `TemplateRerenders` unless a message follows the end of a response."""
+        text = self._text_after_answer([message])
+        before_end, _ = self._split_at_end(text)
+        if before_end.strip():
+            raise TemplateRerenders(
+                f"{self._template.file}: the chat template writes {before_end[:_EXCERPT]!r} after "
+                "a response, before its end-of-sequence token. Use a template that does not"
+            )
+        if _ADDITION_TEXT not in text:
+            raise self._left_out(message["role"])
 
     def _check_appends(self, conversation: Sequence[ChatMessage]) -> None:
         """Raise `TemplateRerenders` unless each message only adds text."""
@@ -116,7 +156,7 @@ class ChatTurns:
 def _probes(roles: Sequence[str]) -> Iterator[list[ChatMessage]]:
     """Yield conversations with each role, with reasoning, and with tool calls."""
     for role in roles:
-        addition = {"role": role, "content": "probe addition"}
+        addition = {"role": role, "content": _ADDITION_TEXT}
         yield [_QUESTION, _ANSWER, addition, _ANSWER, addition, _ANSWER]
         for answer in _REASONING:
             yield [_QUESTION, answer, addition, answer, addition]

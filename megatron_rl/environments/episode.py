@@ -59,7 +59,7 @@ class Episode:
     """One rollout of `prompt` while it is being played.
 
     An environment awaits `respond` and calls `observe` and `demonstrate`, one after the other and
-    in any order.
+    in any order. An action while a response is pending raises ValueError.
 
     text: last response. The scorer reads it.
     finish_reason: why the last response ended, None before the first.
@@ -92,6 +92,9 @@ class Episode:
         self.rejected_tokens = Counter[str]() if rejected_tokens is None else rejected_tokens
         self._num_empty_responses = 0
         self._is_adding = False
+        self._pending: object | None = None  # the response that is being sampled
+        # Those since the last response. None: `observe_messages` cannot follow
+        self._messages: list[Mapping[str, Any]] | None = None
         # An empty turn after it leaves the last response as it ended
         self._last_end: FinishReason | None = None
         self._generate = generate
@@ -111,6 +114,19 @@ class Episode:
         Raises `RolloutRejected`, `RouteError`, `GenerationRejected` and `EngineError`. An
         environment should not catch them.
         """
+        self._require_rest()
+        pending = self._pending = object()
+        try:
+            return await self._respond()
+        finally:
+            if self._pending is pending:
+                self._pending = None
+
+    def withdraw(self) -> None:
+        """Take back the request for a response, which is being cancelled."""
+        self._pending = None
+
+    async def _respond(self) -> Response:
         budget = self._budget
         if budget <= 0 or self.finish_reason is FinishReason.LENGTH:
             return self._end_empty_turn()
@@ -153,32 +169,62 @@ class Episode:
         """Add text that was not sampled, such as a tool's answer. The model reads it as input.
 
         It receives no loss. The rollout ends with its last response and leaves out text after it.
-        Raises `UnknownText`.
+        The names of control tokens in it are text.
+        Raises `UnknownText`, and ValueError while a response is pending.
         """
-        self._builder.observe(list(self._tokenizer.encode(text)))
+        self._require_rest()
+        self._builder.observe(
+            list(self._tokenizer.encode_continuation(self._tokenizer.quote(text)))
+        )
+        self._messages = None
 
     def observe_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
         """Add messages of a chat after a response, up to where the model's next one begins.
 
         The chat template of the model renders them, so the environment writes no special tokens.
-        They are read like the text of `observe`.
+        They are read like the text of `observe`. Several calls in a row add messages to one turn.
+        After a response that was cut off, there is no next one, and nothing is added.
 
-        Raises ValueError for roles that are not in the environment's `chat_roles`, and
-        `UnknownText`.
+        Raises ValueError for roles that are not in the environment's `chat_roles`, before the first
+        response, after `observe`, and while a response is pending. Raises `UnknownText`, and
+        `RolloutRejected` if the response ended with another token than the template writes.
         """
+        self._require_rest()
         if self._chat_turns is None:
             raise ValueError(
                 "the environment names no roles. Set chat_roles = ('tool',) in its class"
             )
-        self._builder.observe(list(self._chat_turns.tokens_after_response(messages)))
+        if self._messages is None:
+            raise ValueError(
+                "observe_messages must follow a response. Await episode.respond() first, and add "
+                "text with episode.observe afterwards"
+            )
+        all_messages = [*self._messages, *messages]
+        end, *tokens = self._chat_turns.tokens_from_end(all_messages)
+        if self.finish_reason is FinishReason.LENGTH or not all_messages:
+            return
+        if self._messages:
+            self._builder.replace_observation(tokens)
+        elif (last := self._builder.tokens[-1]) == end:
+            self._builder.observe(tokens)
+        else:
+            raise RolloutRejected(
+                "other_end",
+                f"prompt {self.prompt.id}: the response ended with "
+                f"{self._tokenizer.token_text(last)!r}, but the chat template ends it with "
+                f"{self._tokenizer.token_text(end)!r} before other messages",
+            )
+        self._messages = all_messages
 
     def demonstrate(self, text: str) -> None:
-        """Add a demonstration and an end-of-sequence token.
+        """Add a demonstration, and an end-of-sequence token if it has none.
 
         It receives a loss and has no log-probabilities, because it was not sampled.
-        Raises `UnknownText`, and `RolloutRejected` if it does not fit the token budget.
+        Raises `UnknownText`, `RolloutRejected` if it does not fit the token budget, and ValueError
+        if it goes on after its end, and while a response is pending.
         """
-        tokens = [*self._tokenizer.encode(text), self._tokenizer.eos_ids[0]]
+        self._require_rest()
+        tokens = list(self._tokenizer.encode_response(text, self._builder.tokens[-1]))
         budget = self._budget
         if len(tokens) > budget:
             raise RolloutRejected(
@@ -187,7 +233,7 @@ class Episode:
                 f"room for {budget}. Raise rollout.max_new_tokens",
             )
         self._builder.demonstrate(tokens)
-        self._end_turn(text, FinishReason.STOP)
+        self._end_turn(self._tokenizer.decode(tokens), FinishReason.STOP)
 
     def rollout(self) -> Rollout:
         """Return the rollout up to its last response. Raises `RolloutRejected`."""
@@ -220,6 +266,13 @@ class Episode:
         self._builder.sample(generation)
         return self._tokenizer.decode(generation.output_ids.tolist())
 
+    def _require_rest(self) -> None:
+        if self._pending is not None:
+            raise ValueError(
+                "a response of this episode is pending. Await episode.respond() before the next "
+                "action"
+            )
+
     @property
     def _budget(self) -> int:
         """Number of tokens that may follow."""
@@ -241,4 +294,5 @@ class Episode:
     def _end_turn(self, text: str, finish_reason: FinishReason) -> Response:
         self.text = text
         self.finish_reason = finish_reason
+        self._messages = []
         return Response(text, finish_reason)

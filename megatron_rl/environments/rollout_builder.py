@@ -63,6 +63,11 @@ class RolloutBuilder:
         """Add tokens that receive no loss."""
         self._unread.append((Role.TOOL, tokens))
 
+    def replace_observation(self, tokens: list[int]) -> None:
+        """Take back what the last `observe` added, and add other tokens."""
+        self._unread.pop()
+        self.observe(tokens)
+
     def demonstrate(self, tokens: list[int]) -> None:
         """Add a response that was not sampled. Its version is 0, the start checkpoint."""
         self._mark_read(version=0)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import groupby
 from pathlib import Path
 
@@ -14,6 +16,10 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece's vocabularies
+# Stands before the name of a control token that is text. No text holds such a noncharacter.
+_QUOTE = "\ufdd0"
+# Texts of which one does not merge with what follows
+_ANCHORS = ("\n", "=", ".", "0", "a")
 _REMEDY = "take the file published with the model, or save it again with save_pretrained"
 _OTHER_MODEL = "They belong to different models: use the tokenizer that the model was trained with"
 
@@ -40,6 +46,11 @@ class Tokenizer:
         self._backend = backend
         self._vocabulary = frozenset(backend.get_vocab(with_added_tokens=True).values())
         self._unknown_id = _unknown_id(backend)
+        self._control_tokens = _control_tokens(backend)
+        names = sorted(self._control_tokens, key=len, reverse=True)  # the longest one matches first
+        self._control_names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        self._named = re.compile(f"{_QUOTE}?(?:{self._control_names.pattern})")
+        self._adds_space = _adds_space(backend)
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
 
     @classmethod
@@ -76,23 +87,89 @@ class Tokenizer:
         """Return whether both tokenizers give every token the same id."""
         return bool(self._backend.get_vocab(True) == other._backend.get_vocab(True))
 
+    def quote(self, text: str) -> str:
+        """Return a text in which `encode` reads the names of control tokens as plain text.
+
+        Control tokens are those that the tokenizer marks as special, and others such as `<|name|>`.
+        """
+        return self._control_names.sub(lambda match: _QUOTE + match[0], text)
+
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a text, without adding special tokens.
 
+        The names of control tokens become these tokens, except where `quote` has marked them.
+
         Raises `UnknownText` naming characters without a token.
         """
+        backend = self._backend
+        input_text = text
+        if _QUOTE in text:
+            backend = self._renamed
+            input_text = self._named.sub(_rename, text)
         try:
-            encoding = self._backend.encode(text, add_special_tokens=False)
+            encoding = backend.encode(input_text, add_special_tokens=False)
         except Exception as error:  # a word-level model without an unknown token raises it
             raise UnknownText(f"the tokenizer cannot encode {text[:80]!r}: {error}") from error
         ids: list[int] = encoding.ids
         num_covered = sum(end - start for start, end in encoding.offsets)
-        if num_covered < len(text) or self._unknown_id in ids:
+        if num_covered < len(input_text) or self._unknown_id in ids:
             unknown = self._unknown_characters(text)
             if unknown:
                 names = ", ".join(map(repr, unknown[:8]))
                 raise UnknownText(f"the tokenizer has no token for {names}")
         return tuple(ids)
+
+    def encode_continuation(self, text: str) -> tuple[int, ...]:
+        """Return the token ids of a text that follows another text.
+
+        Tokenizers of SentencePiece put a space before a text that stands alone.
+
+        Raises as `encode` does.
+        """
+        if not self._adds_space or not text:
+            return self.encode(text)
+        for anchor in _ANCHORS:
+            try:
+                beginning = self.encode(anchor)
+            except UnknownText:
+                continue
+            ids = self.encode(anchor + text)
+            if ids[: len(beginning)] == beginning:
+                return ids[len(beginning) :]
+        raise UnknownText(f"the tokenizer cannot encode {text[:80]!r} without a space before it")
+
+    def encode_response(self, text: str, previous: int) -> tuple[int, ...]:
+        """Return the token ids of a response, which end with an end-of-sequence token.
+
+        previous: the token before the response. After a control token, the tokens are those that
+        the whole conversation has there.
+
+        The end is the first one in the text, or `eos_ids[0]` if the text holds none.
+
+        Raises as `encode` does. Raises ValueError if text other than white space follows the end,
+        or if the only control tokens in the text end nothing.
+        """
+        name = next((n for n, token in self._control_tokens.items() if token == previous), None)
+        if self._adds_space and name is not None:
+            ids = self.encode(name + text)[1:]
+        else:
+            ids = self.encode_continuation(text)
+        length = next((n for n, token in enumerate(ids, 1) if token in self.eos_ids), 0)
+        rest = self.decode(ids[length:]) if length else ""
+        if rest.strip():
+            raise ValueError(
+                f"the response goes on after its end-of-sequence token: {rest[:40]!r}. Leave the "
+                "token out"
+            )
+        control_ids = self._control_tokens.values()
+        foreign = next((token for token in ids if token in control_ids), None)
+        if not length and foreign is not None:
+            raise ValueError(
+                f"the response holds {self.token_text(foreign)!r}, which is no end-of-sequence "
+                f"token. Leave it out, or name it in generation_config.json "
+                f"(eos_token_id={foreign}) if it ends responses"
+            )
+        return ids[:length] if length else (*ids, self.eos_ids[0])
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids without final end-of-sequence tokens.
@@ -123,13 +200,38 @@ class Tokenizer:
         is_after_space = (self._backend.id_to_token(token) or "").startswith(_SPACE)
         return f" {text}" if is_after_space and not text.startswith(" ") else text
 
+    @cached_property
+    def _renamed(self) -> tokenizers.Tokenizer:
+        """A copy whose control tokens have other names, so that `_rename` tells them from text."""
+        settings = json.loads(self._backend.to_str())
+        settings["post_processor"] = None  # it names control tokens, and nothing here needs it
+        for token in settings["added_tokens"]:
+            if token["content"] in self._control_tokens:
+                token["content"] = _new_name(token["content"])
+        model = settings["model"]
+        if model.get("unk_token") in self._control_tokens:
+            model["unk_token"] = _new_name(model["unk_token"])
+        if isinstance(model["vocab"], dict):
+            model["vocab"] = {self._renamed_piece(p): i for p, i in model["vocab"].items()}
+        else:
+            model["vocab"] = [[self._renamed_piece(p), *rest] for p, *rest in model["vocab"]]
+        copy = tokenizers.Tokenizer.from_str(json.dumps(settings))
+        assert all(
+            copy.token_to_id(_new_name(name)) == token
+            for name, token in self._control_tokens.items()
+        )
+        return copy
+
+    def _renamed_piece(self, piece: str) -> str:
+        return _new_name(piece) if piece in self._control_tokens else piece
+
     def _unknown_characters(self, text: str) -> list[str]:
         """Return characters that give the unknown token, or no token, when encoded alone.
 
-        White space without a token is not unknown.
+        White space without a token is not unknown, nor are the names of control tokens.
         """
         unknown = []
-        for character in sorted(set(text)):
+        for character in sorted(set(self._named.sub(_unquoted_name, text))):
             ids = self._backend.encode(character, add_special_tokens=False).ids
             if self._unknown_id in ids or (not ids and not character.isspace()):
                 unknown.append(character)
@@ -160,6 +262,42 @@ def _unknown_id(backend: tokenizers.Tokenizer) -> int | None:
     if token is None and isinstance(model.get("unk_id"), int):  # unigram models give the id instead
         return int(model["unk_id"])
     return backend.token_to_id(token) if isinstance(token, str) else None
+
+
+def _control_tokens(backend: tokenizers.Tokenizer) -> dict[str, int]:
+    """Return the ids of control tokens by name.
+
+    Families such as DeepSeek do not mark all of them as special: `<｜User｜>`. Tags such as
+    `<think>` belong to what a model writes.
+    """
+    return {
+        token.content: number
+        for number, token in backend.get_added_tokens_decoder().items()
+        if token.special or re.fullmatch(r"<[|｜].*[|｜]>", token.content)
+    }
+
+
+def _new_name(name: str) -> str:
+    return f"{_QUOTE}{_QUOTE}{name}"
+
+
+def _rename(match: re.Match[str]) -> str:
+    """Return a name without its quote, or the new name of a control token."""
+    name = match[0]
+    return name[1:] if name.startswith(_QUOTE) else _new_name(name)
+
+
+def _unquoted_name(match: re.Match[str]) -> str:
+    """Return a name that is text, "" for a control token."""
+    return match[0][1:] if match[0].startswith(_QUOTE) else ""
+
+
+def _adds_space(backend: tokenizers.Tokenizer) -> bool:
+    """Return whether a text that stands alone gets a space."""
+    text = "0" if backend.normalizer is None else backend.normalizer.normalize_str("0")
+    if backend.pre_tokenizer is not None:
+        text = "".join(piece for piece, _ in backend.pre_tokenizer.pre_tokenize_str(text))
+    return text != "0"
 
 
 class _AddedToken(msgspec.Struct):

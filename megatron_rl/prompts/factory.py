@@ -48,6 +48,7 @@ CheckAnswer = Callable[[str], None]
 """Raises ValueError for a reference answer that responses cannot be compared with."""
 
 _MAX_CHARACTERS = 65_536  # of an id or a reference answer
+_MAX_RESPONSE_CHARACTERS = 2**20
 _QUICK_CHARACTERS = 10_000  # a text of so many is encoded at once, to name its number of tokens
 _QUESTION_FIELDS = tuple(field.name for field in fields(Question))
 
@@ -291,12 +292,12 @@ class _PromptBuilder:
         prompts = []
         for question in questions:
             try:
-                if demonstration:
-                    _check_demonstration(question)
                 self._check_lengths(question, max_characters)
                 if self.check_answer is not None:
                     self.check_answer(question.answer)
                 prompt = self._tokenize(question)
+                if demonstration:
+                    self._check_demonstration(question, prompt)
             except ValueError as error:
                 checked_rows.add_bad(question.origin, str(error))
             else:
@@ -327,11 +328,25 @@ class _PromptBuilder:
                 f"data.max_prompt_tokens={self.max_tokens} allows at most {max_characters}, "
                 f"because the longest token has {self.tokenizer.longest_token}"
             )
-        for name, value in (("id", question.id), ("answer", question.answer)):
-            if len(value) > _MAX_CHARACTERS:
+        for name, value, limit in (
+            ("id", question.id, _MAX_CHARACTERS),
+            ("answer", question.answer, _MAX_CHARACTERS),
+            ("response", question.demonstration, _MAX_RESPONSE_CHARACTERS),
+        ):
+            if len(value) > limit:
                 raise ValueError(
-                    f"`{name}` has {len(value)} characters; at most {_MAX_CHARACTERS} are allowed"
+                    f"`{name}` has {len(value)} characters; at most {limit} are allowed"
                 )
+
+    def _check_demonstration(self, question: Question, prompt: Prompt) -> None:
+        """Check that a demonstration has tokens, and ends once."""
+        if question.demonstration_problem:
+            raise ValueError(question.demonstration_problem)
+        if not question.demonstration:
+            raise ValueError(
+                "it has no response, and environment=demonstration needs one to learn from"
+            )
+        self.tokenizer.encode_response(question.demonstration, prompt.token_ids[-1])
 
     def _tokenize(self, question: Question) -> Prompt:
         token_ids = self.tokenizer.encode(question.text)
@@ -349,13 +364,6 @@ class _PromptBuilder:
             difficulty=question.difficulty,
             demonstration=question.demonstration,
             source=self.source,
-        )
-
-
-def _check_demonstration(question: Question) -> None:
-    if not question.demonstration:
-        raise ValueError(
-            "it has no response, and environment=demonstration needs one to learn from"
         )
 
 

@@ -34,7 +34,9 @@ class Question:
     sides of the train/held-out split. "" stands for the text without case and white space.
     origin: where the question comes from, for messages (`train.jsonl line 3`). "" stands for the
     id.
-    demonstration: a correct response without the end-of-sequence token, "" if the source has none.
+    demonstration: a correct response as the model writes it, "" if the source has none. Without an
+    end-of-sequence token, it gets one.
+    demonstration_problem: why the response of a row is no demonstration, "" if it is one.
     """
 
     id: str
@@ -45,6 +47,7 @@ class Question:
     identity: str = ""
     origin: str = ""
     demonstration: str = ""
+    demonstration_problem: str = ""
 
     def __post_init__(self) -> None:
         if not self.identity:

@@ -10,13 +10,15 @@ import pytest
 from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.plugins import PluginError
+from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.environments.chat_turns import ChatTurns, TemplateRerenders
 from megatron_rl.environments.environment import open_chat_turns
 from megatron_rl.environments.episode import Episode
+from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.environments.single_turn import SingleTurn
 from megatron_rl.models.chat_template import ChatTemplate
 from megatron_rl.models.tokenizer import Tokenizer
-from tests.support.scripted_model import PROMPT, TOKENIZER, ScriptedModel, Turn, open_episode
+from tests.support.scripted_model import EOS, PROMPT, TOKENIZER, ScriptedModel, Turn, open_episode
 
 # A newline after each message, as in ChatML; the tokenizer has a space for it
 APPENDS = (
@@ -43,6 +45,10 @@ LAST_REASONING = APPENDS.replace(
     "{{ m.content }}",
     "{% if loop.last and m.reasoning_content %}{{ m.reasoning_content }}{% endif %}{{ m.content }}",
 )
+# The role of tools is unknown
+DROPS_TOOLS = APPENDS.replace("{{ m.role }}", "{% if m.role != 'tool' %}{{ m.role }}").replace(
+    " {% endfor %}{% if", " {% endif %}{% endfor %}{% if"
+)
 NO_TOOLS = "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools') }}"
 NO_TOOLS += "{% endif %}{% endfor %}" + APPENDS
 NO_CALLS = "{% for m in messages %}{% if m.tool_calls %}{{ raise_exception('no calls') }}"
@@ -61,13 +67,13 @@ def open_turns(folder: Path, template: str, *roles: str) -> ChatTurns:
 
 def test_messages_follow_the_end_of_a_response(tmp_path: Path) -> None:
     turns = open_turns(tmp_path, APPENDS, "tool", "user")
-    tokens = turns.tokens_after_response([{"role": "tool", "content": "42"}])
-    assert tokens == TOKENIZER.encode(" tool=42<eos> assistant=")
+    tokens = turns.tokens_from_end([{"role": "tool", "content": "42"}])
+    assert tokens == TOKENIZER.encode("<eos> tool=42<eos> assistant=")
     messages = [{"role": "tool", "content": "1"}, {"role": "user", "content": "more"}]
-    expectation = TOKENIZER.encode(" tool=1<eos> user=more<eos> assistant=")
-    assert turns.tokens_after_response(messages) == expectation
+    expectation = TOKENIZER.encode("<eos> tool=1<eos> user=more<eos> assistant=")
+    assert turns.tokens_from_end(messages) == expectation
     with pytest.raises(ValueError, match="'system' is not one of the environment's chat_roles"):
-        turns.tokens_after_response([{"role": "system", "content": "x"}])
+        turns.tokens_from_end([{"role": "system", "content": "x"}])
 
 
 def test_an_episode_is_what_the_template_renders(tmp_path: Path) -> None:
@@ -141,3 +147,105 @@ def test_only_environments_with_roles_need_a_template(tmp_path: Path) -> None:
     Chats.chat_roles = "tool"
     with pytest.raises(PluginError, match="must be a tuple of roles"):
         open_chat_turns(Chats(), directory, Tokenizer.from_directory(directory))
+
+
+def play(folder: Path, template: str, *actions: object, ends: int = EOS) -> list[int]:
+    """Return the tokens after the prompt.
+
+    actions: a number of sampled responses, a text to observe, or messages to add, in order.
+    """
+    model = ScriptedModel([Turn((*TOKENIZER.encode("12"), ends), (("3", 3),))] * 3)
+    tokenizer = Tokenizer(TOKENIZER._backend, (EOS, 0))
+    turns = ChatTurns(ChatTemplate(write(folder, template)), tokenizer, ["tool"])
+    episode = open_episode(model, chat_turns=turns, tokenizer=tokenizer, budget=200)
+
+    async def run() -> None:
+        for action in actions:
+            if isinstance(action, str):
+                episode.observe(action)
+            elif isinstance(action, list):
+                episode.observe_messages([{"role": "tool", "content": text} for text in action])
+            else:
+                await episode.respond()
+
+    asyncio.run(run())
+    tokens = [token for segment in episode.rollout().segments for token in segment.tokens.tolist()]
+    return tokens[len(PROMPT.token_ids) :]
+
+
+# As Qwen3's: results that follow each other are one turn
+ONE_TURN = APPENDS.replace(
+    "{{ eos_token }} {% endfor %}",
+    "{% if not (m.role == 'tool' and not loop.last and loop.nextitem.role == 'tool') %}"
+    "{{ eos_token }} {% endif %}{% endfor %}",
+)
+SPACE_BEFORE_END = APPENDS.replace("{{ eos_token }}", " {{ eos_token }}")
+NEXT = "assistant=12<eos>"
+
+
+@pytest.mark.parametrize(
+    ("template", "actions", "text"),
+    [
+        (APPENDS, (1, ["4"], 1), f"12<eos> tool=4<eos> {NEXT}"),
+        (APPENDS, (1, ["4"], ["5"], 1), f"12<eos> tool=4<eos> tool=5<eos> {NEXT}"),
+        (
+            APPENDS,
+            (1, ["4"], ["5"], ["6"], 1),
+            f"12<eos> tool=4<eos> tool=5<eos> tool=6<eos> {NEXT}",
+        ),
+        (APPENDS, (1, ["4"], [], ["5"], 1), f"12<eos> tool=4<eos> tool=5<eos> {NEXT}"),
+        (APPENDS, (1, ["4", "5"], 1), f"12<eos> tool=4<eos> tool=5<eos> {NEXT}"),
+        (ONE_TURN, (1, ["4"], ["5"], 1), f"12<eos> tool=4tool=5<eos> {NEXT}"),
+        (APPENDS, (1, ["4"], 1, ["5"], 1), f"12<eos> tool=4<eos> {NEXT} tool=5<eos> {NEXT}"),
+        (APPENDS, (1, ["4"], "x", 1), "12<eos> tool=4<eos> assistant=x12<eos>"),
+        (APPENDS, (1, [], 1), "12<eos>12<eos>"),
+        (SPACE_BEFORE_END, (1, ["4"], 1), f"12<eos> tool=4 <eos> {NEXT}"),
+        (APPENDS, (1, ["4"]), "12<eos>"),
+    ],
+)
+def test_every_order_of_calls_gives_the_templates_text(
+    tmp_path: Path, template: str, actions: tuple[object, ...], text: str
+) -> None:
+    assert play(tmp_path, template, *actions) == list(TOKENIZER.encode(text))
+
+
+@pytest.mark.parametrize(
+    "actions", [(["4"], 1), ("x", ["4"], 1), (1, "x", ["4"]), (1, ["4"], "x", ["5"])]
+)
+def test_messages_that_follow_no_response_are_refused(
+    tmp_path: Path, actions: tuple[object, ...]
+) -> None:
+    with pytest.raises(ValueError, match="must follow a response"):
+        play(tmp_path, APPENDS, *actions)
+
+
+def test_another_end_than_that_of_the_template_rejects_the_rollout(tmp_path: Path) -> None:
+    with pytest.raises(RolloutRejected, match=r"ended with '<pad>', but .* '<eos>'") as error:
+        play(tmp_path, APPENDS, 1, ["4"], ends=0)
+    assert error.value.reason == "other_end"
+
+
+def test_nothing_is_added_after_a_response_that_was_cut_off(tmp_path: Path) -> None:
+    turns = open_turns(tmp_path, APPENDS, "tool")
+    cut = Turn(TOKENIZER.encode("12"), (("3", 2),), FinishReason.LENGTH)
+    episode = open_episode(ScriptedModel([cut]), chat_turns=turns)
+    asyncio.run(episode.respond())
+    episode.observe_messages([{"role": "tool", "content": "4"}])
+    assert asyncio.run(episode.respond()).finish_reason is FinishReason.LENGTH
+    assert episode.rollout().segments[-1].tokens.tolist() == list(TOKENIZER.encode("12"))
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (DROPS_TOOLS, r"leaves out messages of the role 'tool'"),
+        (APPENDS.replace("{{ m.content }}", "{{ m.content | length }}"), "leaves out.*'assistant'"),
+        (APPENDS.replace("{{ eos_token }}", "<pad>"), "no end-of-sequence token.*'<pad> tool="),
+        (APPENDS.replace("{{ eos_token }}", "ok{{ eos_token }}"), "'ok' after a response"),
+    ],
+)
+def test_templates_without_an_end_or_a_role_are_refused(
+    tmp_path: Path, template: str, words: str
+) -> None:
+    with pytest.raises(TemplateRerenders, match=words):
+        open_turns(tmp_path, template, "tool")

@@ -1,6 +1,7 @@
 """Edge cases of episodes: identity, threads, small budgets, versions and dtypes."""
 
 import asyncio
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
@@ -10,6 +11,7 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.environments.episode import Episode, EpisodeRules
 from megatron_rl.environments.rollout_builder import RolloutRejected
+from sglang_bridge.generation import Generation
 from tests.environments.test_episode import play_turns
 from tests.support.scripted_model import PROMPT, TOKENIZER, ScriptedModel, Turn
 
@@ -84,3 +86,34 @@ def test_version_has_at_most_nine_digits() -> None:
     assert rollout.segments[1].version == 999_999_999
     with pytest.raises(RolloutRejected):
         play_turns([Turn.saying("4", version="1000000000")])
+
+
+def test_actions_while_a_response_is_pending_are_refused() -> None:
+    """Otherwise the rollout holds tokens that were sampled without the ones before them."""
+    model = ScriptedModel([Turn.saying("4")] * 3)
+
+    async def generate(token_ids: Sequence[int], sampling: Sampling) -> Generation:
+        await asyncio.sleep(0)
+        return await model.generate(token_ids, sampling)
+
+    async def play(episode: Episode) -> None:
+        first = asyncio.create_task(episode.respond())
+        await asyncio.sleep(0)
+        for act in (episode.observe, episode.demonstrate):
+            with pytest.raises(ValueError, match="is pending"):
+                act("3")
+        with pytest.raises(ValueError, match="is pending"):
+            await episode.respond()
+        assert (await first).text == "4"
+        cancelled = asyncio.create_task(episode.respond())
+        await asyncio.sleep(0)
+        cancelled.cancel()
+        episode.withdraw()  # the collector hears of it before the task has ended
+        episode.observe("5")
+        await episode.respond()
+        episode.observe("6")
+
+    episode = Episode(PROMPT, generate, TOKENIZER, RULES, rollout_id="q/0")
+    asyncio.run(play(episode))
+    tokens = [token for segment in episode.rollout().segments for token in segment.tokens.tolist()]
+    assert tokens == [*PROMPT.token_ids, *TOKENIZER.encode("4<eos>54<eos>")]

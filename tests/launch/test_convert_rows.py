@@ -31,7 +31,12 @@ def verl_row(index: int, answer: Any = "72", **changes: Any) -> dict[str, Any]:
     return row | changes
 
 
-def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+def render(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    add_generation_prompt: bool = True,
+) -> str:
     return json.dumps([list(messages), list(tools)])
 
 

@@ -1,17 +1,25 @@
-"""Rows of chats with tools and tool calls."""
+"""Rows of chats with tools and tool calls, and demonstrations in chats."""
 
+import asyncio
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from launch.testbed.policies import TWO_DIGIT_ADDITION
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.environments.demonstration import Demonstration
 from megatron_rl.models.chat_template import ChatTemplate
+from megatron_rl.models.tokenizer import Tokenizer
+from megatron_rl.prompts.factory import _PromptBuilder
 from megatron_rl.prompts.question import BadRows, PromptDataError
+from megatron_rl.prompts.split import keep_apart
 from tests.support.question_files import read_jsonl
+from tests.support.scripted_model import ScriptedModel, open_episode
 
 TOOL = {
     "type": "function",
@@ -31,7 +39,12 @@ TOOLS_FIRST = (
 )
 
 
-def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+def render(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    add_generation_prompt: bool = True,
+) -> str:
     return json.dumps([list(messages), list(tools)])
 
 
@@ -78,7 +91,7 @@ def test_tools_and_calls_reach_the_chat_template(tmp_path: Path) -> None:
             "arguments of the tool call 'add' are no JSON object",
         ),
         ({"tools": "add"}, r"Expected `array \| null`, got `str` - at `\$\.tools`"),
-        ({"messages": None, "prompt": "2+2"}, "Expected `array`"),
+        ({"messages": None, "prompt": "2+2"}, "`tools` need `messages`"),
     ],
 )
 def test_calls_that_no_template_can_render_are_bad_rows(
@@ -106,3 +119,93 @@ def test_a_template_renders_tools_or_refuses_them(tmp_path: Path) -> None:
     file.write_text(TOOLS_FIRST.replace("tools", "documents"))
     with pytest.raises(ValueError, match=r"ignores `tools` \(.*chat_template\.jinja\)"):
         ChatTemplate(directory).prompt([USER], [{"name": "add"}])
+
+
+BEGINS = "{% for m in messages %}{% if m.role == 'assistant' %}a="
+PLAIN = BEGINS + "{{ m.content }}<eos> {% else %}{{ m.role }}={{ m.content }}<eos> {% endif %}"
+PLAIN += "{% endfor %}{% if add_generation_prompt %}a={% endif %}"
+THOUGHT = "{% if loop.last %}think{% endif %}"
+OPENS = PLAIN.replace("%}a={% endif", "%}a=think{% endif")
+DEMONSTRATIONS = [
+    (PLAIN, "4", "4<eos>"),
+    (PLAIN, " 4  ", " 4  <eos>"),
+    (
+        PLAIN.replace("{{ m.content }}<eos> {% else", "{{ m.content | trim }}<eos> {% else"),
+        " 4  ",
+        "4<eos>",
+    ),
+    # Qwen3: an empty thought before the last message
+    (PLAIN.replace(BEGINS, BEGINS + THOUGHT), "4", "think4<eos>"),
+    # Qwen3-Thinking-2507: the prompt opens the thought, and the last message closes it
+    (OPENS.replace(BEGINS, BEGINS + "think/think"), "4", "/think4<eos>"),
+    (PLAIN.replace("}}<eos> {% else", "}} <eos> {% else"), "4", "4 <eos>"),
+    (PLAIN.replace("<eos> {% else", "{{ eos_token }}{% else"), "4", "4<eos>"),
+    # DeepSeek-R1: the prompt opens a thought that the conversation does not have
+    (OPENS, "4", r"prompt ends with 'think', where the whole conversation has '4<eos> '"),
+    (PLAIN.replace("a={% endif", "b={% endif"), "4", r"prompt ends with 'b=', .* has 'a=4<eos> '"),
+    ("{{ messages | length }}" + PLAIN, "4", r"ends with '1user=2\+2<eos> a='.* has '2user"),
+    (PLAIN.replace("<eos> {% else", "<pad> {% else"), "4", r"'<pad>', which is no end-of-sequence"),
+    (PLAIN.replace("<eos> {% else", "<eos> yes{% else"), "4", r"goes on after its end.*yes"),
+    (PLAIN.replace(BEGINS, BEGINS + "{{ raise_exception('no answers') }}"), "4", "no answers"),
+    (PLAIN, "Ü4", "no token for 'Ü'"),
+    (PLAIN, "4<eos>", "no token for '<'$"),  # text, not the end of the response
+]
+
+
+KEYS = pytest.mark.parametrize("key", ["messages", "response"])
+
+
+def read_demonstration(
+    folder: Path, template: str, content: str, key: str
+) -> tuple[Path, Callable[..., list[Prompt]]]:
+    """Return the model's folder and a function that builds the prompts of one row."""
+    directory = shutil.copytree(TWO_DIGIT_ADDITION, folder / "model")
+    (directory / "chat_template.jinja").write_text(template)
+    row: dict[str, Any] = {"messages": [USER], "response": content}
+    if key == "messages":
+        row = {"messages": [USER, {"role": "assistant", "content": content}]}
+    file = folder / "rows.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    bad_rows = BadRows("fail")
+    questions = read_jsonl(file, bad_rows, key="k", render=ChatTemplate(directory).prompt)
+    split = keep_apart([], questions, bad_rows)
+    builder = _PromptBuilder(Tokenizer.from_directory(directory), 64, None, bad_rows, split)
+    return directory, partial(builder.build, questions, "none")
+
+
+@KEYS
+@pytest.mark.parametrize(
+    ("template", "content", "expectation"), [d for d in DEMONSTRATIONS if d[2].endswith("<eos>")]
+)
+def test_demonstrations_are_the_templates_text(
+    tmp_path: Path, template: str, content: str, expectation: str, key: str
+) -> None:
+    directory, build = read_demonstration(tmp_path, template, content, key)
+    (prompt,) = build(demonstration=True)
+    tokenizer = Tokenizer.from_directory(directory)
+    episode = open_episode(
+        ScriptedModel([]), routes=None, prompt=prompt, tokenizer=tokenizer, budget=64
+    )
+    asyncio.run(Demonstration().play(episode))
+    _, response = (segment.tokens.tolist() for segment in episode.rollout().segments)
+    conversation = [USER, {"role": "assistant", "content": content}]
+    whole = tokenizer.encode(
+        ChatTemplate(directory).render(conversation, add_generation_prompt=False)
+    )
+    assert list(whole).index(1, len(prompt.token_ids)) + 1 == len(prompt.token_ids) + len(response)
+    assert (*prompt.token_ids, *response) == whole[: len(prompt.token_ids) + len(response)]
+    assert tuple(response) == tokenizer.encode(expectation)
+    assert episode.text == tokenizer.decode(response)
+
+
+@KEYS
+@pytest.mark.parametrize(
+    ("template", "content", "words"), [d for d in DEMONSTRATIONS if not d[2].endswith("<eos>")]
+)
+def test_demonstrations_that_the_template_writes_otherwise_are_bad_rows(
+    tmp_path: Path, template: str, content: str, words: str, key: str
+) -> None:
+    _, build = read_demonstration(tmp_path, template, content, key)
+    with pytest.raises(PromptDataError, match=words):
+        build(demonstration=True)
+    assert len(build()) == 1  # only supervised training needs the demonstration

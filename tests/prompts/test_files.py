@@ -42,7 +42,12 @@ CHAT_ROWS: Rows = [
 ]
 
 
-def render(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
+def render(
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    add_generation_prompt: bool = True,
+) -> str:
     return json.dumps([list(messages), list(tools)], sort_keys=True)
 
 

@@ -19,10 +19,13 @@ def write(path: Path, *lines: bytes) -> Path:
 
 
 def render_loudly(
-    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()
+    messages: Sequence[Mapping[str, Any]],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    add_generation_prompt: bool = True,
 ) -> str:
     parts = [f"{message['role']}: {message['content']}! " for message in messages]
-    return "".join(parts) + "assistant:"
+    return "".join(parts) + ("assistant:" if add_generation_prompt else "")
 
 
 def read_row(path: Path, row: bytes) -> Question:
@@ -61,11 +64,11 @@ SYSTEM = '{"role": "system", "content": "s", "name": "x"}'
         ('"prompt": "2+2=", "response": "4"', "2+2=", "4", "4"),
         ('"prompt": "2+2=", "answer": 4, "response": "so: 4"', "2+2=", "so: 4", "4"),
         (f'"messages": [{USER}], "answer": 4', "user: 2+2! assistant:", "", "4"),
-        (f'"messages": [{USER}, {ASSISTANT}]', "user: 2+2! assistant:", "it is 4", "it is 4"),
+        (f'"messages": [{USER}, {ASSISTANT}]', "user: 2+2! assistant:", " it is 4! ", "it is 4"),
         (
             f'"messages": [{SYSTEM}, {ASSISTANT}, {USER}], "response": "r"',
             "system: s! assistant: it is 4! user: 2+2! assistant:",
-            "r",
+            " r! ",
             "r",
         ),
     ],
@@ -116,10 +119,10 @@ DEEP_ROW = b'{"prompt": "p", "answer": "4", "x": ' + b"[" * 100_000 + b"]" * 100
         (b'{"prompt": "p", "messages": [], "answer": 4}', "both `prompt` and `messages`"),
         (b'{"prompt": "2+2="}', "`answer` is missing. A row needs"),
         (b'{"prompt": "p", "response": " "}', "`response` is empty. Leave it out"),
-        (b'{"prompt": 5, "answer": "4"}', "Expected `str`"),
+        (b'{"prompt": 5, "answer": "4"}', "Expected `str | null`"),
         (b'{"prompt": "  ", "answer": "4"}', "`prompt` is empty. Give"),
         (b'{"prompt": "p", "answer": ""}', "`answer` is empty. Give"),
-        (b'{"prompt": "p", "answer": null}', "`answer` must be a string or a number, got null"),
+        (b'{"prompt": "p", "answer": null}', "`answer` is missing"),
         (b'{"prompt": "p", "answer": true}', "`answer` must be a string or a number, got true"),
         (b'{"prompt": "p", "answer": ["4"]}', "`answer` must be a string or a number"),
         (b'{"prompt": "p", "answer": NaN}', "invalid"),

@@ -6,11 +6,12 @@ Readers of other formats write each row as such an object, so a row means the sa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from decimal import Decimal
+from itertools import takewhile
 from typing import Any, Protocol
 
 import msgspec
-from msgspec import UNSET, UnsetType
 
 from megatron_rl.prompts.question import Question
 
@@ -29,6 +30,7 @@ ROW_KEYS = (
 )
 # A number such as 1e999999999 would fill the memory with zeros.
 _MAX_EXPONENT = 999
+_EXCERPT = 40  # characters
 # Keys of a message that chat templates read.
 _MESSAGE_KEYS = ("role", "content", "reasoning_content", "tool_calls", "tool_call_id", "name")
 
@@ -36,15 +38,22 @@ ChatMessage = Mapping[str, Any]
 
 
 class Render(Protocol):
-    """Renders messages up to the beginning of the assistant's next message. Raises ValueError."""
+    """Renders messages, up to the beginning of the assistant's next one. Raises ValueError."""
 
     def __call__(
-        self, messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
+        self,
+        messages: Sequence[ChatMessage],
+        tools: Sequence[Mapping[str, Any]] = (),
+        *,
+        add_generation_prompt: bool = True,
     ) -> str: ...
 
 
 def refuse_messages(
-    messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]] = ()
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Mapping[str, Any]] = (),
+    *,
+    add_generation_prompt: bool = True,
 ) -> str:
     """Raise ValueError: the `Render` for a model without a chat template."""
     raise ValueError(
@@ -63,14 +72,29 @@ class _Message(msgspec.Struct):
 
 
 class _Row(msgspec.Struct):
-    prompt: str | UnsetType = UNSET
-    messages: list[_Message] | UnsetType = UNSET
+    """A null is a key that is missing, as in Parquet."""
+
+    prompt: str | None = None
+    messages: list[_Message] | None = None
     tools: list[dict[str, Any]] | None = None
-    answer: msgspec.Raw | UnsetType = UNSET
-    response: str | UnsetType = UNSET
+    answer: msgspec.Raw = msgspec.Raw(b"null")
+    response: str | None = None
     id: str | int | None = None
-    task: str = ""
-    difficulty: str | int | float = ""
+    task: str | None = None
+    difficulty: str | int | float | None = None
+
+
+@dataclass(frozen=True)
+class _Conversation:
+    """text: the model's input. response: that of the row, "" without one.
+
+    demonstration: the response as the model writes it. problem: why there is none.
+    """
+
+    text: str
+    response: str
+    demonstration: str
+    problem: str = ""
 
 
 def parse_question(
@@ -83,36 +107,36 @@ def parse_question(
     if len(row) > MAX_ROW_BYTES:
         raise ValueError(f"the line has more than {MAX_ROW_BYTES} bytes, which is the limit")
     fields = msgspec.json.decode(row, type=_Row)
-    if fields.prompt is UNSET and fields.messages is UNSET:
+    if fields.prompt is None and fields.messages is None:
         keys = ", ".join(msgspec.json.decode(row, type=dict[str, msgspec.Raw])) or "no keys"
         raise ValueError(f"the row has neither `prompt` nor `messages`. It has: {keys}")
-    text, response = _parse_conversation(fields, render)
-    if not isinstance(fields.answer, UnsetType):
+    conversation = _parse_conversation(fields, render)
+    if bytes(fields.answer) != b"null":
         answer = _parse_answer(bytes(fields.answer))
-    elif response:
-        answer = response
+    elif conversation.response:
+        answer = conversation.response
     else:
         raise ValueError(
             "`answer` is missing. A row needs an `answer`, or a response that contains it"
         )
     return Question(
         id=default_id if fields.id is None else str(fields.id),
-        text=text,
+        text=conversation.text,
         answer=answer,
         task=fields.task or default_task,
         origin=origin,
-        difficulty=str(fields.difficulty),
-        demonstration=response,
+        difficulty="" if fields.difficulty is None else str(fields.difficulty),
+        demonstration=conversation.demonstration,
+        demonstration_problem=conversation.problem,
     )
 
 
-def _parse_conversation(row: _Row, render: Render) -> tuple[str, str]:
-    """Return the model's input and the row's response, "" without a response."""
-    if row.prompt is not UNSET and row.messages is not UNSET:
+def _parse_conversation(row: _Row, render: Render) -> _Conversation:
+    if row.prompt is not None and row.messages is not None:
         raise ValueError("the row has both `prompt` and `messages`. Leave one of them out")
     response = _parse_response(row)
-    if isinstance(row.messages, UnsetType):
-        return _parse_prompt(row), response
+    if row.messages is None:
+        return _Conversation(_parse_prompt(row), response, response)
     messages, last_message = _split_messages(row.messages)
     if last_message and response:
         raise ValueError(
@@ -120,12 +144,45 @@ def _parse_conversation(row: _Row, render: Render) -> tuple[str, str]:
             "`messages`. Leave one of them out"
         )
     tools = [_without_nulls(tool) for tool in row.tools or ()]
-    text = render(messages, tools) if tools else render(messages)
-    return text, last_message or response
+    text = render(messages, tools)
+    response = last_message or response
+    try:
+        demonstration = _render_response(response, messages, tools, text, render)
+    except ValueError as error:
+        return _Conversation(text, response, "", str(error))
+    return _Conversation(text, response, demonstration)
+
+
+def _render_response(
+    response: str,
+    messages: Sequence[ChatMessage],
+    tools: Sequence[Mapping[str, Any]],
+    prompt: str,
+    render: Render,
+) -> str:
+    """Return what the chat template writes after the prompt for a response, "" without one.
+
+    Raises ValueError if the template writes another prompt before the response.
+    """
+    if not response:
+        return ""
+    last_message = {"role": "assistant", "content": response}
+    text = render([*messages, last_message], tools, add_generation_prompt=False)
+    if not text.startswith(prompt):
+        length = sum(
+            1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(prompt, text, strict=False))
+        )
+        raise ValueError(
+            f"the chat template does not write the response after the prompt: the prompt ends with "
+            f"{prompt[length:][-_EXCERPT:]!r}, where the whole conversation has "
+            f"{text[length:][:_EXCERPT]!r}. Write the rendered texts to `prompt` and "
+            "`response`, or use a template that writes the prompt in both cases"
+        )
+    return text[len(prompt) :]
 
 
 def _parse_response(row: _Row) -> str:
-    if row.response is UNSET:
+    if row.response is None:
         return ""
     if not row.response.strip():
         raise ValueError("`response` is empty. Leave it out or give a text")
@@ -150,7 +207,7 @@ def _split_messages(messages: Sequence[_Message]) -> tuple[list[dict[str, Any]],
         if last_message.keys() - {"role", "content", "name"}:
             raise ValueError(
                 "the assistant's last message has reasoning or tool calls. A demonstration is a "
-                "text: write it to `response` as the model shall write it"
+                "text: write it to `response`, and the chat template renders it"
             )
         response = last_message["content"]
         if not response.strip():

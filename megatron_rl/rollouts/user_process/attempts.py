@@ -93,6 +93,7 @@ class EpisodeAttempt(Attempt):
                 case WithdrawAction():
                     if action.action in self._responses:
                         self._responses[action.action].cancel()
+                        self.episode.withdraw()
                 case ObserveAction():
                     self.episode.observe(action.text)
                 case ObserveMessagesAction():
