@@ -142,7 +142,7 @@ def _check_columns(schema: Any, path: Path, key: str) -> list[str]:
         if problem := _type_problem(name, kind):
             raise PromptDataError(
                 f"{key}: the column `{name}` of {path} has the type {kind}; it must be {problem}. "
-                "Convert the column"
+                "Convert the column: python launch/convert_rows.py reads files of other trainers"
             )
     return columns
 
