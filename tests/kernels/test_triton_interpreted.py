@@ -13,6 +13,7 @@ from tests.kernels.processes import ROOT, importable
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(930)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the same tests run compiled on this machine")
 def test_triton_kernels_under_the_interpreter() -> None:
     pytest.importorskip("triton")
@@ -22,7 +23,7 @@ def test_triton_kernels_under_the_interpreter() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=900,
         env=importable(TRITON_INTERPRET="1"),
     )
     assert process.returncode == 0, process.stdout + process.stderr
