@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from megatron_rl.rewards.numbers import NUMBER, SEPARATOR, is_only_number, is_whole, last_match
+from megatron_rl.rewards.numbers import NUMBER, SEPARATOR, is_whole, last_match, stands_alone
 
 _BOX = "\\boxed{"
 
@@ -24,10 +24,10 @@ def partial_number(text: str) -> str | None:
     return None if match is None or is_whole(match) else match.group()
 
 
-def has_several_numbers(text: str) -> bool:
-    """Return True if a text has other numbers beside the last one in the same statement."""
+def is_ambiguous(text: str) -> bool:
+    """Return True if the last number shares its statement with others, or touches a letter."""
     match = last_match(text)
-    return match is not None and not is_only_number(match)
+    return match is not None and not stands_alone(match)
 
 
 def last_line(text: str) -> str | None:

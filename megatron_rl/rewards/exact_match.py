@@ -9,7 +9,7 @@ from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards.answers import (
     canonical,
-    has_several_numbers,
+    is_ambiguous,
     last_boxed,
     last_line,
     last_number,
@@ -74,9 +74,9 @@ class ExactMatch:
                 f"{part!r}, a part of the answer. Write one number in plain digits, "
                 "or choose reward.answer=last_line or boxed"
             )
-        if has_several_numbers(text):
+        if is_ambiguous(text):
             raise ValueError(
                 f"reward.answer={self._rule}: the reference answer {text[:80]!r} holds several "
-                "numbers. Write the final one alone or after ####, or choose "
-                "reward.answer=last_line or boxed"
+                "numbers, or a letter that touches one. Write the final one alone or after ####, "
+                "or choose reward.answer=last_line or boxed"
             )

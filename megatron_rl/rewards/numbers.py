@@ -48,6 +48,8 @@ _COMMAND = re.compile(
     r"[^\S\n]*\\(?:approx|to|implies|iff|Rightarrow|rightarrow|longrightarrow|Longrightarrow"
     r"|therefore|because|displaystyle|equiv|cong|sim|simeq|end|quad|qquad)(?![A-Za-z])"
 )
+# A letter that touches a number is no factor of it: factors stand behind numbers
+_NAME = re.compile(rf"(?<![{_OPERAND}^_\\])[A-Za-z]\Z")
 _CURRENCY = re.compile("US|CA|AU|HK|USD|EUR|GBP|INR|CNY|RMB|CAD|AUD|Rs|RM")
 # Words next to which a number is a part of another one
 _WORD_BEFORE = re.compile(
@@ -118,19 +120,25 @@ def is_whole(match: re.Match[str]) -> bool:
     )
 
 
-def is_only_number(match: re.Match[str]) -> bool:
-    """Return True if a number is the only one of its statement: after `####`, `=`, `:` or `is`."""
+def stands_alone(match: re.Match[str]) -> bool:
+    """Return True if a number is the only one of its statement, and touches no letter.
+
+    A statement begins after `####`, `=`, `:` or `is`.
+    """
     line = match.string[: match.start()].rpartition("\n")[2]
     start = 0
     for marker in _MARKER.finditer(line):
         start = marker.end()
-    return not any(character.isnumeric() for character in line[start:])
+    statement = line[start:]
+    return not any(character.isnumeric() for character in statement) and not _NAME.search(statement)
 
 
 def _ends_before(before: str, number: str) -> bool:
     """Return True if the text before a number is not of the same expression."""
     if _CONTINUATION.search(before) or _SEVERAL.search(before):
         return False
+    if _NAME.search(before):
+        return True
     decoration = _BEFORE.search(before)
     assert decoration is not None  # it may be empty
     outer = before[: decoration.start()]

@@ -277,6 +277,8 @@ def test_partial_numbers(text: str) -> None:
         "50%",
         "a11b05c11d10>17015",
         "a11b05>170<eos>",
+        "a10b04c09d09>k9940",
+        "k42",
         "none",
         "",
     ],

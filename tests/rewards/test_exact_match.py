@@ -88,10 +88,10 @@ def test_reference_with_an_ambiguous_number_is_refused(answer: str, number: str)
 
 @pytest.mark.parametrize(
     "answer",
-    ["3 boys, 4 girls", "in 2024 42", "2 or so, then 5", "48/2 and then 72"],
+    ["3 boys, 4 girls", "in 2024 42", "2 or so, then 5", "48/2 and then 72", "A5"],
 )
 def test_reference_with_several_numbers_is_refused(answer: str) -> None:
-    with pytest.raises(ValueError, match=r"holds several numbers. Write the final one alone"):
+    with pytest.raises(ValueError, match=r"holds several numbers, .*Write the final one alone"):
         ExactMatch("last_number").check_answer(answer)
 
 
