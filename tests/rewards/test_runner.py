@@ -18,6 +18,21 @@ from megatron_rl.rewards import RewardRunner, ScorerInThisProcess
 PROMPT = Prompt(id="p", token_ids=(1,), answer="1", task="t")
 
 
+def sum_in_order(parts: list[str]) -> float:
+    """The sum of numbers, rounded after each term."""
+    total = 0.0
+    for part in parts:
+        total += float(part)
+    return total
+
+
+def verdict_of(kind: str, value: float) -> Verdict:
+    """A verdict whose reward, correctness or both are `value`."""
+    if kind == "correctness":
+        return Verdict(reward=0.0, correctness=value)
+    return Verdict(reward=value, correctness=None if kind == "reward_model" else value)
+
+
 class Unprintable(Exception):
     def __str__(self) -> str:
         raise ValueError("no text")
@@ -49,17 +64,11 @@ class ScriptedScorer:
     async def score(self, prompt: Prompt, text: str, finish_reason: FinishReason) -> Verdict:
         try:
             match text.split():
-                case ["reward", value]:
-                    return Verdict(reward=float(value), correctness=float(value))
                 case ["share", *parts]:
-                    share = 0.0
-                    for part in parts:
-                        share += float(part)
+                    share = sum_in_order(parts)
                     return Verdict(reward=share, correctness=share)
-                case ["correctness", value]:
-                    return Verdict(reward=0.0, correctness=float(value))
-                case ["reward_model", value]:
-                    return Verdict(reward=float(value), correctness=None)
+                case ["reward" | "correctness" | "reward_model" as kind, value]:
+                    return verdict_of(kind, float(value))
                 case ["sleep", seconds]:
                     await asyncio.sleep(float(seconds))
                     return Verdict(reward=1.0, correctness=1.0)
