@@ -102,7 +102,7 @@ def test_rows_with_other_keys(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         (verl_row(1, True), "must be a text or a number, got true"),
         (verl_row(1, reward_model={"style": "rule"}), "`reward_model.ground_truth` is missing"),
         (verl_row(1, reward_model={"style": "model", "ground_truth": "1"}), "style` is 'model'"),
-        (verl_row(1, prompt=None), "got `null` - at `$.messages`"),
+        (verl_row(1, prompt=None), "the row has neither `prompt`"),
         (
             verl_row(1, prompt=[{"role": "user", "content": [{"type": "image"}]}]),
             "messages[0].content",
