@@ -76,9 +76,16 @@ def processor_seconds_of(*arguments: str, cwd: Path, code: int) -> float:
 
 def test_a_refusal_takes_little_more_time_than_the_imports_that_it_needs(tmp_path: Path) -> None:
     """On a machine where these take 0.3 s, a refusal takes less than 1.4 s."""
-    imports = processor_seconds_of("-c", "import hydra, omegaconf, msgspec", cwd=tmp_path, code=0)
-    refusal = processor_seconds_of(str(SCRIPT), "+foo=1", cwd=tmp_path, code=ExitCode.REFUSED)
-    assert refusal < 3 * imports + 0.5
+    import_seconds = []
+    refusal_seconds = []
+    for _ in range(3):
+        program = "import hydra, omegaconf, msgspec"
+        import_seconds.append(processor_seconds_of("-c", program, cwd=tmp_path, code=0))
+        refusal_seconds.append(
+            processor_seconds_of(str(SCRIPT), "+foo=1", cwd=tmp_path, code=ExitCode.REFUSED)
+        )
+    # Processes that share a core add to single measurements.
+    assert min(refusal_seconds) < 3 * min(import_seconds) + 0.5
 
 
 def test_only_rank_0_reports_refusals(tmp_path: Path) -> None:
