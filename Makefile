@@ -63,7 +63,7 @@ faults: install ## kill, stop and corrupt parts of real runs, and print what eac
 soak: install ## train for MINUTES with a random fault every two minutes: make soak MINUTES=20
 	$(BIN)/python -m launch.studies.soak --minutes $(MINUTES) $(ARGS)
 
-gpu-check: ## check the trainer on one GPU in nine minutes: make gpu-check ARGS="--small" PYTHON=python3
+gpu-check: ## check the trainer on one GPU: make gpu-check ARGS="--part 1" PYTHON=python3
 	env -u OMP_NUM_THREADS $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) launch/gpu_check.py $(ARGS)
 
 gpu-carry: ## build archives for a GPU machine without network, and check them: make gpu-carry ARGS="--architecture 90"

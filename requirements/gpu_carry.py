@@ -21,7 +21,6 @@ import json
 import os
 import shutil
 import subprocess
-import sys
 import tarfile
 import tempfile
 import time
@@ -66,6 +65,26 @@ MACHINE_PACKAGES = (
     "sentencepiece",
     "tiktoken",
 )
+# Of the C++ compiler, for Transformer Engine's extension
+TE_INCLUDE = (
+    ".",
+    "common_headers",
+    "common_headers/common",
+    "common_headers/common/include",
+    "csrc",
+    "csrc/extensions",
+)
+TE_OPTIONS = (
+    "-O1",
+    "-w",
+    "-fPIC",
+    "-shared",
+    "-fvisibility=hidden",
+    "-std=c++17",
+    "-DTORCH_API_INCLUDE_EXTENSION_H",
+    "-DTORCH_EXTENSION_NAME=transformer_engine_torch",
+)
+TE_LIBRARIES = ("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python")
 HEADER_PACKAGES = (
     "pybind11",
     "nvidia-cuda-cccl",
@@ -80,12 +99,14 @@ HEADER_PACKAGES = (
 class Target:
     """The machine that the archives are for.
 
-    python: such as "3.12". architecture: compute capability without the dot, such as 90.
+    python: such as "3.12". architecture: compute capability without the dot, such as 90. The
+    others are versions.
     """
 
     python: str
     torch: str
     triton: str
+    transformer_engine: str
     architecture: int
     cuda: str = "13"
 
@@ -102,13 +123,14 @@ class Archive:
 class Builder:
     """Build the archives of one target in a scratch folder."""
 
-    def __init__(self, target: Target, environment: Path, scratch: Path) -> None:
+    def __init__(
+        self, target: Target, pins: Sequence[str], environment: Path, scratch: Path
+    ) -> None:
         self._target = target
         self._python = environment / "bin" / "python"
         self._scratch = scratch
         self._constraints = scratch / "constraints.txt"
-        texts = [(HERE / name).read_text() for name in CONSTRAINTS]
-        self._constraints.write_text("\n".join(merge(texts)) + "\n")
+        self._constraints.write_text("\n".join(pins) + "\n")
 
     def create_environment(self) -> None:
         """Install torch and the other packages of the machine, unless they are there."""
@@ -140,7 +162,7 @@ class Builder:
 
     def transformer_engine(self) -> Path:
         """Return the site-packages of Transformer Engine for one architecture."""
-        version = self._version("transformer-engine")
+        version = self._target.transformer_engine
         wheels = self._scratch / "te-wheels"
         packages = [f"{name}=={version}" for name in ("transformer_engine", self._te_library())]
         self._download(wheels, packages)
@@ -155,14 +177,14 @@ class Builder:
                 f"sm_{self._target.architecture}. Choose another --architecture"
             )
         library.write_bytes(data)
-        self._compile_extension(version, site)
+        self._compile_extension(self._extension_source(version), site)
         return site
 
     def _te_library(self) -> str:
         return f"transformer_engine_cu{self._target.cuda}"
 
-    def _compile_extension(self, version: str, site: Path) -> None:
-        """Compile transformer_engine_torch as one translation unit.
+    def _extension_source(self, version: str) -> Path:
+        """Download the source of transformer_engine_torch, as one translation unit.
 
         Torch's headers are then parsed once: one minute instead of 20.
         """
@@ -176,48 +198,31 @@ class Builder:
         sources = sorted(folder.glob("csrc/**/*.cpp"))
         lines = [f'#include "{path.relative_to(folder)}"\n' for path in sources]
         (folder / "extension.cc").write_text("".join(lines))
+        return folder
+
+    def _compile_extension(self, folder: Path, site: Path) -> None:
+        """Compile transformer_engine_torch into a folder of packages."""
         packages, headers, suffix = self._ask(
             "import sysconfig as s; print(s.get_path('purelib'), s.get_path('include'), "
             "s.get_config_var('EXT_SUFFIX'))"
         ).split()
         torch = f"{packages}/torch"
         nvidia = f"{packages}/nvidia"
+        cuda = f"{nvidia}/cu{self._target.cuda}"
         include = [
-            ".",
-            "common_headers",
-            "common_headers/common",
-            "common_headers/common/include",
-            "csrc",
-            "csrc/extensions",
+            *TE_INCLUDE,
             f"{torch}/include",
             f"{torch}/include/torch/csrc/api/include",
             f"{packages}/pybind11/include",
             headers,
             f"{nvidia}/cudnn/include",
             f"{nvidia}/nccl/include",
-            f"{nvidia}/cu{self._target.cuda}/include",
-            f"{nvidia}/cu{self._target.cuda}/include/cccl",
+            f"{cuda}/include",
+            f"{cuda}/include/cccl",
         ]
-        run(
-            [
-                os.environ.get("CXX", "c++"),
-                *("-O1", "-w", "-fPIC", "-shared", "-fvisibility=hidden", "-std=c++17"),
-                "-DTORCH_API_INCLUDE_EXTENSION_H",
-                "-DTORCH_EXTENSION_NAME=transformer_engine_torch",
-                *(f"-I{name}" for name in include),
-                "extension.cc",
-                f"-L{torch}/lib",
-                *("-lc10", "-ltorch", "-ltorch_cpu", "-ltorch_python"),
-                *("-o", str(site / f"transformer_engine_torch{suffix}")),
-            ],
-            folder,
-        )
-
-    def _version(self, name: str) -> str:
-        for line in self._constraints.read_text().splitlines():
-            if line.partition("==")[0].lower() == name:
-                return line.partition("==")[2]
-        raise SystemExit(f"no version of {name} is pinned in {', '.join(CONSTRAINTS)}")
+        command = [os.environ.get("CXX", "c++"), *TE_OPTIONS, *(f"-I{name}" for name in include)]
+        command += ["extension.cc", f"-L{torch}/lib", *TE_LIBRARIES]
+        run([*command, "-o", str(site / f"transformer_engine_torch{suffix}")], folder)
 
     def _download(self, folder: Path, packages: Iterable[str]) -> None:
         platforms = [f"manylinux_2_{minor}_x86_64" for minor in GLIBC_MINORS]
@@ -265,10 +270,30 @@ def main() -> None:
     require_tools(folder.parent)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
-    pins = read_pins(HERE / "gpu-carry-constraints.txt")
-    target = Target(options.python, pins["torch"], pins["triton"], options.architecture)
+    build(folder, environment, options.python, options.architecture)
+    print_sizes(folder)
+    check(folder, environment)
+    print(f"{folder}: built and checked in {time.monotonic() - start:.0f} s")
+    print(
+        "Copy it to the GPU machine. There:\n"
+        "    mkdir trainer && tar -C trainer -xJf gpu-carry/project.tar.xz && cd trainer\n"
+        "    python3 launch/gpu_check.py --carry ../gpu-carry --part 1 --out results"
+    )
+
+
+def build(folder: Path, environment: Path, python: str, architecture: int) -> None:
+    """Write the archives and their manifest."""
+    pins = merge([(HERE / name).read_text() for name in CONSTRAINTS])
+    versions = dict(pin.lower().split("==") for pin in pins if "==" in pin)
+    target = Target(
+        python=python,
+        torch=versions["torch"],
+        triton=versions["triton"],
+        transformer_engine=versions["transformer-engine"],
+        architecture=architecture,
+    )
     with tempfile.TemporaryDirectory(prefix="gpu-carry-", dir=folder.parent) as scratch:
-        builder = Builder(target, environment, Path(scratch))
+        builder = Builder(target, pins, environment, Path(scratch))
         builder.create_environment()
         archives = {
             "base": pack(builder.base(), folder / "base.tar.xz"),
@@ -280,14 +305,6 @@ def main() -> None:
         "archives": {name: asdict(archive) for name, archive in archives.items()}
     }
     (folder / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-    print_sizes(folder)
-    check(folder, environment)
-    print(f"{folder}: built and checked in {time.monotonic() - start:.0f} s")
-    print(
-        "Copy it to the GPU machine. There:\n"
-        "    mkdir trainer && tar -C trainer -xJf gpu-carry/project.tar.xz && cd trainer\n"
-        "    python3 launch/gpu_check.py --carry ../gpu-carry --part 1 --out results"
-    )
 
 
 def require_tools(folder: Path) -> None:
@@ -327,12 +344,6 @@ def read_names(file: Path) -> list[str]:
     """Return the lines of a list of packages, without comments."""
     lines = map(str.strip, file.read_text().splitlines())
     return [line for line in lines if line and not line.startswith("#")]
-
-
-def read_pins(file: Path) -> dict[str, str]:
-    """Return the versions of a constraints file, by name."""
-    pairs = (line.split("==") for line in read_names(file))
-    return {name.lower(): version for name, version in pairs}
 
 
 def pack(site: Path, file: Path) -> Archive:
@@ -393,5 +404,4 @@ def run(command: Sequence[str], folder: Path | None = None) -> None:
 
 
 if __name__ == "__main__":
-    sys.path.insert(0, str(HERE))
     main()

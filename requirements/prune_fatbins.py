@@ -2,16 +2,12 @@
 
 CUDA stores the code of each kernel once for every architecture, in section `.nv_fatbin`. A library
 for one architecture keeps its size, but most of it becomes zeros, which compress to nothing.
-
-Usage: prune_fatbins.py LIBRARY OUTPUT ARCHITECTURE, for example 90 for Hopper.
 """
 
 from __future__ import annotations
 
-import argparse
 import struct
 from dataclasses import dataclass
-from pathlib import Path
 
 SECTION = b".nv_fatbin"
 # A fat binary: magic, version, size of this header, size of the entries after it
@@ -107,23 +103,3 @@ def _machine_code(data: bytearray, start: int, stop: int, architecture: int) -> 
             entries.append(bytes(data[position : position + size]))
         position += size
     return b"".join(entries)
-
-
-def main() -> None:
-    """Prune a library, and print the counts."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("library", type=Path)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("architecture", type=int)
-    options = parser.parse_args()
-    data = bytearray(options.library.read_bytes())
-    counts = prune_library(data, options.architecture)
-    options.output.write_bytes(data)
-    print(
-        f"{counts.binaries} fat binaries, {counts.incomplete} without sm_{options.architecture}, "
-        f"{counts.kept_bytes / 2**20:.0f} MiB of code stay"
-    )
-
-
-if __name__ == "__main__":
-    main()

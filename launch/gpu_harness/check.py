@@ -167,7 +167,7 @@ class Check:
             _say("trying Transformer Engine")
             problem = transformer_engine_problem(self._environment(archives.paths.values()))
             if problem:
-                archives.refuse("te", f"its kernels do not run on this GPU ({problem})")
+                archives.refuse("te", f"it does not run on this GPU ({problem})")
         self._archives = archives
         self._record.details["archives"] = archives.describe()
         for name, reason in archives.refusals.items():

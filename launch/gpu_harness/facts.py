@@ -28,7 +28,13 @@ print(json.dumps({
     "device": torch.cuda.get_device_name() if has_gpu else "",
 }))
 """
-_TE_MODULE = "launch.gpu_harness.te_probe"
+# What the trainer itself asks before it uses Transformer Engine. Only the first launch of a kernel
+# shows if the driver takes a library whose machine code was reduced to one architecture.
+_TE_PROGRAM = """
+import sys
+from megatron_rl.mcore.gpu_libraries import transformer_engine_fault
+sys.exit(transformer_engine_fault() or None)
+"""
 _MAX_REASON_LENGTH = 300
 
 
@@ -56,11 +62,11 @@ def read_facts(environment: Mapping[str, str]) -> Facts:
 
 
 def transformer_engine_problem(environment: Mapping[str, str]) -> str:
-    """Run kernels of Transformer Engine on the GPU. Returns why they fail, empty if they run.
+    """Run a kernel of Transformer Engine on the GPU. Returns why it fails, empty if it runs.
 
     environment: has Transformer Engine on its path.
     """
-    _, problem = _run(["-m", _TE_MODULE], environment)
+    _, problem = _run(["-c", _TE_PROGRAM], environment)
     return problem
 
 

@@ -14,6 +14,7 @@ compat.install()
 import torch
 
 from launch.gpu_stages.stage import Report, Setting, StageSkipped, run
+from launch.testbed.layer_specs import te_obstacle
 from launch.testbed.workers import (
     ALLOW_RANDOM_ROUTES,
     configure,
@@ -21,7 +22,6 @@ from launch.testbed.workers import (
     open_worker,
     write_model,
 )
-from megatron_rl.contracts.launch_facts import has_transformer_engine
 from megatron_rl.mcore import parallel
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.step_planner import StepPlanner
@@ -32,8 +32,8 @@ _MAX_GRAD_NORM_CHANGE = 0.2
 
 def fp8_training(setting: Setting, report: Report) -> None:
     """Train the same step of the same weights in bfloat16 and with each recipe of this device."""
-    if not (torch.cuda.is_available() and has_transformer_engine()):
-        raise StageSkipped("it needs CUDA and Transformer Engine")
+    if obstacle := te_obstacle():
+        raise StageSkipped(f"no layers of Transformer Engine: {obstacle}")
     shape = write_model(setting.scratch / "model", small=False, layers=2, vocabulary=32_000)
     is_blackwell = torch.cuda.get_device_capability() >= (10, 0)
     reference = _train_with("null", setting, shape, report)

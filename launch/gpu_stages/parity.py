@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from launch.gpu_stages.stage import Report, Setting, run
-from launch.testbed.layer_specs import named_te_limits, te_obstacle
+from launch.testbed.layer_specs import named_te_limits, spec_variants
 from launch.testbed.packed_sequences import pack, sequence, to_device
 from launch.testbed.tiny_families import FAMILIES, randomize_weights
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
@@ -34,16 +34,11 @@ _GPU_HEADS = {"qk_nope_head_dim": 16, "v_head_dim": 16}
 def parity(setting: Setting, report: Report) -> None:
     """Compare each family in float32 and bfloat16, with every layer spec that runs here."""
     parallel.initialize(ParallelSettings(timeout_s=60), seed=1)
-    obstacle = te_obstacle()
-    if obstacle:
-        report.note("te", f"skipped: {obstacle}")
+    variants = spec_variants(report)
     references = {}
     for family, make in FAMILIES.items():
         with report.part(family):
             references[family] = _write_family(family, make, setting, report)
-    # What needs Transformer Engine comes last.
-    variants = [("local", "float32"), ("local", "bfloat16")]
-    variants += [] if obstacle else [("te", "bfloat16")]
     for spec, dtype in variants:
         for family, reference in references.items():
             with report.part(f"{family} {spec} {dtype}"), named_te_limits(spec):

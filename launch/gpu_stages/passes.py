@@ -10,7 +10,7 @@ import torch
 
 from launch.gpu_stages import both_passes
 from launch.gpu_stages.stage import Report, Setting, run
-from launch.testbed.layer_specs import named_te_limits, te_obstacle
+from launch.testbed.layer_specs import named_te_limits, spec_variants
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.parallel import RankLayout
 
@@ -23,13 +23,7 @@ def passes(setting: Setting, report: Report) -> None:
     layout = parallel.initialize(both_passes.GRID, seed=0)
     for model in both_passes.MODELS:
         both_passes.write_model(setting.scratch / model, model)
-    variants = [("local", "float32"), ("local", "bfloat16")]
-    obstacle = te_obstacle()
-    if obstacle:
-        report.note("te", f"skipped: {obstacle}")
-    else:
-        variants.append(("te", "bfloat16"))
-    for spec, dtype in variants:
+    for spec, dtype in spec_variants(report):
         for model in both_passes.MODELS:
             name = f"{model} {spec} {dtype}"
             with report.part(name), named_te_limits(spec):

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from launch.gpu_stages.stage import StageSkipped
+from launch.gpu_stages.stage import Report, StageSkipped
 from megatron_rl.mcore.gpu_libraries import transformer_engine_fault
 
 # In the error of Transformer Engine if no kernel takes the sizes of the heads
@@ -22,6 +22,18 @@ def te_obstacle() -> str:
     if importlib.util.find_spec("transformer_engine") is None:
         return "Transformer Engine is not installed"
     return transformer_engine_fault()
+
+
+def spec_variants(report: Report) -> list[tuple[str, str]]:
+    """Return the layer specs that run here, each with a dtype, and note why `te` is left out.
+
+    `te` comes last, so that its failure leaves the other results.
+    """
+    variants = [("local", "float32"), ("local", "bfloat16")]
+    if obstacle := te_obstacle():
+        report.note("te", f"skipped: {obstacle}")
+        return variants
+    return [*variants, ("te", "bfloat16")]
 
 
 @contextlib.contextmanager

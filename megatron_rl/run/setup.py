@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from megatron_rl.config.schema import Configuration
 from megatron_rl.mcore.job import Job
@@ -37,7 +38,7 @@ class RunSetup:
         assert self.data is not None
         return self.data
 
-    @property
+    @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids that end a response: those of the tokenizer, the generation and the model config."""
         return Tokenizer.from_directory(self.configuration.model.path).eos_ids

@@ -1,12 +1,10 @@
 """Block quantisation: error bounds, edges and scales."""
 
-from fractions import Fraction
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -142,66 +140,3 @@ def test_no_division_by_a_number_of_the_host(dtype: torch.dtype, power_of_two: b
     assert len(divisions.divisors) == 2
     for divisor in divisions.divisors:
         assert isinstance(divisor, torch.Tensor) and divisor.is_meta
-
-
-@given(
-    weight=st.floats(width=32, allow_nan=False, allow_infinity=False),
-    scale_bits=st.integers(0x00800000, 0x7C000000),
-    ratio=st.floats(-448.0, 448.0, width=32),
-)
-@example(weight=1.0, scale_bits=0x3FFFFFFF, ratio=447.99997)
-@example(weight=1.0, scale_bits=0x00800001, ratio=0.001)
-@example(weight=-0.0, scale_bits=0x3F800000, ratio=-0.0)
-@settings(max_examples=500, deadline=None)
-def test_the_gpu_division_is_correctly_rounded(
-    weight: float, scale_bits: int, ratio: float
-) -> None:
-    """The steps of `triton_kernel._divide`, with an exact FMA, give the quotient of IEEE 754.
-
-    Weights are at most 464 scales. A quotient below 2^-11 has the code 0 in any case.
-    """
-    scale = np.uint32(scale_bits).view(np.float32)
-    with np.errstate(over="ignore", under="ignore"):
-        for w in (np.float32(weight), np.float32(ratio) * scale):
-            if not np.isfinite(w) or abs(float(w)) > 464 * float(scale):
-                continue
-            exact = w / scale
-            quotient = divide_as_the_kernel(w, scale)
-            assert np.signbit(quotient) == np.signbit(exact)
-            assert quotient == exact or max(abs(quotient), abs(exact)) < 2.0**-11
-
-
-def divide_as_the_kernel(w: np.float32, scale: np.float32) -> np.float32:
-    """`_divide` of one weight."""
-    factor = np.float32(2.0**64 if scale < np.float32(2.0**-60) else 1.0)
-    w = w * factor
-    divisor = scale * factor
-    reciprocal = np.float32(1.0) / divisor
-    quotient = w * reciprocal
-    for _ in range(2):
-        remainder = fma(-quotient, divisor, w)
-        quotient = fma(remainder, reciprocal, quotient)
-    return w if w == 0 else quotient
-
-
-def fma(a: np.float32, b: np.float32, c: np.float32) -> np.float32:
-    """a b + c in float32, rounded once."""
-    exact = Fraction(float(a)) * Fraction(float(b)) + Fraction(float(c))
-    return round_to_float32(exact)
-
-
-def round_to_float32(value: Fraction) -> np.float32:
-    """The nearest float32, ties to even. float() of a Fraction rounds to float64 first."""
-    near = np.float32(float(value))
-    neighbours = [np.nextafter(near, np.float32(-np.inf)), near]
-    neighbours.append(np.nextafter(near, np.float32(np.inf)))
-    if value == 0:
-        # IEEE 754: −0 only if both terms are −0, which no remainder is.
-        return np.float32(0.0)
-    return min(
-        (number for number in neighbours if np.isfinite(number)),
-        key=lambda number: (
-            abs(Fraction(float(number)) - value),
-            int(np.float32(number).view(np.uint32)) & 1,
-        ),
-    )

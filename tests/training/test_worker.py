@@ -131,12 +131,14 @@ def make_worker(
     batcher: Any = SimpleNamespace(optimizer_steps=optimizer_steps)
     policy: Any = SimpleNamespace(replay=replay, reference=None)
     nothing: Any = SimpleNamespace()
+    optimizer: Any = SimpleNamespace(completions=[])
+    optimizer.complete_weights = lambda: optimizer.completions.append("complete")
     return Worker(
         layout=layout,
         receivers=[Receiver(dp_rank=0, node=0, moe_rows=())],
         shape=nothing,
         policy=policy,
-        optimizer=nothing,
+        optimizer=optimizer,
         batcher=batcher,
         model=ModelSettings(path="/m"),
         engine=EngineSettings(),
@@ -155,7 +157,10 @@ def test_each_optimizer_step_trains_its_own_micro_batches(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     passes = Passes(monkeypatch)
-    outcome = make_worker(tmp_path).train(make_plan(2, 1))
+    worker = make_worker(tmp_path)
+    outcome = worker.train(make_plan(2, 1))
+    optimizer: Any = worker.optimizer
+    assert optimizer.completions == ["complete"]  # once, after the last optimizer step
     assert passes.updates == [
         (["0.0", "0.1"], ["objective of 0.0", "objective of 0.1"], 1, True),
         (["1.0"], ["objective of 1.0"], 2, False),

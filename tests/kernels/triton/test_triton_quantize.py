@@ -61,6 +61,48 @@ def test_same_scales_and_codes_for_many_maxima(dtype: torch.dtype, power_of_two:
     assert torch.equal(reference.cpu(), block_scale(maxima.cpu().float(), power_of_two))
 
 
+@triton.jit
+def divide_kernel(weights, scales, quotients):
+    at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
+    quotient = triton_kernel._divide(tl.load(weights + at), tl.load(scales + at))
+    tl.store(quotients + at, quotient)
+
+
+def division_cases() -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights and scales, float32, 128 × 1024 each. |weight| ≤ 464 scale."""
+    rng = torch.Generator().manual_seed(0)
+    shape = (64, 1024)
+    # All exponents of a scale, from 2^-126 to 2^117: random mantissas, all ones, all zeros.
+    scale_bits = torch.randint(0x00800000, 0x7A800000, shape, generator=rng, dtype=torch.int32)
+    scale_bits[:16] |= 0x7FFFFF
+    scale_bits[16:32] &= ~0x7FFFFF
+    scales = scale_bits.view(torch.float32)
+    ratios = torch.empty(shape).uniform_(-464, 464, generator=rng)
+    ratios *= 2.0 ** torch.randint(-20, 1, shape, generator=rng)
+    # Quotients just beside a code's rounding border, where one wrong bit shows.
+    borders = torch.tensor([1.0625, 1.9375, 447.99997, 416.0, 0.0009765625])
+    ratios[::4] = borders[torch.randint(0, 5, (16, 1024), generator=rng)]
+    products = ratios * scales
+    near = products.view(torch.int32) + torch.randint(-2, 3, shape, generator=rng)
+    near = near.to(torch.int32).view(torch.float32)
+    weights = torch.where(products == 0, products, near)
+    weights[0, :8] = torch.tensor([0.0, -0.0] * 4)
+    return torch.cat([products, weights]), torch.cat([scales, scales])
+
+
+def test_division_is_correctly_rounded() -> None:
+    """The GPU's division gives the bits of IEEE 754. A quotient below 2^-11 has the code 0."""
+    weights, scales = division_cases()
+    expected = weights / scales
+    quotients = torch.empty_like(expected, device=DEVICE)
+    divide_kernel[(128,)](weights.to(DEVICE), scales.to(DEVICE), quotients)
+    quotients = quotients.cpu()
+    matters = expected.abs() >= 2.0**-11
+    assert torch.equal(quotients[matters], expected[matters])
+    assert (quotients[~matters].abs() < 2.0**-11).all()
+    assert torch.equal(quotients.signbit(), expected.signbit())
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_all_backends_give_the_same_bits(dtype: torch.dtype) -> None:
     weight = (torch.randn(4, 16, 10, 16) * torch.rand(4, 1, 10, 1)).view(64, 160).to(dtype)
