@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -44,7 +44,7 @@ from megatron_rl.rollouts.messages import (
 )
 from megatron_rl.rollouts.partials.progress import GroupProgress, ScoredRollout
 from megatron_rl.rollouts.repetition import repetition, sampled_token_ids
-from megatron_rl.rollouts.store import RolloutStore, make_rollout_ref
+from megatron_rl.rollouts.store import GroupWriter, RolloutStore, make_rollout_ref
 
 _ALIVE_INTERVAL_SECONDS = 1.0
 # The event loop's own pool may be full of a scorer's blocking calls, so this process has another.
@@ -245,9 +245,7 @@ class Collector:
                 environment_error=progress.first_environment_error(),
                 open_samples=progress.open_samples(),
             )
-            refs = await asyncio.get_running_loop().run_in_executor(
-                self._threads, self._store_results, partial_name(number, group_id), results
-            )
+            refs = await self._store_in_thread(partial_name(number, group_id), results)
             return msgspec.structs.replace(group, rollouts=tuple(refs))
         return None
 
@@ -318,32 +316,39 @@ class Collector:
                 )
                 for result in results
             ]
-        # In a thread, because it may copy hundreds of megabytes.
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(
-            self._threads, self._store_results, request.group_id, results
-        )
+        return await self._store_in_thread(request.group_id, results)
 
-    def _store_results(self, name: str, results: Sequence[ScoredRollout]) -> list[RolloutRef]:
-        """Store rollouts under a name, and return their references."""
-        locations = self._store.put(name, [result.rollout for result in results])
+    async def _store_in_thread(
+        self, name: str, results: Iterable[ScoredRollout]
+    ) -> list[RolloutRef]:
+        """Store rollouts under a name, and return their references.
+
+        In a thread, because it may copy hundreds of megabytes. `results` are made there, one after
+        the other. The memory is opened here, so that a release that comes meanwhile finds it.
+        """
+        writer = self._store.begin(name)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._threads, self._store_results, writer, results)
+
+    def _store_results(
+        self, writer: GroupWriter, results: Iterable[ScoredRollout]
+    ) -> list[RolloutRef]:
+        with writer:
+            return [self._store_result(writer, result) for result in results]
+
+    def _store_result(self, writer: GroupWriter, result: ScoredRollout) -> RolloutRef:
+        share = 0.0
         ngram = self._credit.repetition_ngram
-        refs = []
-        for result, location in zip(results, locations, strict=True):
-            share = 0.0
-            if ngram is not None:
-                share = repetition(sampled_token_ids(result.rollout), ngram)
-            refs.append(
-                make_rollout_ref(
-                    result.rollout,
-                    verdict=result.verdict,
-                    num_generated=result.num_generated,
-                    repetition=share,
-                    is_repetitive=result.is_repetitive,
-                    location=location,
-                )
-            )
-        return refs
+        if ngram is not None:
+            share = repetition(sampled_token_ids(result.rollout), ngram)
+        return make_rollout_ref(
+            result.rollout,
+            verdict=result.verdict,
+            num_generated=result.num_generated,
+            repetition=share,
+            is_repetitive=result.is_repetitive,
+            location=writer.add(result.rollout),
+        )
 
 
 async def serve(link: CollectorLink, node: int) -> None:

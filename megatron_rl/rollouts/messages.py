@@ -71,7 +71,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     budget: of each response. None: no limit.
     evaluation: return verdicts only. No rollout is kept and no routes are requested.
     extension: the collector samples the rest of the group by itself, if this rule says so. None: it
-    does not. attempt: how often the request was sent before. The answer repeats it.
+    does not. attempt: larger than that of earlier requests with its id. The answer repeats it.
     start: what a checkpoint has of the group. Its rollouts have come before, as `SavedRollout`.
     """
 

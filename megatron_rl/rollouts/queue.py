@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -111,8 +111,8 @@ class HeldRequests:
 class _Outstanding:
     """A request that was not answered yet. since: on the monotonic clock.
 
-    node: of the collector that has it, None while no collector is connected. attempt: how often it
-    was sent before. start: what a checkpoint has of the group.
+    node: of the collector that has it, None while no collector is connected. attempt: as in
+    `GroupRequest`. start: what a checkpoint has of the group.
     is_aborted: its group is of no use, and it is not sent to another collector.
     """
 
@@ -175,13 +175,18 @@ class _Partials:
 class _DroppedRequests:
     """Requests whose answer is not expected any more.
 
-    next_attempts: by id, for the next request with it. ids: by node, how often each was dropped
-    whose answer may be on its way. aborted_tokens: by id, until `RolloutQueue.abort` returns them.
+    next_attempt: of further requests, larger than those of all that were dropped. ids: by node, how
+    often each was dropped whose answer may be on its way. aborted_tokens: by id, until
+    `RolloutQueue.abort` returns them.
     """
 
-    next_attempts: Counter[str] = field(default_factory=Counter)
+    next_attempt: int = 0
     ids: dict[int, Counter[str]] = field(default_factory=dict)
     aborted_tokens: Counter[str] = field(default_factory=Counter)
+
+    def drop(self, attempt: int) -> None:
+        """Let further requests differ from this one, which may have had the same id."""
+        self.next_attempt = max(self.next_attempt, attempt + 1)
 
     def take(self, node: int, group_id: str) -> None:
         """Take an answer to a dropped request."""
@@ -229,7 +234,9 @@ class RolloutQueue:
         self._lent_engines = LentEngines()
         self._epochs: dict[int, int] = {}  # by node, the epoch of the collector that is configured
         self._outstanding: dict[str, _Outstanding] = {}
-        self._ready = deque[Group]()  # groups that `as_completed` has not yielded yet
+        # By the number of their arrival: groups that `as_completed` has not yielded yet
+        self._ready: dict[int, Group] = {}
+        self._num_arrived = 0
         self._loads = Counter[int]()  # outstanding rollouts by node
         self._holders: dict[str, _Holder] = {}  # by id of a group that is not released yet
         self._holding = _Holding()
@@ -288,6 +295,7 @@ class RolloutQueue:
             begun_request = self._begun_requests.pop(request.group_id, None)
             if begun_request is not None:
                 _require_same(begun_request, request)
+                self._offer_again()  # its answer may have come already
                 continue
             if request.group_id in self._outstanding or request.group_id in self._holders:
                 raise ValueError(
@@ -297,9 +305,7 @@ class RolloutQueue:
             if start is not None and start.is_finished:
                 self._deliver_saved(request, start)
                 continue
-            attempt = max(
-                self._dropped_requests.next_attempts.pop(id_, 0) for id_ in _ids_of(request)
-            )
+            attempt = self._dropped_requests.next_attempt
             outstanding = _Outstanding(request, time.monotonic(), attempt=attempt, start=start)
             self._outstanding[request.group_id] = outstanding
             self._assign(outstanding)
@@ -318,7 +324,7 @@ class RolloutQueue:
         tokens = start.num_tokens
         whole_request = msgspec.structs.replace(request, extension=None)  # as in `_take`
         self._holders[group_id] = _Holder(_SAVED_NODE, 0, whole_request, tokens, tokens)
-        self._ready.append(self._partials.saved_groups.store(start))
+        self._add_ready(self._partials.saved_groups.store(start))
 
     def as_completed(
         self,
@@ -338,11 +344,13 @@ class RolloutQueue:
         reminder = Reminder()
         num_arrived = 0
         due = time.monotonic() + idle_every_seconds
+        position = next(iter(self._ready), self._num_arrived)
         while True:
-            ready_group = self._take_ready(is_wanted)
-            if ready_group is not None:
-                yield ready_group
-                continue
+            while position < self._num_arrived:
+                ready_group = self._take_ready(position, is_wanted)
+                position += 1
+                if ready_group is not None:
+                    yield ready_group
             if not any(is_wanted is None or is_wanted(id_) for id_ in self._outstanding):
                 return
             # The hub may return nothing before the timeout: heartbeats of collectors wake it.
@@ -350,20 +358,30 @@ class RolloutQueue:
             group = None if message is None else self._handle(*message)
             if group is not None:
                 num_arrived += 1
-                self._ready.append(group)  # `idle` may raise
+                self._add_ready(group)  # `idle` may raise
             if time.monotonic() >= due:
                 idle()
                 due = time.monotonic() + idle_every_seconds
             if self._outstanding and reminder.is_due():
                 self._write_log(self._describe_wait(num_arrived, reminder.seconds))
 
-    def _take_ready(self, is_wanted: Callable[[str], bool] | None) -> Group | None:
-        """Take the first group that has arrived and is wanted."""
-        for group in self._ready:
-            if is_wanted is None or is_wanted(group.group_id):
-                self._ready.remove(group)
-                return group
-        return None
+    def _add_ready(self, group: Group) -> None:
+        self._ready[self._num_arrived] = group
+        self._num_arrived += 1
+
+    def _take_ready(self, number: int, is_wanted: Callable[[str], bool] | None) -> Group | None:
+        """Take the group that has arrived as this one, if it is there and wanted."""
+        group = self._ready.get(number)
+        if group is None or not (is_wanted is None or is_wanted(group.group_id)):
+            return None
+        return self._ready.pop(number)
+
+    def _offer_again(self) -> None:
+        """Let a running `as_completed` look again at groups that it did not want."""
+        groups = list(self._ready.values())
+        self._ready.clear()
+        for group in groups:
+            self._add_ready(group)
 
     def lift_budgets(self) -> None:
         """Let the responses of all requests so far be sampled to their end.
@@ -394,7 +412,9 @@ class RolloutQueue:
         wanted_ids = set(group_ids)
         for group_id in group_ids:
             self._begun_requests.pop(group_id, None)
-        self._ready = deque(g for g in self._ready if g.group_id not in wanted_ids)
+        for number, group in list(self._ready.items()):
+            if group.group_id in wanted_ids:
+                del self._ready[number]
         self.release(group_ids)
 
     def _begun_ids(self, group_ids: Sequence[str]) -> list[str]:
@@ -622,7 +642,8 @@ class RolloutQueue:
     def arrived_groups(self, group_ids: Collection[str]) -> list[Group]:
         """Return those of these groups that nobody has taken yet and that are not lost."""
         self._handle_events()
-        return [g for g in self._ready if g.group_id in group_ids and not self._is_lost(g.group_id)]
+        groups = self._ready.values()
+        return [g for g in groups if g.group_id in group_ids and not self._is_lost(g.group_id)]
 
     def store_partials(
         self,
@@ -859,14 +880,15 @@ class RolloutQueue:
                 self._forget(group_id)
                 continue
             outstanding.node = None
+            self._dropped_requests.drop(outstanding.attempt)
             outstanding.attempt += 1
             self.num_repeated += 1
 
     def _forget(self, group_id: str) -> _Outstanding | None:
-        """Expect no answer to a request. The next one with this id is another attempt."""
+        """Expect no answer to a request."""
         outstanding = self._outstanding.pop(group_id, None)
         if outstanding is not None:
-            self._dropped_requests.next_attempts[group_id] = outstanding.attempt + 1
+            self._dropped_requests.drop(outstanding.attempt)
         return outstanding
 
     def _is_lost(self, group_id: str) -> bool:
@@ -880,7 +902,7 @@ class RolloutQueue:
         message = self._hub.poll(seconds)
         group = None if message is None else self._handle(*message)
         if group is not None:
-            self._ready.append(group)
+            self._add_ready(group)
         self._handle_events()
 
     def _handle_events(self) -> None:
@@ -888,7 +910,7 @@ class RolloutQueue:
         while (message := self._hub.poll(0)) is not None:
             group = self._handle(*message)
             if group is not None:
-                self._ready.append(group)
+                self._add_ready(group)
 
     def _handle(self, node: int, message: Event) -> Group | None:
         """Process a message and return the group that it delivers, if any."""

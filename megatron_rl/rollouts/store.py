@@ -27,6 +27,36 @@ class RolloutGone(Failure):
     exit_code = ExitCode.ENGINE_FAILED
 
 
+class GroupWriter:
+    """Writes the rollouts of one group into shared memory, in any thread.
+
+    It has a descriptor of its own, `stream`: that of the store may be closed meanwhile, and its
+    number be that of another file. fd: the number under which others find the memory.
+    """
+
+    def __init__(self, node: int, fd: int, stream: BinaryIO) -> None:
+        self._node = node
+        self._fd = fd
+        self._stream = stream
+        self._offset = 0
+
+    def add(self, rollout: Rollout) -> RolloutLocation:
+        """Write one rollout and return its location."""
+        data = codec.encode(rollout)
+        _write_all(self._stream.fileno(), data)
+        location = RolloutLocation(
+            node=self._node, pid=os.getpid(), fd=self._fd, offset=self._offset, nbytes=len(data)
+        )
+        self._offset += len(data)
+        return location
+
+    def __enter__(self) -> GroupWriter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._stream.close()
+
+
 class RolloutStore:
     """Rollouts that this process stores, one memfd a group."""
 
@@ -34,8 +64,8 @@ class RolloutStore:
         self._node = node
         self._descriptors: dict[str, int] = {}
 
-    def put(self, group_id: str, rollouts: Iterable[Rollout]) -> list[RolloutLocation]:
-        """Store a group's rollouts and return their locations in order.
+    def begin(self, group_id: str) -> GroupWriter:
+        """Open memory for a group. `release` frees it, also while it is written.
 
         Raises ValueError for a group that is stored already.
         """
@@ -43,18 +73,15 @@ class RolloutStore:
             raise ValueError(f"group {group_id} is stored already: a group is delivered once")
         fd = os.memfd_create(f"rollouts-{group_id}", os.MFD_CLOEXEC)
         self._descriptors[group_id] = fd
-        locations = []
-        offset = 0
-        for rollout in rollouts:
-            data = codec.encode(rollout)
-            _write_all(fd, data)
-            locations.append(
-                RolloutLocation(
-                    node=self._node, pid=os.getpid(), fd=fd, offset=offset, nbytes=len(data)
-                )
-            )
-            offset += len(data)
-        return locations
+        return GroupWriter(self._node, fd, os.fdopen(os.dup(fd), "wb", buffering=0))
+
+    def put(self, group_id: str, rollouts: Iterable[Rollout]) -> list[RolloutLocation]:
+        """Store a group's rollouts and return their locations in order.
+
+        Raises ValueError for a group that is stored already.
+        """
+        with self.begin(group_id) as writer:
+            return [writer.add(rollout) for rollout in rollouts]
 
     def release(self, group_ids: Iterable[str]) -> None:
         """Free the memory of groups. Unknown ids are ignored, so releasing twice is harmless."""

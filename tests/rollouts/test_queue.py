@@ -3,6 +3,7 @@
 import queue as queue_module
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, ValuesView
 from functools import partial
 from typing import Any
@@ -19,8 +20,9 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.records.reminder import Reminder
-from megatron_rl.rollouts.hub import CollectorHub
+from megatron_rl.rollouts.hub import CollectorConnected, CollectorHub, Event
 from megatron_rl.rollouts.messages import (
+    AbortGroups,
     AbortRequest,
     AddEngine,
     Alive,
@@ -28,6 +30,7 @@ from megatron_rl.rollouts.messages import (
     Configure,
     EngineLeftOut,
     Failed,
+    GroupAborted,
     GroupRequest,
     Held,
     Hold,
@@ -679,3 +682,70 @@ def test_a_collector_that_replaces_another_during_a_hold_is_held_too(
     finally:
         for replacement in replacements:
             replacement.close()
+
+
+class AnsweringHub:
+    """A hub whose collector answers requests in reverse order, as often as it is told."""
+
+    def __init__(self) -> None:
+        self.nodes = [0]
+        self.inbox: list[tuple[int, Event]] = [(0, CollectorConnected(0))]
+        self.requests: list[GroupRequest] = []
+
+    def epoch(self, node: int) -> int:
+        return 0
+
+    def send(self, node: int, message: ToCollector) -> None:
+        if isinstance(message, GroupRequest):
+            self.requests.append(message)
+        if isinstance(message, AbortGroups):
+            (name,) = message.group_ids
+            attempt = next(r.attempt for r in self.requests[::-1] if r.group_id == name)
+            answer = GroupAborted(group_id=name, generated_tokens=1, attempt=attempt)
+            self.inbox.append((node, answer))
+
+    def answer_all(self) -> None:
+        self.inbox += [(0, group_done(r.group_id)) for r in self.requests]
+        self.requests.clear()
+
+    def poll(self, timeout_seconds: float) -> tuple[int, Event] | None:
+        return self.inbox.pop() if self.inbox else None
+
+
+def test_receiving_a_step_looks_at_the_groups_of_later_steps_once() -> None:
+    hub = AnsweringHub()
+    queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4))  # type: ignore[arg-type]
+    num_questions = Counter[bool]()
+
+    def is_wanted(name: str) -> bool:
+        num_questions[name in names] += 1
+        return name in names
+
+    names = {f"step-1-{index}" for index in range(4096)}
+    queue.submit([request(name) for name in sorted(names)])
+    queue.submit([request(f"step-2-{index}") for index in range(4096)])
+    hub.answer_all()  # those of step 2 come first
+    arrivals = set()
+    for group in queue.as_completed(idle, is_wanted=is_wanted):
+        arrivals.add(group.group_id)
+        queue.submit([])  # as the sampler does
+    assert arrivals == names
+    assert num_questions.total() <= 4 * 4096
+    assert len(list(queue.as_completed(idle))) == 4096
+
+
+def test_aborted_requests_leave_nothing_behind() -> None:
+    """The next request with the same id is another one."""
+    hub = AnsweringHub()
+    queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4))  # type: ignore[arg-type]
+    sizes = []
+    for step in range(3):
+        for index in range(64):
+            name = f"step-{step}-{index}"
+            queue.submit([request(name)])
+            assert queue.abort([name], idle) == (1, 0)
+        sizes.append(len(msgspec.msgpack.encode(queue._dropped_requests)))
+    assert max(sizes) - min(sizes) <= 4  # bytes of a number
+    queue.submit([request("step-0-0")])
+    first, again = (r for r in hub.requests if r.group_id == "step-0-0")
+    assert again.attempt > first.attempt

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+from collections.abc import Iterator
 
 import msgspec
 import numpy as np
@@ -88,3 +89,23 @@ def test_a_kept_rollout_that_is_another_one_is_gone() -> None:
     reader.keep(make_ref(rollout, location))
     with pytest.raises(RolloutGone, match="other/0"):
         reader.read(make_ref(with_id(rollout, "other/0"), location))
+
+
+def test_a_group_that_is_released_while_it_is_written_harms_no_other() -> None:
+    """Its descriptor's number goes to the next group that is stored."""
+    store = RolloutStore(node=0)
+    rollouts = [with_id(make_rollout(4, 5), f"a/{index}") for index in range(3)]
+    others = [with_id(make_rollout(9, 30), f"b/{index}") for index in range(3)]
+
+    def interrupted() -> Iterator[Rollout]:
+        yield rollouts[0]
+        store.release(["a"])
+        locations.extend(store.put("b", others))
+        yield from rollouts[1:]
+
+    locations: list[RolloutLocation] = []
+    assert store.put("a", interrupted())[0].fd == locations[0].fd
+    for other, location in zip(others, locations, strict=True):
+        assert_equal(read_rollout(make_ref(other, location)), other)
+    assert os.fstat(locations[0].fd).st_size == sum(location.nbytes for location in locations)
+    store.put("a", rollouts)  # the same group is requested again

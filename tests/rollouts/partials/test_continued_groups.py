@@ -208,7 +208,7 @@ def test_long_rollouts_of_a_checkpoint_are_sent_in_parts(monkeypatch: pytest.Mon
 def test_a_collector_that_cannot_store_open_rollouts_says_why(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def put(store: RolloutStore, name: str, rollouts: Any) -> None:
+    def begin(store: RolloutStore, name: str) -> None:
         raise OSError("No space left on device")
 
     async def run() -> FromCollector:
@@ -216,7 +216,7 @@ def test_a_collector_that_cannot_store_open_rollouts_says_why(
             desk = Desk(url, None)
             await desk.tell(SetVersion(0), REQUEST, Settle(1))
             await desk.hear()
-            monkeypatch.setattr(RolloutStore, "put", put)
+            monkeypatch.setattr(RolloutStore, "begin", begin)
             await desk.tell(StorePartials(1))
             answer = await desk.hear()
             await desk.collector.close()
