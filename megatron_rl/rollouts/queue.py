@@ -195,6 +195,46 @@ class _DroppedRequests:
             del self.ids[node][group_id]
 
 
+@dataclass
+class _ArrivedGroups:
+    """Groups that `as_completed` has not yielded yet, by the number of their arrival.
+
+    next_number: of the next one.
+    """
+
+    groups: dict[int, Group] = field(default_factory=dict)
+    next_number: int = 0
+
+    @property
+    def first_number(self) -> int:
+        """The number of the first group, `next_number` without one."""
+        return next(iter(self.groups), self.next_number)
+
+    def add(self, group: Group) -> None:
+        self.groups[self.next_number] = group
+        self.next_number += 1
+
+    def take(self, number: int, is_wanted: Callable[[str], bool] | None) -> Group | None:
+        """Take the group with this number, if it is there and wanted."""
+        group = self.groups.get(number)
+        if group is None or not (is_wanted is None or is_wanted(group.group_id)):
+            return None
+        return self.groups.pop(number)
+
+    def offer_again(self) -> None:
+        """Let a running `as_completed` look again at groups that it did not want."""
+        groups = list(self.groups.values())
+        self.groups.clear()
+        for group in groups:
+            self.add(group)
+
+    def drop(self, group_ids: Collection[str]) -> None:
+        """Drop groups by their ids."""
+        for number, group in list(self.groups.items()):
+            if group.group_id in group_ids:
+                del self.groups[number]
+
+
 class RolloutQueue:
     """Distributes group requests over the collectors of all nodes.
 
@@ -234,9 +274,7 @@ class RolloutQueue:
         self._lent_engines = LentEngines()
         self._epochs: dict[int, int] = {}  # by node, the epoch of the collector that is configured
         self._outstanding: dict[str, _Outstanding] = {}
-        # By the number of their arrival: groups that `as_completed` has not yielded yet
-        self._ready: dict[int, Group] = {}
-        self._num_arrived = 0
+        self._ready = _ArrivedGroups()
         self._loads = Counter[int]()  # outstanding rollouts by node
         self._holders: dict[str, _Holder] = {}  # by id of a group that is not released yet
         self._holding = _Holding()
@@ -295,7 +333,7 @@ class RolloutQueue:
             begun_request = self._begun_requests.pop(request.group_id, None)
             if begun_request is not None:
                 _require_same(begun_request, request)
-                self._offer_again()  # its answer may have come already
+                self._ready.offer_again()  # its answer may have come already
                 continue
             if request.group_id in self._outstanding or request.group_id in self._holders:
                 raise ValueError(
@@ -324,7 +362,7 @@ class RolloutQueue:
         tokens = start.num_tokens
         whole_request = msgspec.structs.replace(request, extension=None)  # as in `_take`
         self._holders[group_id] = _Holder(_SAVED_NODE, 0, whole_request, tokens, tokens)
-        self._add_ready(self._partials.saved_groups.store(start))
+        self._ready.add(self._partials.saved_groups.store(start))
 
     def as_completed(
         self,
@@ -344,11 +382,11 @@ class RolloutQueue:
         reminder = Reminder()
         num_arrived = 0
         due = time.monotonic() + idle_every_seconds
-        position = next(iter(self._ready), self._num_arrived)
+        number = self._ready.first_number
         while True:
-            while position < self._num_arrived:
-                ready_group = self._take_ready(position, is_wanted)
-                position += 1
+            while number < self._ready.next_number:
+                ready_group = self._ready.take(number, is_wanted)
+                number += 1
                 if ready_group is not None:
                     yield ready_group
             if not any(is_wanted is None or is_wanted(id_) for id_ in self._outstanding):
@@ -358,30 +396,12 @@ class RolloutQueue:
             group = None if message is None else self._handle(*message)
             if group is not None:
                 num_arrived += 1
-                self._add_ready(group)  # `idle` may raise
+                self._ready.add(group)  # `idle` may raise
             if time.monotonic() >= due:
                 idle()
                 due = time.monotonic() + idle_every_seconds
             if self._outstanding and reminder.is_due():
                 self._write_log(self._describe_wait(num_arrived, reminder.seconds))
-
-    def _add_ready(self, group: Group) -> None:
-        self._ready[self._num_arrived] = group
-        self._num_arrived += 1
-
-    def _take_ready(self, number: int, is_wanted: Callable[[str], bool] | None) -> Group | None:
-        """Take the group that has arrived as this one, if it is there and wanted."""
-        group = self._ready.get(number)
-        if group is None or not (is_wanted is None or is_wanted(group.group_id)):
-            return None
-        return self._ready.pop(number)
-
-    def _offer_again(self) -> None:
-        """Let a running `as_completed` look again at groups that it did not want."""
-        groups = list(self._ready.values())
-        self._ready.clear()
-        for group in groups:
-            self._add_ready(group)
 
     def lift_budgets(self) -> None:
         """Let the responses of all requests so far be sampled to their end.
@@ -409,12 +429,10 @@ class RolloutQueue:
             self._send(node, Withdraw(tuple(ids)))
             self._dropped_requests.ids.setdefault(node, Counter()).update(ids)
             self._take_back_unneeded(node)
-        wanted_ids = set(group_ids)
+        dropped_ids = set(group_ids)
         for group_id in group_ids:
             self._begun_requests.pop(group_id, None)
-        for number, group in list(self._ready.items()):
-            if group.group_id in wanted_ids:
-                del self._ready[number]
+        self._ready.drop(dropped_ids)
         self.release(group_ids)
 
     def _begun_ids(self, group_ids: Sequence[str]) -> list[str]:
@@ -642,7 +660,7 @@ class RolloutQueue:
     def arrived_groups(self, group_ids: Collection[str]) -> list[Group]:
         """Return those of these groups that nobody has taken yet and that are not lost."""
         self._handle_events()
-        groups = self._ready.values()
+        groups = self._ready.groups.values()
         return [g for g in groups if g.group_id in group_ids and not self._is_lost(g.group_id)]
 
     def store_partials(
@@ -902,7 +920,7 @@ class RolloutQueue:
         message = self._hub.poll(seconds)
         group = None if message is None else self._handle(*message)
         if group is not None:
-            self._add_ready(group)
+            self._ready.add(group)
         self._handle_events()
 
     def _handle_events(self) -> None:
@@ -910,7 +928,7 @@ class RolloutQueue:
         while (message := self._hub.poll(0)) is not None:
             group = self._handle(*message)
             if group is not None:
-                self._add_ready(group)
+                self._ready.add(group)
 
     def _handle(self, node: int, message: Event) -> Group | None:
         """Process a message and return the group that it delivers, if any."""

@@ -16,48 +16,53 @@ from tests.support.fake_engine import configuration, fake_engine, reply
 from tests.support.rollouts import assert_equal
 
 
-def test_a_group_that_is_withdrawn_while_it_is_stored_harms_no_other(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The thread of the first request goes on while another group is stored."""
-    is_storing = threading.Event()
-    may_go_on = threading.Event()
-    rollouts: dict[str, Rollout] = {}
-    encode = codec.encode
+class Encoder:
+    """Encodes the first rollout only while another group is stored. rollouts: the others."""
 
-    def encode_in_turn(rollout: Rollout) -> bytes:
-        if not is_storing.is_set():
-            is_storing.set()
-            assert may_go_on.wait(10)
-            return encode(rollout)
-        rollouts[rollout.rollout_id] = rollout
+    def __init__(self) -> None:
+        self.is_storing = threading.Event()
+        self.rollouts: dict[str, Rollout] = {}
+        self._may_go_on = threading.Event()
+        self._encode = codec.encode
+
+    def __call__(self, rollout: Rollout) -> bytes:
+        if not self.is_storing.is_set():
+            self.is_storing.set()
+            assert self._may_go_on.wait(10)
+            return self._encode(rollout)
+        self.rollouts[rollout.rollout_id] = rollout
         if rollout.rollout_id == "b/1":
-            may_go_on.set()
+            self._may_go_on.set()
             time.sleep(0.2)
-        return encode(rollout)
+        return self._encode(rollout)
 
-    async def run() -> list[FromCollector]:
-        outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
-        async with fake_engine(lambda n, body: reply(body, "046")) as url:
-            collector = Collector(0, configuration(url), outbox.put)
-            await collector.handle(SetVersion(3))
-            await collector.handle(request("a", 2))
-            assert await asyncio.to_thread(is_storing.wait, 10)
-            await collector.handle(Withdraw(("a",)))
-            await collector.handle(request("b", 2))
-            messages = [await asyncio.wait_for(outbox.get(), 10)]
-            await collector.handle(request("a", 2, attempt=1))
-            messages.append(await asyncio.wait_for(outbox.get(), 10))
-            check(messages)
-            await collector.close()
-        return messages
 
-    def check(messages: list[FromCollector]) -> None:
+async def collect(encoder: Encoder) -> list[FromCollector]:
+    """Request groups a and b, and a again. Compare their rollouts with those that were encoded."""
+    outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+    async with fake_engine(lambda n, body: reply(body, "046")) as url:
+        collector = Collector(0, configuration(url), outbox.put)
+        await collector.handle(SetVersion(3))
+        await collector.handle(request("a", 2))
+        assert await asyncio.to_thread(encoder.is_storing.wait, 10)
+        await collector.handle(Withdraw(("a",)))
+        await collector.handle(request("b", 2))
+        messages = [await asyncio.wait_for(outbox.get(), 10)]
+        await collector.handle(request("a", 2, attempt=1))
+        messages.append(await asyncio.wait_for(outbox.get(), 10))
         for message in messages:
             assert isinstance(message, GroupDone), message
             for ref in message.group.rollouts:
-                assert_equal(read_rollout(ref), rollouts[ref.rollout_id])
+                assert_equal(read_rollout(ref), encoder.rollouts[ref.rollout_id])
+        await collector.close()
+    return messages
 
-    monkeypatch.setattr("megatron_rl.rollouts.codec.encode", encode_in_turn)
-    names = [m.group.group_id for m in asyncio.run(run()) if isinstance(m, GroupDone)]
+
+def test_a_group_that_is_withdrawn_while_it_is_stored_harms_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    encoder = Encoder()
+    monkeypatch.setattr("megatron_rl.rollouts.codec.encode", encoder)
+    messages = asyncio.run(collect(encoder))
+    names = [m.group.group_id for m in messages if isinstance(m, GroupDone)]
     assert names == ["b", "a"]
