@@ -84,9 +84,7 @@ class AdminClient:
 
     def server_info(self) -> dict[str, Any]:
         """The server's resolved settings and live state."""
-        status, body = self._exchange("GET", "/server_info", None, admin=False)
-        self._require_ok("/server_info", status, body)
-        return msgspec.json.decode(body, type=dict[str, Any])
+        return self._get_object("/server_info")
 
     def generated_tokens(self) -> int | None:
         """The tokens of all requests that have ended since the server's start.
@@ -212,9 +210,7 @@ class AdminClient:
 
     def weight_version(self) -> str:
         """The version that the engine gives its weights."""
-        status, body = self._exchange("GET", "/model_info", None, admin=False)
-        self._require_ok("/model_info", status, body)
-        return str(msgspec.json.decode(body, type=dict[str, Any]).get("weight_version"))
+        return str(self._get_object("/model_info").get("weight_version"))
 
     def update_weights_from_disk(self, model_path: str, *, timeout: float) -> None:
         """Let the engine load a directory in Hugging Face format."""
@@ -241,12 +237,22 @@ class AdminClient:
         ranks = sorted(outcome.ranks, key=lambda rank: [p.tp_rank for p in rank.parallelism_info])
         return [rank.checksums for rank in ranks]
 
+    def _get_object(self, path: str) -> dict[str, Any]:
+        status, body = self._exchange("GET", path, None, admin=False)
+        self._require_ok(path, status, body)
+        try:
+            return msgspec.json.decode(body, type=dict[str, Any])
+        except (ValueError, RecursionError) as error:  # a proxy's page, or a server that ends
+            raise RequestFailed(
+                f"{self.url}{path} is no JSON object ({error}): {body[:200]!r}"
+            ) from error
+
     def _post(self, path: str, body: dict[str, Any], *, timeout: float | None = None) -> _Outcome:
         status, reply = self._exchange("POST", path, body, timeout=timeout)
         self._require_ok(path, status, reply)
         try:
             outcome = msgspec.json.decode(reply, type=_Outcome)
-        except msgspec.DecodeError:  # plain text, as /flush_cache answers
+        except (ValueError, RecursionError):  # plain text, as /flush_cache answers
             return _Outcome(message=reply.decode(errors="replace"))
         if not outcome.success:
             raise RequestFailed(f"{self.url}{path} failed: {outcome.message}", status=status)

@@ -43,7 +43,7 @@ class EngineProber:
     """Probes engines, each in a thread of its own.
 
     check: asks one engine, and returns it with the sizes with which it runs. Raises `EngineError`
-    if it cannot serve.
+    if it cannot serve. Any other exception is a problem of that engine, too.
     """
 
     def __init__(
@@ -82,8 +82,10 @@ class EngineProber:
         problem = ""
         try:
             engine = self._check(engine)
-        except (EngineError, ValueError, OSError) as error:
-            problem = str(error) or type(error).__name__
+        except EngineError as error:
+            problem = str(error)
+        except Exception as error:  # a thread that ends without a result is waited for without end
+            problem = f"{type(error).__name__}: {error}"
         probe.due = self._clock() + probe.pause
         probe.pause = min(2 * probe.pause, _LAST_PAUSE_SECONDS)
         probe.is_running = False

@@ -26,6 +26,7 @@ _REFUSED_SHARE = 1 / 6
 _NOT_RECORDING = frozenset(
     {"flashinfer_trtllm", "experimental_sgl_trtllm", "flashinfer_mxfp4", "triton_kernel"}
 )
+_OTHER_SERVER = "see whether a proxy or another server answers there"
 # Keys of a config.json that change nothing that an engine computes with the trainer's weights
 _NO_MATTER = frozenset(
     {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "initializer_range"}
@@ -60,9 +61,11 @@ def require_external_engines(
         try:
             info = admin.server_info()
         except RequestFailed as error:
+            what, remedy = "refuses requests", "engine.key_file must hold its keys"
+            if error.status is None:
+                what, remedy = "not as SGLang does", _OTHER_SERVER
             raise EngineUnhealthy(
-                f"engine.urls: {engine.url} answers but refuses requests ({error}); "
-                "engine.key_file must hold its keys"
+                f"engine.urls: {engine.url} answers but {what} ({error}); {remedy}"
             ) from error
         checked_engine = require_settings(
             engine,
@@ -129,6 +132,35 @@ def require_settings(
     skips its comparison. quantization: the `quantization_config` that the engine must have, None
     for an unquantized one. mixed_sizes: it may have other sizes than the declared ones.
     """
+    try:
+        return _require_settings(
+            engine,
+            info,
+            dtype,
+            return_routes=return_routes,
+            environment=os.environ if environment is None else environment,
+            model_path=model_path,
+            quantization=quantization,
+            mixed_sizes=mixed_sizes,
+        )
+    except (TypeError, ValueError) as error:
+        raise EngineUnhealthy(
+            f"engine.urls: {engine.url}/server_info holds a value of another type than SGLang's "
+            f"({error}); {_OTHER_SERVER}"
+        ) from error
+
+
+def _require_settings(
+    engine: Engine,
+    info: dict[str, Any],
+    dtype: str,
+    *,
+    return_routes: bool,
+    environment: Mapping[str, str],
+    model_path: str | None,
+    quantization: Mapping[str, Any] | None,
+    mixed_sizes: bool,
+) -> Engine:
     if return_routes:
         _require_routes(engine, info)
     _require_supported_options(engine, info, return_routes=return_routes)
@@ -149,7 +181,7 @@ def require_settings(
     require_quantization(engine, info, quantization)
     if model_path is not None:
         _require_same_model(engine, info, Path(model_path))
-    require_same_nccl(engine, info, os.environ if environment is None else environment)
+    require_same_nccl(engine, info, environment)
     return engine
 
 

@@ -146,10 +146,13 @@ def value_obstacles(engine: Engine) -> list[str]:
 def require_auditable(engine: Engine, info: Mapping[str, Any], device: str) -> None:
     """Raise `AuditUnsupported` for an engine whose checksums cannot be predicted.
 
-    info: the engine's `/server_info`. device: the device whose checksums are predicted.
+    info: the engine's `/server_info`. device: the device whose checksums are predicted. Raises
+    `RequestFailed` for information that SGLang does not give: it says nothing about checksums.
     """
     obstacles = value_obstacles(engine)
     engine_device = info.get("device")
+    if not isinstance(engine_device, str):
+        raise RequestFailed(f"{engine.url}/server_info names no device: {engine_device!r}")
     runner = info.get("moe_runner_backend", "auto")
     if engine_device != device:
         obstacles.append(

@@ -42,7 +42,7 @@ class FakeAdmin:
         self._fake = fake
 
     def server_info(self) -> dict[str, Any]:
-        return {"device": self._fake.device}
+        return self._fake.info or {"device": self._fake.device}
 
     def checksums(self) -> list[Checksums]:
         if self._fake.audit_error is not None:
@@ -54,7 +54,8 @@ class FakeAdmin:
 class FakeEngine:
     """An engine that holds what it was sent, after `change`.
 
-    push_error: why it does not take weights, empty if it does.
+    push_error: why it does not take weights, empty if it does. info: its `/server_info`, if it is
+    not that of an engine on `device`.
     """
 
     name: str
@@ -64,6 +65,7 @@ class FakeEngine:
     quantization: str | None = None
     push_error: str = ""
     audit_error: RequestFailed | None = None
+    info: dict[str, Any] | None = None
 
     def engine(self, port: int) -> Engine:
         return Engine(url=f"http://{self.name}:{port}", tp=self.tp, quantization=self.quantization)
@@ -549,3 +551,16 @@ def test_hundreds_of_links_are_not_listed_one_by_one() -> None:
     run.updater.summary = UpdateSummary({}, {(rank, "http://a:1"): 1 for rank in range(65)})
     costs = {name for name in send(run.sync) if name.startswith("sync/bytes")}
     assert costs == {"sync/bytes", *(f"sync/bytes/{rank}" for rank in range(65))}
+
+
+@pytest.mark.parametrize("info", [{"status": "busy"}, {"device": None}, {"device": ["cpu"]}])
+def test_an_audited_engine_without_a_device_is_out_and_others_are_compared(
+    info: dict[str, Any],
+) -> None:
+    run = two_engines()
+    send(run.sync)
+    run.engines["b"].info = info
+    values = send(run.sync)
+    assert run.states() == {"a": "serving", "b": "out"}
+    assert (run.sync.audit_obstacle, values["sync/audit_compared"]) == ("", 2.0)
+    assert "names no device" in run.members["b"].reason

@@ -191,6 +191,36 @@ def test_failures_contain_the_engine_message(admin: AdminClient, method: str, wo
         getattr(admin, method)()
 
 
+@pytest.mark.parametrize(
+    "garbage",
+    [b"", b"<html>busy</html>", b"[]", b"null", b'{"tp_size": 1', b'{"a": "\xff"}', b"\xff\xfe"],
+)
+@pytest.mark.parametrize(
+    ("path", "method"), [("/server_info", "server_info"), ("/model_info", "weight_version")]
+)
+def test_a_reply_that_is_no_object_is_a_failed_request(
+    path: str,
+    method: str,
+    garbage: bytes,
+    admin: AdminClient,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(ANSWERS, path, (200, garbage))
+    with pytest.raises(RequestFailed, match=f"{path} is no JSON object"):
+        getattr(admin, method)()
+
+
+def test_a_reply_of_many_brackets_is_a_failed_request(
+    admin: AdminClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(ANSWERS, "/server_info", (200, b'{"a":' + b"[" * 100_000))
+    with pytest.raises(RequestFailed, match="no JSON object"):
+        admin.server_info()
+    monkeypatch.setitem(ANSWERS, "/weights_checker", (200, b'{"a":' + b"[" * 100_000))
+    with pytest.raises(RequestFailed, match="no checksums"):
+        admin.checksums()
+
+
 def test_missing_answer_names_the_url() -> None:
     with pytest.raises(RequestFailed, match=r"127\.0\.0\.1:9/pause_generation: no answer"):
         client("http://127.0.0.1:9").pause()

@@ -143,6 +143,30 @@ def test_incorrect_keys_are_refused(server: Any) -> None:
         check(server.server_port)
 
 
+@pytest.mark.parametrize("info", [[], "busy", 3, None])
+def test_a_server_without_settings_is_refused(server: Any, info: Any) -> None:
+    server.answer = (200, info)
+    with pytest.raises(EngineUnhealthy, match=r"not as SGLang does.*no JSON object.*a proxy"):
+        check(server.server_port)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("tp_size", "one"),
+        ("tp_size", [1]),
+        ("ep_size", {"a": 1}),
+        ("pp_size", [2]),
+        ("moe_runner_backend", ["triton"]),
+        ("model_path", "a\0b"),
+    ],
+)
+def test_settings_of_other_types_are_refused(server: Any, key: str, value: Any) -> None:
+    server.answer = (200, {**INFO, key: value})
+    with pytest.raises(EngineUnhealthy, match=r"127\.0\.0\.1.*another type.*a proxy"):
+        check(server.server_port)
+
+
 def test_tensor_parallel_size_must_match_the_server(server: Any) -> None:
     with pytest.raises(EngineUnhealthy, match=r"engine\.tp=2: http.* runs with tp_size=1"):
         check(server.server_port, tp=2)
