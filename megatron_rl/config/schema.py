@@ -465,7 +465,8 @@ class RecoverySettings(Section):
     """Limits of the recovery from engines and collectors that end, hang or answer rubbish."""
 
     # How often one engine, or the collector of one node, may be started again within an hour. After
-    # that it is given up. 0: it is given up when it ends.
+    # that it is given up. 0: it is given up when it ends. An external engine may join as often
+    # within an hour while others serve, and is not given up.
     restarts_per_hour: Annotated[int, Ge(0), Le(1000)] = 6
     # The longest time that the run waits while no engine, or no collector, serves. Then it saves a
     # checkpoint and ends.

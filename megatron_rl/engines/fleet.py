@@ -19,6 +19,7 @@ from megatron_rl.engines.node.node_reports import (
     NodeReport,
     ProcessState,
 )
+from megatron_rl.engines.node.restarts import RestartBudget
 from megatron_rl.engines.token_counter import CountingEngine, TokenCounter
 from megatron_rl.engines.url_list import UrlList
 from megatron_rl.rollouts.queue import RolloutQueue
@@ -257,11 +258,32 @@ class Fleet:
         for result in self._prober.results():
             if result.name not in self.members:
                 continue
-            if not result.problem:
+            problem = result.problem or self._join_obstacle(self.members[result.name])
+            if not problem:
                 self.members.answer(result.name, result.epoch, result.engine)
-            elif self._problems.get(result.name) != result.problem:
-                self._problems[result.name] = result.problem
-                self._log(f"engine {result.name} cannot serve: {result.problem}")
+            elif self._problems.get(result.name) != problem:
+                self._problems[result.name] = problem
+                self._log(f"engine {result.name} cannot serve: {problem}")
+
+    def _join_obstacle(self, member: Member) -> str:
+        """Return why an engine that answers may not join now, empty if it may.
+
+        Each try holds all ranks up. A node limits the starts of its own engines. The joins of an
+        external engine after a failure have the same limit while others serve.
+        """
+        is_back = member.state is MemberState.OUT and member.num_failures > 0
+        if member.name != member.url or not is_back:
+            return ""
+        limit = self._settings.restarts_per_hour
+        if member.joins is None:
+            member.joins = RestartBudget(limit, clock=self._clock)
+        if member.joins.request(member.reason) is not None or not self.members.serving:
+            return ""
+        return (
+            f"{member.reason}. It has joined {limit} times within an hour, as often as "
+            f"{member.joins.rule} allows: it joins again when that is over, or if no other engine "
+            "serves"
+        )
 
     def _probe_absent(self) -> None:
         for member in self.members.absent:

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from megatron_rl.engines.node.restarts import RestartBudget
 from sglang_bridge.engine import Engine
 
 
@@ -45,6 +46,7 @@ class Member:
     version: of the weights that it holds, None if unknown.
     reason: why it is `OUT` or `GONE`, empty at the start.
     num_failures: how often it failed since its start, after it had answered.
+    joins: counts how often it came back in the last hour. None before, and for a managed engine.
     """
 
     name: str
@@ -54,6 +56,7 @@ class Member:
     version: int | None = None
     reason: str = ""
     num_failures: int = 0
+    joins: RestartBudget | None = None
 
     @property
     def url(self) -> str:

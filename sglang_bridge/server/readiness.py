@@ -61,12 +61,10 @@ def require_external_engines(
         try:
             info = admin.server_info()
         except RequestFailed as error:
-            what, remedy = "refuses requests", "engine.key_file must hold its keys"
+            problem = f"refuses requests ({error}); engine.key_file must hold its keys"
             if error.status is None:
-                what, remedy = "not as SGLang does", _OTHER_SERVER
-            raise EngineUnhealthy(
-                f"engine.urls: {engine.url} answers but {what} ({error}); {remedy}"
-            ) from error
+                problem = f"not as SGLang does ({error}); {_OTHER_SERVER}"
+            raise EngineUnhealthy(f"engine.urls: {engine.url} answers but {problem}") from error
         checked_engine = require_settings(
             engine,
             info,

@@ -414,6 +414,62 @@ def test_an_engine_of_the_list_that_does_not_fit_never_serves(tmp_path: Path) ->
     assert sum("the server has bfloat16" in line for line in fleet.lines) == 1
 
 
+@pytest.mark.parametrize("takes_weights", [True, False])
+def test_an_external_engine_that_always_fails_joins_a_few_times_an_hour(
+    takes_weights: bool, tmp_path: Path
+) -> None:
+    """Each join holds up all ranks. takes_weights: it fails once it serves."""
+    sick, healthy = (f"http://127.0.0.1:{port}" for port in (1, 2))
+    fleet = listed_fleet(tmp_path / "urls", sick, healthy)
+    fleet.fleet.handle_engine_failure(sick, "503: broken")
+    joins = []
+    while fleet.clock.now < 3 * 3600:
+        fleet.update()
+        if fleet.fleet.join_command() is not None:
+            joins.append(fleet.clock.now)
+            if takes_weights:
+                fleet.join()
+            fleet.members.fail(sick, 0, "its data path is dead")
+        fleet.clock.now += 10
+    for start in range(0, 3 * 3600, 600):
+        assert sum(start <= time < start + 3600 for time in joins) <= 6
+    assert len(joins) == 18
+    (line,) = [line for line in fleet.lines if "has joined 6 times" in line][-1:]
+    assert "its data path is dead" in line and "recovery.restarts_per_hour=6" in line
+    assert sum("has joined" in line for line in fleet.lines) <= 3
+
+
+def test_the_only_engine_joins_as_often_as_it_answers(tmp_path: Path) -> None:
+    only = "http://127.0.0.1:1"
+    fleet = listed_fleet(tmp_path / "urls", only)
+    for _ in range(20):
+        fleet.members.fail(only, 0, "503: broken")
+        fleet.update()
+        fleet.update()
+        fleet.join()
+    assert urls_of(fleet) == [only]
+
+
+def test_an_engine_that_is_added_again_may_join_at_once(tmp_path: Path) -> None:
+    path = tmp_path / "urls"
+    sick, healthy = (f"http://127.0.0.1:{port}" for port in (1, 2))
+    fleet = listed_fleet(path, sick, healthy)
+    for _ in range(7):
+        fleet.members.fail(sick, 0, "503: broken")
+        fleet.update()
+        fleet.update()
+        if fleet.fleet.join_command() is not None:
+            fleet.join()
+    assert urls_of(fleet) == [healthy]
+    write_urls(path, healthy)
+    fleet.update()
+    write_urls(path, healthy, sick)
+    fleet.update()
+    fleet.update()
+    fleet.join()
+    assert urls_of(fleet) == [sick, healthy]
+
+
 def test_a_list_that_becomes_unusable_changes_no_engine(tmp_path: Path) -> None:
     path = tmp_path / "urls"
     first = "http://127.0.0.1:1"
