@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any, get_type_hints
 
 from hydra.core.config_store import ConfigStore
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 
 from megatron_rl.config.algorithms import ALGORITHMS, CorrectionSettings, KlSettings
 from megatron_rl.config.schema import Configuration, SelectionExpertSettings, SourceSettings
 from megatron_rl.contracts.refusal import Refusal
+from megatron_rl.models.families import read_shape
 
 ASSETS = Path(__file__).resolve().parents[1] / "models" / "assets"
 SECTIONS: dict[str, Any] = {
@@ -26,6 +27,9 @@ INNER_SECTIONS: dict[str, Any] = {
     "algo.kl": KlSettings,
     "selection.expert": SelectionExpertSettings,
 }
+
+_LONGEST_DEFAULT = 1024  # tokens of a prompt or a response
+_FREE_POSITIONS = 8  # at least those that SGLang keeps free (rules/machine.py)
 
 
 def declared_keys(algorithm: str | None = None) -> dict[str, Field[Any]]:
@@ -54,8 +58,10 @@ def _section_classes(name: str, algorithm: str | None) -> list[Any]:
 
 
 def register() -> None:
-    """Make every key known to Hydra, and `${asset:NAME}`, the path of a checkpoint shipped with the
-    package.
+    """Make every key known to Hydra, and two values for files of hydra_conf.
+
+    `${asset:NAME}` is the path of a checkpoint shipped with the package. `${half_context:}` is half
+    of the positions of model.path, at most 1024.
 
     The sections stay open to unknown keys while Hydra composes, so that pydantic refuses these
     together with all other mistakes.
@@ -64,6 +70,7 @@ def register() -> None:
     tree = OmegaConf.create(
         {field.name: sections.get(field.name, field.default) for field in fields(Configuration)}
     )
+    tree.data.max_prompt_tokens = "${half_context:}"
     for name in sections:
         OmegaConf.set_struct(tree[name], False)
     store = ConfigStore.instance()
@@ -71,6 +78,20 @@ def register() -> None:
     for name, algorithm in ALGORITHMS.items():
         store.store(group="schema/algo", name=name, node=_defaults(algorithm))
     OmegaConf.register_new_resolver("asset", lambda name: str(ASSETS / name), replace=True)
+    OmegaConf.register_new_resolver("half_context", _half_context, replace=True)
+
+
+def _half_context(*, _root_: DictConfig) -> int:
+    """Return half of the model's positions, without those that engines keep free, at most 1024.
+
+    A model that cannot be read is refused later, with its reason.
+    """
+    path = OmegaConf.select(_root_, "model.path", throw_on_missing=False)
+    try:
+        positions = read_shape(path).max_position_embeddings
+    except (OSError, ValueError, TypeError):
+        return _LONGEST_DEFAULT
+    return max(1, min(_LONGEST_DEFAULT, (positions - _FREE_POSITIONS) // 2))
 
 
 def _defaults(section: Any) -> dict[str, Any]:

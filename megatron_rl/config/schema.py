@@ -126,7 +126,8 @@ class DataSettings(Section):
     seed: Seed = 0
     # fail: the first unusable row ends the run. skip: unusable rows are left out and counted.
     on_bad_row: Literal["fail", "skip"] = "fail"
-    # Questions with more tokens are left out.
+    # Questions with more tokens are unusable. A command line without it takes half of the model's
+    # positions, at most 1024.
     max_prompt_tokens: Positive = 1024
     # A file of pass rates: mode=profile writes it, selection=belief starts from it.
     pass_rates: Text | None = None

@@ -326,7 +326,8 @@ class _PromptBuilder:
             raise ValueError(
                 f"the prompt has {len(question.text)} characters. "
                 f"data.max_prompt_tokens={self.max_tokens} allows at most {max_characters}, "
-                f"because the longest token has {self.tokenizer.longest_token}"
+                f"because the longest token has {self.tokenizer.longest_token}; raise it, or "
+                "shorten the prompt"
             )
         for name, value, limit in (
             ("id", question.id, _MAX_CHARACTERS),
@@ -353,7 +354,7 @@ class _PromptBuilder:
         if not 0 < len(token_ids) <= self.max_tokens:
             raise ValueError(
                 f"the prompt has {len(token_ids)} tokens; data.max_prompt_tokens allows 1 to "
-                f"{self.max_tokens}"
+                f"{self.max_tokens}; raise it, or shorten the prompt"
             )
         has_default_task = self.source and question.task == DEFAULT_TASK
         return Prompt(

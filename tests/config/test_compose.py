@@ -11,9 +11,11 @@ from megatron_rl.config import algorithms
 from megatron_rl.config.cli import HYDRA_CONF, compose
 from megatron_rl.config.keys import declared_keys
 from megatron_rl.contracts.launch_facts import LaunchFacts
-from tests.support.configurations import NODE, ON_CLUSTERS
+from megatron_rl.contracts.refusal import ConfigurationRefused
+from tests.support.configurations import NODE, ON_CLUSTERS, MakeCheckpoint
 
 EXPERIMENTS = sorted(file.stem for file in (HYDRA_CONF / "experiment").glob("*.yaml"))
+FILES = ("jsonl", "parquet", "hf_dataset")
 
 
 def test_quickstart_is_the_default(checkpoint: Path) -> None:
@@ -25,13 +27,53 @@ def test_quickstart_is_the_default(checkpoint: Path) -> None:
     assert config.data.num_eval >= 500
 
 
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
+@pytest.mark.parametrize("experiment", sorted({*EXPERIMENTS} - {"own"}))
 def test_every_experiment_is_accepted_as_shipped(experiment: str) -> None:
     config = compose(
         [f"experiment={experiment}"], facts=LaunchFacts(world_size=8, local_world_size=8)
     )
     assert config.run.experiment == experiment
     assert Path(config.model.path).is_absolute()
+
+
+@pytest.mark.parametrize(("positions", "limit"), [(256, 124), (40960, 1024), (None, 1024)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_experiment_for_own_data_takes_its_limits_from_the_model(
+    make_checkpoint: MakeCheckpoint,
+    tmp_path: Path,
+    positions: int | None,
+    limit: int,
+    dtype: str,
+) -> None:
+    """Without max_position_embeddings, transformers takes 32768."""
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"prompt": "10+11=", "answer": 21}\n')
+    model = make_checkpoint(max_position_embeddings=positions)
+    own = [f"model.path={model}", f"data.train_path={rows}", f"model.dtype={dtype}"]
+    config = compose(["experiment=own", *own])
+    assert config.run.experiment == "own"
+    assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens) == (limit, limit)
+
+
+@pytest.mark.parametrize("experiment", ["smoke", "quickstart", "cold_start"])
+@pytest.mark.parametrize("source", FILES)
+def test_prompts_of_files_have_the_limit_of_the_model(
+    make_checkpoint: MakeCheckpoint, tmp_path: Path, experiment: str, source: str
+) -> None:
+    """An experiment's own task has shorter prompts than a file."""
+    rows = tmp_path / ("rows" if source == "hf_dataset" else f"rows.{source}")
+    (rows.mkdir if source == "hf_dataset" else rows.touch)()
+    model = make_checkpoint(max_position_embeddings=40960)
+    data = [f"data={source}", f"data.train_path={rows}", f"model.path={model}"]
+    assert compose([f"experiment={experiment}", *data]).data.max_prompt_tokens == 1024
+    longer = compose([f"experiment={experiment}", *data, "data.max_prompt_tokens=2000"])
+    assert longer.data.max_prompt_tokens == 2000
+
+
+def test_own_data_without_a_model_asks_for_it(tmp_path: Path) -> None:
+    with pytest.raises(ConfigurationRefused) as refused:
+        compose(["experiment=own"])
+    assert [refusal.key for refusal in refused.value.refusals] == ["model.path"]
 
 
 @pytest.mark.parametrize(

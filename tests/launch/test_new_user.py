@@ -37,7 +37,7 @@ def refusal_of(*overrides: str) -> str:
         (
             "experiment=smoke",
             "experiment=smok",
-            "Choose one of cold_start, mixed, quickstart, smoke",
+            "Choose one of cold_start, mixed, own, quickstart, smoke",
         ),
         (
             "experiment=smoke",
