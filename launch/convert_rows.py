@@ -5,8 +5,10 @@
         --input-key prompt --label-key label --apply-chat-template
     python launch/convert_rows.py gsm8k/train.parquet rows.jsonl --input-key question \\
         --label-key answer
+    python launch/convert_rows.py rows.csv rows.jsonl --input-key question --label-key answer
 
-IN is a JSONL or Parquet file. OUT is a new file, with .jsonl or .parquet as its ending.
+IN is a JSONL, Parquet or CSV file. The first line of a CSV file names its columns. OUT is a new
+file, with .jsonl or .parquet as its ending.
 
 slime: the keys are those of its options --input-key, --label-key, --metadata-key and --tool-key.
 With --apply-chat-template the input is a list of messages, or a text that becomes a user's message.
@@ -24,6 +26,7 @@ number and a reason, and nothing is written (exit code 3). With --skip they are 
 from __future__ import annotations
 
 import argparse
+import csv
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -76,7 +79,9 @@ def main() -> int:
     try:
         rows, problems = convert_file(Path(arguments.source), convert)
     except (OSError, ValueError) as error:
-        return refuse(f"{arguments.source} cannot be read ({error}). Give a JSONL or Parquet file")
+        return refuse(
+            f"{arguments.source} cannot be read ({error}). Give a JSONL, Parquet or CSV file"
+        )
     print_problems(problems)
     if not rows:
         return refuse(f"none of the {len(problems)} rows of {arguments.source} can be converted")
@@ -103,7 +108,7 @@ def parse_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespac
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", metavar="IN", help="a JSONL or Parquet file")
+    parser.add_argument("source", metavar="IN", help="a JSONL, Parquet or CSV file")
     parser.add_argument("target", metavar="OUT", help="a new .jsonl or .parquet file")
     parser.add_argument("--format", choices=("slime", "verl"), default="slime")
     parser.add_argument("--input-key", default=Keys.input)
@@ -171,11 +176,32 @@ def read_objects(source: Path) -> Iterator[tuple[str, bytes]]:
                 values = {key: value for key, value in row.items() if value is not None}
                 yield f"{source} row {number}", msgspec.json.encode(values)
         return
+    if source.suffix.lower() == ".csv":
+        yield from read_csv(source)
+        return
     with source.open("rb") as stream:
         for number, line in enumerate(stream, 1):
             content = line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line
             if content.strip():
                 yield f"{source} line {number}", content
+
+
+def read_csv(source: Path) -> Iterator[tuple[str, bytes]]:
+    """Yield the place and the JSON text of every row of a CSV file. All values are texts.
+
+    Raises ValueError if the file is not UTF-8, or a row has more values than the first line.
+    """
+    with source.open(encoding="utf-8-sig", newline="") as stream:
+        reader = csv.DictReader(stream, strict=True)
+        try:
+            for row in reader:
+                place = f"{source} line {reader.line_num}"
+                if None in row:
+                    raise ValueError(f"{place}: more values than the first line has names")
+                values = {key: value for key, value in row.items() if value}
+                yield place, msgspec.json.encode(values)
+        except csv.Error as error:
+            raise ValueError(f"line {reader.line_num}: {error}") from error
 
 
 def convert_slime(row: Row, keys: Keys) -> dict[str, Any]:

@@ -154,3 +154,47 @@ def test_the_command_runs_without_torch(tmp_path: Path) -> None:
     )
     arguments = [str(source), str(tmp_path / "rows.jsonl"), "--format", "verl"]
     subprocess.run([sys.executable, "-c", program, *arguments], check=True)
+
+
+CSV = {
+    "plain": ("question,answer\n1+1=?,2\n2+3=?,5\n", ["1+1=?", "2+3=?"]),
+    "byte order mark, CRLF": ("\ufeffquestion,answer\r\n1+1=?,2\r\n", ["1+1=?"]),
+    "quotes, commas, lines": ('question,answer\n"a, ""b""\n1+1=?",2\n', ['a, "b"\n1+1=?']),
+    "no value for an extra column": ("question,note,answer\n1+1=?,,2\n", ["1+1=?"]),
+}
+
+
+@pytest.mark.parametrize("name", CSV)
+def test_rows_of_a_csv_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    text, prompts = CSV[name]
+    source = tmp_path / "rows.csv"
+    source.write_bytes(text.encode())
+    target = tmp_path / "rows.jsonl"
+    keys = ("--input-key", "question", "--label-key", "answer")
+    assert convert(monkeypatch, source, target, *keys) == 0
+    assert [question.text for question in read(target)] == prompts
+
+
+@pytest.mark.parametrize(
+    ("content", "problem"),
+    [
+        (b"question,answer\n1+1=?,2,3\n", "line 2: more values than the first line has names"),
+        (b'question,answer\n"1+1=?,2\n', "unexpected end of data"),
+        (b"question;answer\n1+1=?;2\n", "`question` is missing. The row has: question;answer"),
+        (b"question,answer\n\xff,2\n", "can't decode byte 0xff"),
+        (b"question,answer\n1+1=?,\n", "`answer` is missing"),
+    ],
+)
+def test_csv_files_with_problems_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    content: bytes,
+    problem: str,
+) -> None:
+    source = tmp_path / "rows.csv"
+    source.write_bytes(content)
+    keys = ("--input-key", "question", "--label-key", "answer")
+    assert convert(monkeypatch, source, tmp_path / "rows.jsonl", *keys) == 3
+    assert problem in capsys.readouterr().err
+    assert not (tmp_path / "rows.jsonl").exists()

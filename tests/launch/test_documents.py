@@ -74,9 +74,11 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty directory with the files that the commands read."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(ROOT / "tests/plugins/examples")
-    for name in ("sums.jsonl", "more.jsonl", "reverse.jsonl", "rates.jsonl"):
+    for name in ("sums.jsonl", "rows.jsonl", "more.jsonl", "reverse.jsonl", "rates.jsonl"):
         (tmp_path / name).write_text('{"prompt": "1+1=", "answer": 2}\n')
     (tmp_path / "sums.parquet").touch()
+    (tmp_path / "rows.parquet").touch()
+    (tmp_path / "DIR").symlink_to(TWO_DIGIT_ADDITION)
     (tmp_path / "my_dataset").mkdir()
     return tmp_path
 

@@ -92,7 +92,10 @@ def test_one_file_is_split(tokenizer: Tokenizer, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("prompt", "reason"),
-    [("Übung", "no token for 'Ü'"), ("1" * 41, "41 tokens; data.max_prompt_tokens allows 1 to 40; raise it")],
+    [
+        ("Übung", "no token for 'Ü'"),
+        ("1" * 41, "41 tokens; data.max_prompt_tokens allows 1 to 40; raise it"),
+    ],
 )
 def test_prompts_that_the_model_cannot_read_are_bad_rows(
     tokenizer: Tokenizer, tmp_path: Path, held_out_file: str, prompt: str, reason: str
