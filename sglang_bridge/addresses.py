@@ -15,6 +15,9 @@ from sglang_bridge.refusal import Refusal
 
 LOOPBACK = "127.0.0.1"
 _PUBLIC_ADDRESS = ("192.0.2.1", 9)  # reserved for documentation: on no machine, nothing is sent
+# The shared address space of RFC 6598, which the Internet does not route either. Pods and nodes of
+# EKS, GKE and Tailscale have such addresses.
+_SHARED_SPACE = ipaddress.ip_network("100.64.0.0/10")
 _REMEDY = "Use http://HOST:PORT with a loopback or private address"
 
 
@@ -101,12 +104,21 @@ def _public_address_rule(host: str) -> str:
         return f"engine host {host!r} cannot be resolved: {error}"
     for address in addresses:
         ip = ipaddress.ip_address(str(address).split("%")[0])
-        if ip.is_unspecified or ip.is_link_local or not (ip.is_loopback or ip.is_private):
+        if not _is_private(ip):
             return (
                 f"engine host {host!r} is {ip}, which is not a loopback or private address: "
                 "engines obey whoever reaches them"
             )
     return ""
+
+
+def _is_private(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
+    """True for an address that the Internet does not route, and that one machine has."""
+    if isinstance(ip, ipaddress.IPv6Address):
+        ip = ip.ipv4_mapped or ip  # Python 3.11 takes every address of this form for private
+    if ip.is_unspecified or ip.is_link_local or ip.is_multicast:
+        return False
+    return ip.is_loopback or ip.is_private or ip in _SHARED_SPACE
 
 
 def _addresses(url: str) -> list[tuple[str, int | None]]:

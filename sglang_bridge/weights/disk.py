@@ -49,7 +49,7 @@ class DiskTransport:
         self._remove()
         path = self._path(version)
         path.mkdir(parents=True)
-        shutil.copy(self._config_from / "config.json", path)
+        shutil.copyfile(self._config_from / "config.json", path / "config.json")
         return {}
 
     def send(
@@ -70,6 +70,8 @@ class DiskTransport:
             name = f"model-{self._rank:05d}-{count:05d}.safetensors"
             contents = dict(bucket.tensors())
             save_file(contents, path / name)
+            # safetensors lets nobody but the owner read the file. The directory follows the umask.
+            (path / name).chmod(path.stat().st_mode & 0o666)
             shard_of |= dict.fromkeys(contents, name)
             num_bytes += bucket.flat.numel()
         index = _OwnerIndex(num_bytes, shard_of)

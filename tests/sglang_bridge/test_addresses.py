@@ -11,12 +11,43 @@ from sglang_bridge.addresses import (
 )
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "10.1.2.3", "192.168.0.7", "::1"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "127.0.0.1",
+        "localhost",
+        "10.1.2.3",
+        "172.31.0.1",
+        "192.168.0.7",
+        "::1",
+        "fd00::1",
+        "::ffff:10.1.2.3",
+        "100.64.0.1",
+        "100.127.255.254",
+        "198.19.0.1",
+    ],
+)
 def test_private_addresses_pass(host: str) -> None:
     require_private_address(host)
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "8.8.8.8", "::"])
+@pytest.mark.parametrize(
+    "host",
+    [
+        "0.0.0.0",
+        "8.8.8.8",
+        "::",
+        "::ffff:8.8.8.8",
+        "::ffff:169.254.169.254",
+        "2606:4700::1111",
+        "169.254.169.254",
+        "100.63.255.255",
+        "100.128.0.1",
+        "172.32.0.1",
+        "224.0.0.1",
+        "239.1.2.3",
+    ],
+)
 def test_other_addresses_are_refused(host: str) -> None:
     with pytest.raises(ValueError, match="not a loopback or private address"):
         require_private_address(host)
@@ -65,6 +96,7 @@ def test_a_master_without_a_route_stays_on_loopback(monkeypatch: pytest.MonkeyPa
 def test_engine_url_passes() -> None:
     assert url_refusal("http://127.0.0.1:30000") is None
     assert url_refusal("http://localhost:30000/") is None
+    assert url_refusal("http://100.64.12.7:30000") is None
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """Weights that engines load from a checkpoint on disk."""
 
 import json
+import os
 import time
 from pathlib import Path
 
@@ -103,3 +104,21 @@ def test_a_tensor_of_two_owners_is_refused(folder: Path) -> None:
     send(second, admin, make_weights("b"), 1)
     with pytest.raises(ValueError, match="weight b: sent twice, by two owners"):
         first.end([admin], 1, LATER)
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o002, 0o077, 0o027])
+def test_an_engine_of_another_user_may_read_the_files_that_the_umask_allows(
+    folder: Path, umask: int
+) -> None:
+    (folder / "start/config.json").chmod(0o600)
+    before = os.umask(umask)
+    try:
+        transport = open_transport(folder)
+        transport.begin([], 1, LATER)
+        send(transport, LoadingAdmin(), make_weights("ab", torch.bfloat16), version=1)
+        transport.end([], 1, LATER)
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in folder.glob("sync/version-1/*")}
+    assert len(modes) > 2
+    assert modes == dict.fromkeys(modes, 0o666 & ~umask)
