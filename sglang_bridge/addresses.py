@@ -115,7 +115,7 @@ def _public_address_rule(host: str) -> str:
 def _is_private(ip: ipaddress.IPv4Address | ipaddress.IPv6Address) -> bool:
     """True for an address that the Internet does not route, and that one machine has."""
     if isinstance(ip, ipaddress.IPv6Address):
-        ip = ip.ipv4_mapped or ip  # Python 3.11 takes every address of this form for private
+        ip = ip.ipv4_mapped or ip  # is_link_local knows only the latter
     if ip.is_unspecified or ip.is_link_local or ip.is_multicast:
         return False
     return ip.is_loopback or ip.is_private or ip in _SHARED_SPACE

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import re
+import time
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from http import HTTPStatus
@@ -27,6 +28,9 @@ _PAUSE_MODE = "retract"
 # arrive between the two: the old ones are gone. Nothing may be cached or sampled before.
 WEIGHT_TAGS = ("weights",)
 CACHE_TAGS = ("kv_cache", "cuda_graph")
+# Far more than the checksums of any model on all ranks of an engine, the largest reply
+_MAX_REPLY_BYTES = 64 * 2**20
+_PIECE_BYTES = 2**16
 # One line for each set of labels, in Prometheus' text format.
 _GENERATED_TOKENS = re.compile(rb"^sglang:generation_tokens_total(?:\{.*\})? (\S+)", re.MULTILINE)
 
@@ -269,19 +273,37 @@ class AdminClient:
         key = self._keys.admin_api_key if admin else self._keys.api_key
         headers = {"Content-Type": "application/json", "Authorization": f"Bearer {key}"}
         seconds = self._timeout if timeout is None else timeout
+        deadline = time.monotonic() + seconds
         connection = http.client.HTTPConnection(self._host, self._port, timeout=seconds)
         try:
             connection.request(
                 method, path, None if body is None else msgspec.json.encode(body), headers
             )
             response = connection.getresponse()
-            return response.status, response.read()
+            return response.status, _read_body(response, deadline)
         except (OSError, http.client.HTTPException) as error:
             raise RequestFailed(
                 f"{self.url}{path}: no answer ({type(error).__name__}: {error})"
             ) from error
         finally:
             connection.close()
+
+
+def _read_body(response: http.client.HTTPResponse, deadline: float) -> bytes:
+    """Read a reply of limited size.
+
+    deadline: by `time.monotonic`. A reply that comes byte by byte exceeds no timeout of a socket.
+    """
+    body = bytearray()
+    while piece := response.read1(_PIECE_BYTES):
+        body += piece
+        if len(body) > _MAX_REPLY_BYTES:
+            raise http.client.HTTPException(f"more than {_MAX_REPLY_BYTES} bytes")
+        if time.monotonic() > deadline:
+            raise TimeoutError("it was not complete in time")
+    if response.length:
+        raise http.client.IncompleteRead(bytes(body), response.length)
+    return bytes(body)
 
 
 def _count(text: bytes) -> int | None:

@@ -12,7 +12,7 @@ from dataclasses import replace
 import aiohttp
 
 from sglang_bridge.errors import RequestFailed
-from sglang_bridge.generation import FinishReason, Generation, decode_generation
+from sglang_bridge.generation import FinishReason, Generation, GenerationRejected, decode_generation
 from sglang_bridge.request import SamplingLike, encode_request
 from sglang_bridge.settings import DEFAULT_KEEP_ALIVE_SECONDS
 
@@ -27,6 +27,12 @@ _UNUSED_HEADERS = ("Accept", "Accept-Encoding", "User-Agent")
 _REQUEST_AT_FAULT = frozenset({400, 413, 422})
 # Decoding so many bytes takes less than a millisecond: too little for another thread.
 _SMALL_REPLY_BYTES = 32 * 1024
+
+# The largest parts of a reply: what is in every one, what each output token adds (its id,
+# log-probability, text and weight version), and each expert of a route as base64.
+_BASE_BYTES = 2**20
+_TOKEN_BYTES = 1024
+_EXPERT_BYTES = 6
 
 Abort = Callable[[str, str], Awaitable[None]]
 
@@ -102,7 +108,9 @@ class GenerateClient:
         # beginning.
         name = f"{rid}#{next(self._requests)};"
         body = encode_request(input_ids, sampling, name, return_routes, seed, first_route_row)
-        answer = asyncio.create_task(self._post(body, name))
+        num_rows = len(input_ids) + sampling.max_new_tokens - first_route_row
+        max_bytes = self._max_reply_bytes(sampling.max_new_tokens, num_rows if return_routes else 0)
+        answer = asyncio.create_task(self._post(body, name, max_bytes))
         try:
             in_time = await self._wait_for_answer(answer)
             if not in_time:
@@ -215,17 +223,33 @@ class GenerateClient:
             return decode()
         return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
 
-    async def _post(self, request: bytes, name: str) -> list[bytes]:
+    def _max_reply_bytes(self, num_tokens: int, num_route_rows: int) -> int:
+        """The largest size of a reply with so many output tokens and rows of routes."""
+        row_bytes = _EXPERT_BYTES * math.prod(self._route_shape or (0,))
+        return _BASE_BYTES + _TOKEN_BYTES * num_tokens + row_bytes * num_route_rows
+
+    async def _post(self, request: bytes, name: str, max_bytes: int) -> list[bytes]:
         """Send a request and return the pieces of the reply's body.
 
-        They are joined where they are decoded, because they may be megabytes.
+        They are joined where they are decoded, because they may be megabytes. Raises
+        `GenerationRejected` for a reply of more than `max_bytes`, and `RequestFailed`.
         """
+        pieces: list[bytes] = []
+        num_bytes = 0
         session = self._open_session()
         try:
             async with session.post(
                 f"{self.url}/generate", data=request, headers=self._headers
             ) as response:
-                pieces = [piece async for piece in response.content.iter_any()]
+                async for piece in response.content.iter_any():
+                    pieces.append(piece)
+                    num_bytes += len(piece)
+                    if num_bytes > max_bytes:  # the connection is closed
+                        raise GenerationRejected(
+                            "malformed",
+                            f"{self.url}: the reply to {name} has more than {max_bytes} bytes, the "
+                            "most that its tokens and routes take",
+                        )
         except aiohttp.ClientError as error:
             raise RequestFailed(
                 f"{self.url}: {name} lost its connection ({type(error).__name__}: {error})"
@@ -245,6 +269,7 @@ class GenerateClient:
                 connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=self._keep_alive_seconds),
                 timeout=aiohttp.ClientTimeout(total=None),
                 skip_auto_headers=_UNUSED_HEADERS,
+                auto_decompress=False,  # a few bytes could become gigabytes
             )
         return self._session
 

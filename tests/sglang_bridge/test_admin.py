@@ -1,12 +1,18 @@
 """The control client against a small HTTP server."""
 
+import contextlib
 import http.server
+import itertools
 import json
+import socketserver
 import threading
+import time
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
+from sglang_bridge import admin as admin_module
 from sglang_bridge.admin import CACHE_TAGS, WEIGHT_TAGS, AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
@@ -230,3 +236,67 @@ def test_missing_answer_names_the_url() -> None:
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match="http://HOST:PORT"):
         client(url)
+
+
+class _RawServer(socketserver.ThreadingTCPServer):
+    """Answers every request with pieces of bytes, as they are. seconds: before each piece."""
+
+    daemon_threads = True
+    allow_reuse_address = True
+
+    def __init__(self, pieces: Iterator[bytes], seconds: float = 0.0) -> None:
+        self.pieces = pieces
+        self.seconds = seconds
+        self.num_sent = 0
+        super().__init__(("127.0.0.1", 0), _RawHandler)
+
+
+class _RawHandler(socketserver.BaseRequestHandler):
+    def handle(self) -> None:
+        server: Any = self.server
+        self.request.recv(65536)
+        with contextlib.suppress(OSError):
+            for piece in server.pieces:
+                time.sleep(server.seconds)
+                self.request.sendall(piece)
+                server.num_sent += len(piece)
+
+
+def raw_failure(pieces: Iterator[bytes], seconds: float = 0.0) -> tuple[str, int, float]:
+    """Return why a request for the settings fails, the bytes that were sent, and the seconds."""
+    with _RawServer(pieces, seconds) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        address = f"http://127.0.0.1:{server.server_address[1]}"
+        admin = AdminClient(Engine(url=address), RunKeys("user", "boss"), timeout=1.0)
+        start = time.monotonic()
+        with pytest.raises(RequestFailed) as info:
+            admin.server_info()
+        server.shutdown()
+    return str(info.value), server.num_sent, time.monotonic() - start
+
+
+def test_an_endless_reply_is_read_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(admin_module, "_MAX_REPLY_BYTES", 2**20)
+    flood = itertools.chain([b"HTTP/1.1 200 OK\r\n\r\n"], itertools.repeat(b" " * 65536, 4000))
+    reason, num_sent, _ = raw_failure(flood)
+    assert "more than 1048576 bytes" in reason
+    assert num_sent < 16 * 2**20  # the sockets' buffers hold some
+
+
+def test_a_reply_that_comes_byte_by_byte_ends_at_the_timeout() -> None:
+    drip = itertools.chain([b"HTTP/1.1 200 OK\r\n\r\n"], itertools.repeat(b" ", 100))
+    reason, _, seconds = raw_failure(drip, 0.1)
+    assert "not complete in time" in reason
+    assert seconds < 5
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"HTTP/1.1 200 OK\r\nContent-Length: 100\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n10\r\n",
+    ],
+)
+def test_a_reply_that_breaks_off_is_a_failed_request(start: bytes) -> None:
+    reason, _, _ = raw_failure(iter([start, b'{"a": 1}']))
+    assert "IncompleteRead" in reason

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import importlib.util
+import zlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -73,6 +74,84 @@ def test_request_samples_the_untruncated_distribution() -> None:
     assert sampling["stop_token_ids"] == [2]
     assert "n" not in sampling  # one sample per request
     assert body["return_logprob"] and body["return_routed_experts"]
+
+
+@pytest.mark.parametrize("status", [200, 500])
+@pytest.mark.parametrize(
+    ("return_routes", "first_route_row", "max_mib"),
+    [(False, 0, 2.0), (True, 0, 25.0), (True, 50_000, 2.0)],
+)
+def test_an_endless_reply_is_read_as_far_as_a_correct_one_could_go(
+    status: int, return_routes: bool, first_route_row: int, max_mib: float
+) -> None:
+    """max_mib: what may be read, in MiB."""
+    num_sent = 0
+
+    async def flood(request: web.Request) -> web.StreamResponse:
+        nonlocal num_sent
+        response = web.StreamResponse(status=status)
+        await response.prepare(request)
+        while num_sent < 300 * 2**20:
+            await response.write(b" " * 2**16)
+            num_sent += 2**16
+        return response
+
+    async def scenario() -> None:
+        async with serving(flood) as url, GenerateClient(url, route_shape=(24, 3)) as client:
+            with pytest.raises(GenerationRejected, match="reply to a#0; has more") as info:
+                await client.generate(
+                    [1] * 50_000,
+                    SAMPLING,
+                    rid="a",
+                    return_routes=return_routes,
+                    first_route_row=first_route_row,
+                )
+            assert info.value.reason == "malformed"
+
+    asyncio.run(scenario())
+    assert num_sent < (max_mib + 8) * 2**20  # the sockets' buffers hold some
+
+
+def test_a_reply_that_is_compressed_is_not_unpacked() -> None:
+    async def bomb(request: web.Request) -> web.Response:
+        body = zlib.compress(b" " * 2**26)
+        return web.Response(body=body, headers={"Content-Encoding": "deflate"})
+
+    async def scenario() -> None:
+        async with serving(bomb) as url, GenerateClient(url) as client:
+            with pytest.raises(GenerationRejected, match="invalid start byte"):
+                await client.generate([1], SAMPLING, rid="a", return_routes=False)
+
+    asyncio.run(scenario())
+
+
+def test_the_largest_correct_reply_passes() -> None:
+    """Tokens of 128 spaces, each with its own weight version, and ids of seven digits."""
+    num_tokens = 5000
+    spans = [{"version": "123456789", "start": n, "end": n + 1} for n in range(num_tokens)]
+    routes = base64.b64encode(np.zeros((num_tokens + 2, 8, 8), "<i4").tobytes()).decode()
+    reply = {
+        "text": "\t" * 128 * num_tokens,
+        "output_ids": [1_234_567] * num_tokens,
+        "meta_info": {
+            "finish_reason": {"type": "length"},
+            "weight_version": "1",
+            "output_token_logprobs": [[-1.2345678901234567e-05, 1_234_567, None]] * num_tokens,
+            "weight_versions": spans,
+            "routed_experts": routes,
+        },
+    }
+
+    async def generate(request: web.Request) -> web.Response:
+        return web.json_response(reply)
+
+    async def scenario() -> None:
+        sampling = SimpleNamespace(**{**vars(SAMPLING), "max_new_tokens": num_tokens})
+        async with serving(generate) as url, GenerateClient(url, route_shape=(8, 8)) as client:
+            generation = await client.generate([1, 2, 3], sampling, rid="a")
+            assert len(generation.output_ids) == num_tokens
+
+    asyncio.run(scenario())
 
 
 def test_a_connection_that_was_idle_is_not_used_again() -> None:
