@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -47,7 +46,6 @@ def make_manager(
     stop: StopRequest | None = None,
     *,
     stream: Any = None,
-    stop_file: Path = Path("/nowhere"),
     **run: Any,
 ) -> CheckpointManager:
     settings: dict[str, Any] = {"checkpoint_every": 2} | run
@@ -59,7 +57,6 @@ def make_manager(
         dispatcher=ranks,  # type: ignore[arg-type]
         progress=Progress(9, is_enabled=stream is not None, stream=stream),
         stop=stop or make_stop_request(),
-        stop_file=stop_file,
     )
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from megatron_rl.config.schema import RunSettings
@@ -58,8 +57,7 @@ class CheckpointManager:
     """Rank 0's part in saving checkpoints.
 
     configuration: every key of the configuration with its value. optimizer_steps: returns the
-    number of optimizer steps so far. stop: the request of a signal. stop_file: a file that asks
-    the run to stop when it exists. last_saved_step: the step of the newest checkpoint.
+    number of optimizer steps so far. last_saved_step: the step of the newest checkpoint.
     reference: digest of the weights of the KL penalty's reference, empty without one. best: follows
     the best evaluation, None without `run.keep_best`.
     """
@@ -71,7 +69,6 @@ class CheckpointManager:
     dispatcher: Dispatcher
     progress: Progress
     stop: StopRequest
-    stop_file: Path
     last_saved_step: int | None = None
     reference: str = ""
     best: BestCheckpoint | None = None
@@ -81,7 +78,7 @@ class CheckpointManager:
     @property
     def stop_requested(self) -> bool:
         """True once the run was asked to stop, if it saves checkpoints."""
-        return self.settings.checkpoint_every > 0 and bool(self._stop_source)
+        return self.settings.checkpoint_every > 0 and bool(self.stop.source)
 
     def is_due(self, step: int, *, last: bool) -> bool:
         """True when a checkpoint must be saved after `step`. last: it is the last step.
@@ -182,7 +179,7 @@ class CheckpointManager:
         """Raise `StoppedAfterSave` when the run was asked to stop and has a checkpoint."""
         if self.stop_requested and self.last_saved_step is not None:
             raise StoppedAfterSave(
-                f"the run was asked to stop ({self._stop_source}) and has saved a checkpoint "
+                f"the run was asked to stop ({self.stop.source}) and has saved a checkpoint "
                 f"after step {self.last_saved_step}. Start it again with run.resume=auto"
             )
 
@@ -194,13 +191,6 @@ class CheckpointManager:
             yield
         finally:
             self.stop.is_step_abortable = False
-
-    @property
-    def _stop_source(self) -> str:
-        """The signal or the file that asks the run to stop; empty without a request."""
-        if self.stop.signal_name is not None:
-            return self.stop.signal_name
-        return f"the file {self.stop_file.name}" if self.stop_file.exists() else ""
 
     def _report(self, result: SaveResult) -> dict[str, float]:
         """Log the result of a save; returns its metrics. Raises `CheckpointNotSaved`."""

@@ -148,6 +148,8 @@ def checkpoint_manager(setup: RunSetup, parts: LoopParts) -> CheckpointManager:
     saved_step = None
     if state is not None and c.run.resume == "auto":
         saved_step = state.step
+    if c.run.checkpoint_every:
+        parts.stop.watch_file(setup.directory.path / STOP_FILE)
     return CheckpointManager(
         settings=c.run,
         configuration=flat_configuration(c),
@@ -156,7 +158,6 @@ def checkpoint_manager(setup: RunSetup, parts: LoopParts) -> CheckpointManager:
         dispatcher=parts.dispatcher,
         progress=setup.progress,
         stop=parts.stop,
-        stop_file=setup.directory.path / STOP_FILE,
         last_saved_step=saved_step,
         reference=setup.reference_digest,
         best=_best_checkpoint(setup),

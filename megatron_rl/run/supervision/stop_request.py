@@ -1,16 +1,20 @@
-"""Handles signals that ask a run to save a checkpoint and end.
+"""Handles signals, and a file, that ask a run to save a checkpoint and end.
 
 SIGTERM and the first SIGINT (Ctrl-C) set a time limit. A second SIGINT ends the run at once.
-SIGUSR1, which Slurm sends as a warning, sets no limit.
+SIGUSR1, which Slurm sends as a warning, and the file leave the time until the job's end. Without
+Slurm they set no limit.
 """
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from pathlib import Path
 
+_JOB_END = "SLURM_JOB_END_TIME"  # seconds since 1970
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
@@ -24,18 +28,33 @@ class StopRequest:
     SIGTERM and SIGINT count as requests only after `accept_signals`: before, there is nothing to
     save. A SIGUSR1 is always remembered, and handled as soon as there is something to save.
 
-    seconds: the time limit after a SIGTERM or SIGINT. signal_name: the first signal, or None.
+    seconds: the time limit after a SIGTERM or SIGINT. seconds_of_job: returns the time until the
+    job ends, None if it is not known. signal_name: the first signal, or None.
     is_step_abortable: True while the current step has trained nothing.
     """
 
-    def __init__(self, seconds: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        seconds: float,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        seconds_of_job: Callable[[], float | None] = lambda: seconds_of_slurm_job(os.environ),
+    ) -> None:
         self._seconds = seconds
         self._clock = clock
+        self._seconds_of_job = seconds_of_job
         self._lock = threading.Lock()
         self._accepts_signals = False
+        self._has_to_end = False  # at the deadline, by itself
         self._deadline: float | None = None
+        self._abort_time = 0.0  # a step that has trained nothing ends then
+        self._file: Path | None = None
         self.signal_name: str | None = None
         self.is_step_abortable = False
+
+    def watch_file(self, file: Path) -> None:
+        """Treat a file as a request once it exists."""
+        self._file = file
 
     def accept_signals(self) -> None:
         """Treat SIGTERM and SIGINT as requests from now on: the run can save."""
@@ -46,6 +65,7 @@ class StopRequest:
         with self._lock:
             if number == signal.SIGUSR1:
                 self._remember(number)
+                self._limit_by_job()
                 return True
             if number not in STOP_SIGNALS or not self._accepts_signals:
                 return False
@@ -53,27 +73,55 @@ class StopRequest:
             if number == signal.SIGINT and self.signal_name is not None:
                 return False
             # Slurm and torchrun both send SIGTERM: the second one does not extend the limit
-            if self._deadline is None:
-                self._deadline = self._clock() + self._seconds
+            if not self._has_to_end:
+                self._limit(self._seconds)
+                self._has_to_end = True
             self._remember(number)
             return True
 
     @property
+    def source(self) -> str:
+        """The signal or the file that asks the run to stop; empty without a request."""
+        if self.signal_name is not None:
+            return self.signal_name
+        if self._file is None or not self._file.exists():
+            return ""
+        with self._lock:
+            self._limit_by_job()
+        return f"the file {self._file.name}"
+
+    @property
     def has_expired(self) -> bool:
-        """True once the time limit after a SIGTERM has passed."""
-        return self._deadline is not None and self._clock() > self._deadline
+        """True once the time limit after a SIGTERM or SIGINT has passed."""
+        return self._has_to_end and self.seconds_left == 0
 
     @property
     def seconds_left(self) -> float | None:
-        """The time that is left after a SIGTERM or SIGINT. None: there is no limit."""
+        """The time that is left after a request. None: there is no limit."""
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
     def check_deadline(self) -> None:
         """Raise `StepAborted` in a step that has trained nothing, after half of the time limit."""
-        if self._deadline is None or not self.is_step_abortable:
+        if not self.is_step_abortable or not self.source or self._deadline is None:
             return
-        if self._clock() > self._deadline - self._seconds / 2:
+        if self._clock() > self._abort_time:
             raise StepAborted
+
+    def _limit_by_job(self) -> None:
+        seconds = self._seconds_of_job()
+        if self._deadline is None and seconds is not None:
+            self._limit(seconds)
+
+    def _limit(self, seconds: float) -> None:
+        self._abort_time = self._clock() + seconds / 2
+        self._deadline = self._clock() + seconds
 
     def _remember(self, number: int) -> None:
         self.signal_name = self.signal_name or signal.Signals(number).name
+
+
+def seconds_of_slurm_job(environment: Mapping[str, str]) -> float | None:
+    """Return the time until a Slurm job reaches its limit, None outside one or after its limit."""
+    end = environment.get(_JOB_END, "")
+    seconds = int(end) - time.time() if end.isascii() and end.isdecimal() else 0.0
+    return seconds if seconds > 0 else None

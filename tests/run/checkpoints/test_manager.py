@@ -118,9 +118,9 @@ def test_a_failed_save_after_a_stop_request_is_not_reported_as_saved(tmp_path: P
 def test_a_run_without_checkpoints_does_not_stop_on_request(tmp_path: Path) -> None:
     (tmp_path / "stop").touch()
     ranks = FakeRanks()
-    manager = make_manager(
-        ranks, StopRequest(10.0), stop_file=tmp_path / "stop", checkpoint_every=0
-    )
+    stop = StopRequest(10.0)
+    stop.watch_file(tmp_path / "stop")
+    manager = make_manager(ranks, stop, checkpoint_every=0)
     parts = lead(ScriptedParts(), tmp_path, steps=3, evals={"every": 1}, checkpoints=manager)
     assert "evaluate 3 at version 3" in parts.calls
     assert ranks.calls == []
@@ -161,11 +161,42 @@ def test_a_step_that_waits_for_rollouts_is_aborted_when_time_is_short(tmp_path: 
     assert ranks.states[-1].position.selection.prompts.position == 3
 
 
+@pytest.mark.parametrize("is_file", [True, False])
+def test_a_step_that_waits_is_aborted_before_the_job_ends(tmp_path: Path, is_file: bool) -> None:
+    now = [0.0]
+    ranks = FakeRanks()
+    stop = StopRequest(10.0, clock=lambda: now[0], seconds_of_job=lambda: 300.0 - now[0])
+    stop.watch_file(tmp_path / "stop")
+
+    def on_sample(step: int) -> None:
+        if step == 4:
+            stop.check_deadline()
+            if is_file:
+                (tmp_path / "stop").touch()
+            else:
+                stop.handle_signal(signal.SIGUSR1)
+            stop.check_deadline()
+            now[0] = 149.0
+            stop.check_deadline()  # more than half of the time is left
+            assert stop.seconds_left == 151.0
+            now[0] = 151.0
+            stop.check_deadline()
+
+    parts = ScriptedParts(on_sample=on_sample)
+    with pytest.raises(StoppedAfterSave, match="the file stop" if is_file else "SIGUSR1"):
+        lead(parts, tmp_path, steps=9, checkpoints=make_manager(ranks, stop))
+    assert ranks.steps == [2, 3]
+    now[0] = 301.0
+    assert not stop.has_expired, "Slurm ends the job, and may give it more time"
+
+
 def test_a_file_requests_a_stop_like_a_signal(tmp_path: Path) -> None:
     ranks = FakeRanks()
     stop_file = tmp_path / "stop"
     parts = ScriptedParts(on_train=lambda step: stop_file.touch() if step == 1 else None)
-    manager = make_manager(ranks, StopRequest(10.0), stop_file=stop_file)
+    stop = StopRequest(10.0)
+    stop.watch_file(stop_file)
+    manager = make_manager(ranks, stop)
     with pytest.raises(StoppedAfterSave, match=r"the file stop.*after step 1"):
         lead(parts, tmp_path, steps=9, checkpoints=manager)
     assert ranks.steps == [1]

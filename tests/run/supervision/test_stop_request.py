@@ -4,10 +4,15 @@ Each case is a process of its own.
 """
 
 import signal
+import time
 
 import pytest
 
-from megatron_rl.run.supervision.stop_request import StepAborted, StopRequest
+from megatron_rl.run.supervision.stop_request import (
+    StepAborted,
+    StopRequest,
+    seconds_of_slurm_job,
+)
 from tests.run.supervision.test_watchdog import run_process
 
 REQUEST = """
@@ -87,6 +92,41 @@ def test_the_time_that_is_left_begins_with_the_first_signal_that_limits_it() -> 
     assert stop.seconds_left == 15.0
     now[0] = 30.0
     assert stop.seconds_left == 0.0
+
+
+def test_a_sigterm_after_the_warning_has_its_own_time_limit() -> None:
+    """Slurm sends it at the end of the job, and kills its processes later."""
+    now = [0.0]
+    stop = StopRequest(25.0, clock=lambda: now[0], seconds_of_job=lambda: 300.0)
+    stop.accept_signals()
+    stop.handle_signal(signal.SIGUSR1)
+    assert stop.seconds_left == 300.0
+    now[0] = 300.0
+    assert not stop.has_expired
+    stop.handle_signal(signal.SIGTERM)
+    assert stop.seconds_left == 25.0
+    assert not stop.has_expired
+    now[0] = 326.0
+    assert stop.has_expired
+
+
+def test_a_warning_without_a_job_sets_no_limit() -> None:
+    stop = StopRequest(25.0, seconds_of_job=lambda: None)
+    stop.handle_signal(signal.SIGUSR1)
+    stop.is_step_abortable = True
+    stop.check_deadline()
+    assert stop.seconds_left is None and not stop.has_expired
+
+
+def test_an_end_that_is_not_known_or_over_sets_no_limit() -> None:
+    assert seconds_of_slurm_job({}) is None
+    for end in ("", "soon", "-5", "²", "1"):
+        assert seconds_of_slurm_job({"SLURM_JOB_END_TIME": end}) is None
+
+
+def test_a_slurm_job_leaves_the_time_until_its_limit() -> None:
+    seconds = seconds_of_slurm_job({"SLURM_JOB_END_TIME": str(int(time.time()) + 300)})
+    assert seconds is not None and 290 < seconds <= 300
 
 
 def test_a_run_saves_after_ctrl_c() -> None:
