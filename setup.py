@@ -14,6 +14,10 @@ setup(
     python_requires=">=3.11",
     packages=packages,
     package_dir={"espo_kernels": "kernels/espo_kernels"},
+    # torchrun imports it when it starts
+    entry_points={
+        "torchrun.handlers": ["espo_megatron_rl = megatron_rl.run.supervision.torchrun_end:install"]
+    },
     include_package_data=False,
     package_data={
         "megatron_rl": ["py.typed", "models/assets/**/*", "records/report/*.j2"],

@@ -88,7 +88,7 @@ class AdminClient:
 
     def server_info(self) -> dict[str, Any]:
         """The server's resolved settings and live state."""
-        return self._get_object("/server_info")
+        return self._get_json("/server_info")
 
     def generated_tokens(self) -> int | None:
         """The tokens of all requests that have ended since the server's start.
@@ -214,7 +214,7 @@ class AdminClient:
 
     def weight_version(self) -> str:
         """The version that the engine gives its weights."""
-        return str(self._get_object("/model_info").get("weight_version"))
+        return str(self._get_json("/model_info").get("weight_version"))
 
     def update_weights_from_disk(self, model_path: str, *, timeout: float) -> None:
         """Let the engine load a directory in Hugging Face format."""
@@ -241,7 +241,7 @@ class AdminClient:
         ranks = sorted(outcome.ranks, key=lambda rank: [p.tp_rank for p in rank.parallelism_info])
         return [rank.checksums for rank in ranks]
 
-    def _get_object(self, path: str) -> dict[str, Any]:
+    def _get_json(self, path: str) -> dict[str, Any]:
         status, body = self._exchange("GET", path, None, admin=False)
         self._require_ok(path, status, body)
         try:

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import re
+import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable
@@ -174,8 +175,12 @@ def _exit_code(file: Path) -> int | None:
 
 
 def _root_cause(errors: str) -> int | None:
-    match = re.search(r"Root Cause.*?exitcode\s*:\s*(-?\d+)", errors, re.DOTALL)
-    return int(match.group(1)) if match else None
+    """Return the exit code in torchrun's last line, negative for a signal; None without it."""
+    match = re.search(r"^torchrun: .* with (?:exit code (\d+)|signal (\w+))$", errors, re.MULTILINE)
+    if match is None:
+        return None
+    code, name = match.groups()
+    return -signal.Signals[name] if name else int(code)
 
 
 def _first_line(errors: str) -> str:
