@@ -6,6 +6,7 @@ Call `install` before anything of Megatron is imported.
 from __future__ import annotations
 
 import contextlib
+import logging
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -89,6 +90,8 @@ def _ignore_expected_warnings() -> None:
     """Silence warnings that hold on every rank of every such run and that need no action."""
     for message in _EXPECTED_WARNINGS:
         warnings.filterwarnings("ignore", message=message)
+    # A CUDA build of torch warns here on a machine without a GPU, when Megatron imports the module
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def _replace_missing_libraries() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shutil
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TextIO
 
 from megatron_rl.records.reminder import FIRST_SECONDS, growing_intervals
@@ -21,6 +22,8 @@ _GROUP_KINDS = {
     "tied_reward": "with equal rewards",
     "too_few_verdicts": "with fewer than two verdicts",
 }
+# Of "[ 123.4 s] "
+_TIME_WIDTH = 12
 # The step line names the largest classes of tokens only, to stay short
 _MAX_TOKEN_CLASSES = 4
 
@@ -65,21 +68,53 @@ class Progress:
             reminder.join()
 
     def log_step(self, step: int, values: Mapping[str, float], *, is_sampled: bool = True) -> None:
-        """Log the main metrics of one step. is_sampled: False for rollouts of a recording."""
+        """Log the main metrics of one step. is_sampled: False for rollouts of a recording.
+
+        On a terminal, a line that is too wide loses its details, until it fits.
+        """
         times = " ".join(
             f"{name} {values[f'time/{name}']:.1f}"
             for name in ("rollout", "old_policy", "train", "next_rollouts", "sync", "record")
             if f"time/{name}" in values
         )
+        reward_and_tokens = describe_batch(values, is_sampled=is_sampled)
+        update = describe_update(values)
+        shares = describe_tokens(values)
+        seconds = f"{values['time/step']:.1f} s"
         parts = [
             f"step {step}/{self._total_steps}",
-            *describe_batch(values, is_sampled=is_sampled),
+            *reward_and_tokens,
             *describe_losses(values),
-            *describe_update(values),
-            *describe_tokens(values),
-            f"{values['time/step']:.1f} s ({times})",
+            *update,
+            *shares,
+            f"{seconds} ({times})",
         ]
+        width = self._width()
+        if width is not None:
+            details = {parts[-1]: seconds} | dict.fromkeys(
+                [*shares, *reward_and_tokens[1:], *reversed(update[1:])], ""
+            )
+            parts = _fit(parts, details, width)
         self.log(" | ".join(parts))
+
+    def _width(self) -> int | None:
+        """The characters that a line may have after its time; None if no terminal shows it."""
+        try:
+            is_terminal = self._stream.isatty()
+        except ValueError:  # it is closed
+            return None
+        return shutil.get_terminal_size().columns - _TIME_WIDTH if is_terminal else None
+
+
+def _fit(parts: Sequence[str], details: Mapping[str, str], width: int) -> list[str]:
+    """Replace details, in order, by their shorter texts until the line fits; "" leaves one out."""
+    result = list(parts)
+    for detail, shorter in details.items():
+        if len(" | ".join(result)) <= width:
+            break
+        result = [shorter if part == detail else part for part in result]
+        result = [part for part in result if part]
+    return result
 
 
 def print_line(text: str, stream: TextIO | None = None) -> bool:

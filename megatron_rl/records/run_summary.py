@@ -31,8 +31,8 @@ class RunSummary:
     """Accuracies, tokens and time of a run.
 
     num_steps: steps that were trained or recorded. evaluations: in the order of their steps.
-    tokens: tokens that engines sampled, also for evaluations. demonstrated_tokens: tokens of
-    demonstrations. seconds: in steps and evaluations, over all starts of a resumed run.
+    tokens: tokens that engines sampled for steps. evaluation_tokens: those sampled for evaluations.
+    demonstrated_tokens: tokens of demonstrations. seconds: in steps and evaluations, over all starts of a resumed run.
     effective_time: the share of the time since the first start that became kept steps, None if it
     was not measured.
     """
@@ -40,6 +40,7 @@ class RunSummary:
     num_steps: int
     evaluations: tuple[EvaluatedStep, ...]
     tokens: int
+    evaluation_tokens: int
     demonstrated_tokens: int
     seconds: float
     effective_time: float | None = None
@@ -79,7 +80,10 @@ class RunSummary:
         if not parts:
             return ""
         steps = f"{self.num_steps} step{'' if self.num_steps == 1 else 's'}"
-        return f"{' and '.join(parts)} in {steps} and {describe_seconds(self.seconds)}"
+        line = f"{' and '.join(parts)} in {steps} and {describe_seconds(self.seconds)}"
+        if self.evaluation_tokens:
+            line += f"; {self.evaluation_tokens:,} more in evaluations"
+        return line
 
     def _time_line(self) -> str:
         if self.effective_time is None:
@@ -96,11 +100,17 @@ def summarize(records: Iterable[Record]) -> RunSummary:
     return RunSummary(
         num_steps=sum(step > 0 for step in record_by_step),
         evaluations=tuple(_evaluations(ordered_records)),
-        tokens=round(_total(ordered_records, "account/generated")),
+        tokens=round(sum(map(sampled_tokens, ordered_records))),
+        evaluation_tokens=round(_total(ordered_records, "account/evaluation")),
         demonstrated_tokens=round(_total(ordered_records, "account/demonstrated")),
         seconds=sum(map(_seconds, ordered_records)),
         effective_time=last_effective_time(ordered_records),
     )
+
+
+def sampled_tokens(record: Record) -> float:
+    """Return the tokens that engines sampled for a step, without those of evaluations."""
+    return (record.get("account/generated") or 0.0) - (record.get("account/evaluation") or 0.0)
 
 
 def summarize_run(directory: Path) -> RunSummary:

@@ -77,6 +77,59 @@ def test_a_step_is_one_line() -> None:
     assert "lost" not in text and "verdict" not in text and text.count("\n") == 1
 
 
+class Terminal(io.StringIO):
+    """A stream that is a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+DETAILED_STEP = STEP | {
+    "account/generated": 640.0,
+    "account/trained/mixed": 320.0,
+    "account/all_incorrect": 200.0,
+    "account/all_correct": 120.0,
+    "time/old_policy": 0.5,
+    "time/sync": 0.25,
+    "time/record": 0.125,
+}
+
+
+@pytest.mark.parametrize(
+    ("columns", "end"),
+    [
+        (240, "(rollout 2.0 old_policy 0.5 train 1.5 sync 0.2 record 0.1)"),
+        (180, "| tokens: 50% mixed, 31% all incorrect, 19% all correct | 4.0 s"),
+        (120, "| 640 tokens at 320/s | zero-variance 50% | entropy 1.250 | grad 0.75 | 4.0 s"),
+        (100, "| reward 0.25 | zero-variance 50% | entropy 1.250 | grad 0.75 | 4.0 s"),
+        (80, "step 3/10 | reward 0.25 | zero-variance 50% | entropy 1.250 | 4.0 s"),
+        (64, "step 3/10 | reward 0.25 | zero-variance 50% | 4.0 s"),
+    ],
+)
+def test_a_step_line_fits_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, columns: int, end: str
+) -> None:
+    monkeypatch.setenv("COLUMNS", str(columns))
+    stream = Terminal()
+    Progress(10, is_enabled=True, stream=stream).log_step(3, DETAILED_STEP)
+    text = stream.getvalue().removesuffix("\n")
+    assert text.endswith(end) and len(text) <= columns
+
+
+def test_a_step_line_in_a_file_has_all_details(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    text = line_of(DETAILED_STEP)
+    assert "tokens at 320/s" in text and "19% all correct" in text and "record 0.1)" in text
+
+
+def test_losses_stay_on_a_narrow_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "20")
+    stream = Terminal()
+    lost = {"rollout/rejected": 3.0, "rollout/rejected/engine_failed": 3.0}
+    Progress(10, is_enabled=True, stream=stream).log_step(3, DETAILED_STEP | lost)
+    assert "| lost 3 of 515 rollouts (3 engine_failed) |" in stream.getvalue()
+
+
 def test_a_supervised_step_shows_its_loss_and_demonstrations() -> None:
     text = line_of(SUPERVISED_STEP)
     assert text.endswith(

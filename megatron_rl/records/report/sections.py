@@ -9,6 +9,7 @@ from megatron_rl.records.heat_maps import BY_EXPERT, BY_STEP, heat_maps
 from megatron_rl.records.report import charts
 from megatron_rl.records.report.charts import COLOURS, Chart, Line
 from megatron_rl.records.report.past_run import PastRun
+from megatron_rl.records.run_summary import sampled_tokens
 from megatron_rl.records.stopwatch import SECTIONS
 
 # What comes after a step, in its order
@@ -153,9 +154,7 @@ def _tokens_until(run: PastRun, steps: Sequence[int]) -> list[float]:
     totals: dict[int, float] = {}
     total = 0.0
     for record in run.records:
-        total += (record.get("account/generated") or 0.0) - (
-            record.get("account/evaluation") or 0.0
-        )
+        total += sampled_tokens(record)
         totals[round(record["step"] or 0)] = total
     return [totals[step] for step in steps]
 
