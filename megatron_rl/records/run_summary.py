@@ -32,9 +32,9 @@ class RunSummary:
 
     num_steps: steps that were trained or recorded. evaluations: in the order of their steps.
     tokens: tokens that engines sampled for steps. evaluation_tokens: those sampled for evaluations.
-    demonstrated_tokens: tokens of demonstrations. seconds: in steps and evaluations, over all starts of a resumed run.
-    effective_time: the share of the time since the first start that became kept steps, None if it
-    was not measured.
+    demonstrated_tokens: tokens of demonstrations. seconds: in steps and evaluations, over all starts
+    of a resumed run. effective_time: the share of the time since the first start that became kept
+    steps, None if it was not measured.
     """
 
     num_steps: int
@@ -82,7 +82,7 @@ class RunSummary:
         steps = f"{self.num_steps} step{'' if self.num_steps == 1 else 's'}"
         line = f"{' and '.join(parts)} in {steps} and {describe_seconds(self.seconds)}"
         if self.evaluation_tokens:
-            line += f"; {self.evaluation_tokens:,} more in evaluations"
+            line += f"; evaluations sampled {self.evaluation_tokens:,} tokens"
         return line
 
     def _time_line(self) -> str:

@@ -17,7 +17,9 @@ from megatron_rl.losses import (
     mismatch_by_age,
     rollout_mismatch,
 )
+from megatron_rl.losses.sft import Sft
 from megatron_rl.mcore.schedule import run_schedule
+from megatron_rl.mcore.weights.parameters import unwrap
 from megatron_rl.training.entropy_advantages import advantage_sizes, token_advantages
 from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.micro_batches import MicroBatch
@@ -29,12 +31,15 @@ class BatchObjective:
     """The objective of one micro-batch.
 
     response: the trained tokens that the objective was prepared for.
+    has_old_policy: False if no pass computed the old policy's values. They are NaN until the
+    micro-batch trains, and then those of the policy that it trained.
     observe: called with the current policy's log-probabilities and the result of each update.
     """
 
     objective: Objective
     response: ResponseTokens
     observe: Callable[[torch.Tensor, LossResult], None] | None = None
+    has_old_policy: bool = True
 
     @property
     def old_logprobs(self) -> torch.Tensor:
@@ -46,6 +51,11 @@ class BatchObjective:
         if self.observe is not None:
             self.observe(logprobs.detach(), result)
         return result
+
+    def set_old_policy(self, logprobs: torch.Tensor, entropies: torch.Tensor) -> None:
+        """Set the old policy's values, which no pass has computed, for samples and metrics."""
+        self.response.old_logprobs.copy_(logprobs.detach())
+        self.response.old_entropies.copy_(entropies.detach())
 
     def deviation(self, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the largest |π_θ(y_t) / π_old(y_t) - 1| as a metric, or nothing without tokens.
@@ -68,10 +78,14 @@ def compute_old_policy(
 ) -> list[BatchObjective]:
     """Run a forward-only pass over all micro-batches of a step and return their objectives.
 
+    The loss of supervised training reads no old policy: without replay it needs no pass.
+
     version: of the trainer's weights, for metrics by the age of tokens. None: without these.
 
     Returns an empty list unless this rank is of the last pipeline stage.
     """
+    if policy.replay is None and isinstance(policy.loss, Sft):
+        return _without_pass(policy, batches)
     outputs = _run_pass(policy, batches, metrics)
     responses = [
         ResponseTokens(
@@ -89,6 +103,21 @@ def compute_old_policy(
     objectives = []
     for response in map(policy.correction.apply, responses):
         objectives.append(BatchObjective(policy.loss.prepare(response), response))
+    return objectives
+
+
+def _without_pass(policy: Policy, batches: Sequence[MicroBatch]) -> list[BatchObjective]:
+    """Return objectives whose old values are NaN until the update, on the last stage alone."""
+    if not unwrap(policy.models[-1]).post_process:
+        return []
+    objectives = []
+    for batch in batches:
+        unknown = torch.full_like(batch.rollout_logprobs, torch.nan)
+        response = ResponseTokens(
+            unknown, unknown.clone(), batch.rollout_logprobs, batch.advantages, batch.cu_seqlens
+        )
+        objective = policy.loss.prepare(response)
+        objectives.append(BatchObjective(objective, response, has_old_policy=False))
     return objectives
 
 

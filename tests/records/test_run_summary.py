@@ -42,9 +42,7 @@ def test_a_single_evaluation_has_no_arrow() -> None:
 def test_tokens_and_seconds_are_summed_and_the_last_record_of_a_step_counts() -> None:
     times = {"time/step": 30.0, "time/eval": 2.0, "time/checkpoint": 1.0}
     records = [
-        record(
-            0, **{"account/generated": 900.0, "account/evaluation": 900.0, "time/eval": 2.0}
-        ),
+        record(0, **{"account/generated": 900.0, "account/evaluation": 900.0, "time/eval": 2.0}),
         record(1, **{"account/generated": 999.0}, **times),
         record(1, **{"account/generated": 2000.0, "account/evaluation": 100.0}, **times),
         record(2, **{"account/generated": 3000.0, "account/demonstrated": 7.0}, **times),
@@ -53,7 +51,7 @@ def test_tokens_and_seconds_are_summed_and_the_last_record_of_a_step_counts() ->
     assert (summary.num_steps, summary.tokens, summary.seconds) == (2, 4900, 68.0)
     assert summary.lines() == [
         "4,900 tokens sampled and 7 tokens of demonstrations in 2 steps and 1 min 8 s; "
-        "1,000 more in evaluations"
+        "evaluations sampled 1,000 tokens"
     ]
 
 

@@ -20,6 +20,7 @@ from megatron_rl.config.algorithms import CorrectionSettings, GrpoSettings
 from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses import Correction, ResponseTokens
 from megatron_rl.losses.grpo import Grpo
+from megatron_rl.losses.sft import Sft
 from megatron_rl.mcore.optimizer import StepResult
 from megatron_rl.training import old_policy, update
 from megatron_rl.training.metric_sums import MetricSums
@@ -59,6 +60,8 @@ class Weights:
     Log-probabilities are those of the batch, plus `shift` for each step.
     """
 
+    post_process = True  # it is the last pipeline stage
+
     def __init__(self, shift: float = 0.0) -> None:
         self.offset = 0.0
         self.shift = shift
@@ -87,16 +90,18 @@ def make_batches(count: int) -> list[Any]:
     ]
 
 
+def _run_in_order(models: Any, batches: Sequence[Any], on_logits: Any, **_: Any) -> list[Any]:
+    """Run a schedule without a pipeline."""
+    return [on_logits(torch.zeros(1), index)[1] for index in range(len(batches))]
+
+
 @pytest.fixture
 def policy(monkeypatch: pytest.MonkeyPatch) -> Policy:
     """A policy whose micro-batches run one after the other, with logits that do not matter."""
 
-    def schedule(models: Any, batches: Sequence[Any], on_logits: Any, **_: Any) -> list[Any]:
-        return [on_logits(torch.zeros(1), index)[1] for index in range(len(batches))]
-
     weights = Weights(shift=0.25)
-    monkeypatch.setattr(old_policy, "run_schedule", schedule)
-    monkeypatch.setattr(update, "run_schedule", schedule)
+    monkeypatch.setattr(old_policy, "run_schedule", _run_in_order)
+    monkeypatch.setattr(update, "run_schedule", _run_in_order)
 
     def logprobs(logits: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         return batch.logprobs + weights.offset, torch.full_like(batch.logprobs, 0.5)
@@ -111,12 +116,21 @@ def train(
     batches: list[Any],
     objectives: Sequence[BatchObjective],
     metrics: MetricSums,
+    first_step: bool = True,
     **options: Any,
 ) -> None:
     counts = Denominators(sequences=len(batches), tokens=TOKENS * len(batches))
     update_policy(
-        policy, policy.models[0], batches, objectives, counts, dp_size=1, metrics=metrics, **options
-    )  # type: ignore[arg-type]
+        policy,
+        policy.models[0],  # type: ignore[arg-type]
+        batches,
+        objectives,
+        counts,
+        dp_size=1,
+        first_step=first_step,
+        metrics=metrics,
+        **options,
+    )
 
 
 def test_the_first_optimizer_step_measures_the_noise_of_its_ratios(policy: Policy) -> None:
@@ -201,6 +215,37 @@ def test_metrics_do_not_wait_for_the_gpu_in_each_micro_batch(
         metrics.to_bytes()
         counts[count] = len(waits)
     assert counts[2] == counts[7] <= 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_supervised_training_runs_no_old_policy_pass(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Its loss reads no old policy. Samples and metrics get the values of the trained policy."""
+
+    def logprobs(logits: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        values = batch.logprobs.to(dtype).float()
+        return values.requires_grad_(), torch.full_like(values, 0.5)
+
+    policy = replace(policy, loss=Sft(), logprobs=logprobs)  # type: ignore[arg-type]
+    with_pass = MetricSums()
+    batches = make_batches(3)
+    monkeypatch.setattr(old_policy, "_without_pass", lambda *_: pytest.fail("a pass is needed"))
+    replayed = replace(policy, replay=SimpleNamespace(old_policy_routing="record"))  # type: ignore[arg-type]
+    train(policy, batches, compute_old_policy(replayed, batches, with_pass), with_pass)
+    monkeypatch.undo()
+    monkeypatch.setattr(update, "run_schedule", _run_in_order)
+    monkeypatch.setattr(old_policy, "run_schedule", lambda *_, **__: pytest.fail("there is a pass"))
+    metrics = MetricSums()
+    objectives = compute_old_policy(policy, batches, metrics)
+    train(policy, batches, objectives, metrics)
+    values = metrics.values()
+    for name in ("policy/nll", "policy/entropy", "train/loss"):
+        assert values[name] == with_pass.values()[name]
+    assert "policy/first_ratio_deviation" not in values
+    for batch, objective in zip(batches, objectives, strict=True):
+        assert torch.equal(objective.old_logprobs, batch.logprobs.to(dtype).float())
+        assert torch.equal(objective.response.old_entropies, torch.full((TOKENS,), 0.5))
 
 
 def test_metrics_of_micro_batches_are_those_of_all_tokens(policy: Policy) -> None:
