@@ -32,9 +32,9 @@ class RunSummary:
 
     num_steps: steps that were trained or recorded. evaluations: in the order of their steps.
     tokens: tokens that engines sampled for steps. evaluation_tokens: those sampled for evaluations.
-    demonstrated_tokens: tokens of demonstrations. seconds: in steps and evaluations, over all starts
-    of a resumed run. effective_time: the share of the time since the first start that became kept
-    steps, None if it was not measured.
+    demonstrated_tokens: tokens of demonstrations. seconds: in steps and evaluations, over all
+    starts of a resumed run. effective_time: the share of the time since the first start that became
+    kept steps, None if it was not measured.
     """
 
     num_steps: int

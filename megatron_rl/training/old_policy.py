@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -46,16 +46,19 @@ class BatchObjective:
         """The old policy's log-probabilities, float32 [T]. The ratios are relative to them."""
         return self.response.old_logprobs
 
-    def __call__(self, logprobs: torch.Tensor, denominators: Denominators) -> LossResult:
+    def __call__(
+        self, logprobs: torch.Tensor, entropies: torch.Tensor, denominators: Denominators
+    ) -> LossResult:
+        if not self.has_old_policy:
+            self.response.old_logprobs.copy_(logprobs.detach())
+            self.response.old_entropies.copy_(entropies.detach())
         result = self.objective(logprobs, denominators)
+        if not self.has_old_policy:
+            sums = result.sums | {"policy/entropy": mean_of(entropies)}
+            result = replace(result, sums=sums)
         if self.observe is not None:
             self.observe(logprobs.detach(), result)
         return result
-
-    def set_old_policy(self, logprobs: torch.Tensor, entropies: torch.Tensor) -> None:
-        """Set the old policy's values, which no pass has computed, for samples and metrics."""
-        self.response.old_logprobs.copy_(logprobs.detach())
-        self.response.old_entropies.copy_(entropies.detach())
 
     def deviation(self, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
         """Return the largest |π_θ(y_t) / π_old(y_t) - 1| as a metric, or nothing without tokens.
@@ -63,7 +66,7 @@ class BatchObjective:
         Before the first optimizer step both policies have the same weights. The deviation is then
         arithmetic noise, and a clip range below it would clip tokens at random.
         """
-        if logprobs.numel() == 0:
+        if logprobs.numel() == 0 or not self.has_old_policy:
             return {}
         deviations = torch.expm1(logprobs.detach() - self.old_logprobs).abs()
         return {"policy/first_ratio_deviation": deviations.max()}

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 import torch
 
 from megatron_rl.contracts.step_plan import Denominators
-from megatron_rl.losses import mean_of
 from megatron_rl.mcore.optimizer import DistributedAdam, StepResult
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.training.metric_sums import MetricSums
@@ -46,20 +45,15 @@ def update_policy(
 
     def policy_loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, torch.Tensor]:
         logprob, entropy = policy.logprobs(logits, batches[index])
-        objective = objectives[index]
-        if not objective.has_old_policy:
-            objective.set_old_policy(logprob, entropy)
-            metrics.add({"policy/entropy": mean_of(entropy)})
         result = policy.regularization.add(
-            objective(logprob, denominators),
+            objectives[index](logprob, entropy, denominators),
             logprob,
             entropy,
             reference_logprobs=reference_logprobs[index] if reference_logprobs else None,
             weights=batches[index].weights,
             denominators=denominators,
         )
-        is_comparable = first_step and objective.has_old_policy
-        noise = objective.deviation(logprob) if is_comparable else {}
+        noise = objectives[index].deviation(logprob) if first_step else {}
         metrics.add(result.sums, result.maxima | noise)
         return result.loss, result.loss.detach().clone()
 

@@ -71,10 +71,10 @@ def gradient(
     objectives = compute_old_policy(policy, batches, MetricSums())
 
     def loss(logits: torch.Tensor, index: int) -> tuple[torch.Tensor, None]:
-        logprob, _ = policy.logprobs(logits, batches[index])
+        logprob, entropy = policy.logprobs(logits, batches[index])
         # Away from the old policy, because otherwise every ratio is 1 and nothing is clipped
         shifted_logprob = logprob + 0.3 * torch.sin(logprob.detach())
-        return objectives[index](shifted_logprob, denominators).loss, None
+        return objectives[index](shifted_logprob, entropy, denominators).loss, None
 
     inputs = [batch.inputs for batch in batches]
     with check_routers(policy.models, inputs, with_recomputation=with_recomputation):

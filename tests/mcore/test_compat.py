@@ -1,4 +1,4 @@
-"""What a rank prints while it imports Megatron-Core."""
+"""Imports of Megatron-Core print nothing that needs no action."""
 
 import os
 import subprocess

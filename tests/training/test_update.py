@@ -217,35 +217,46 @@ def test_metrics_do_not_wait_for_the_gpu_in_each_micro_batch(
     assert counts[2] == counts[7] <= 2
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_supervised_training_runs_no_old_policy_pass(
-    policy: Policy, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
-) -> None:
-    """Its loss reads no old policy. Samples and metrics get the values of the trained policy."""
-
+def supervised(policy: Policy, dtype: torch.dtype) -> Policy:
     def logprobs(logits: torch.Tensor, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
         values = batch.logprobs.to(dtype).float()
         return values.requires_grad_(), torch.full_like(values, 0.5)
 
-    policy = replace(policy, loss=Sft(), logprobs=logprobs)  # type: ignore[arg-type]
-    with_pass = MetricSums()
+    functions: Any = logprobs
+    return replace(policy, loss=Sft(), logprobs=functions)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_supervised_training_runs_no_old_policy_pass(
+    policy: Policy, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Its loss reads no old policy. Samples get the values of the policy that trains."""
+    policy = supervised(policy, dtype)
     batches = make_batches(3)
-    monkeypatch.setattr(old_policy, "_without_pass", lambda *_: pytest.fail("a pass is needed"))
-    replayed = replace(policy, replay=SimpleNamespace(old_policy_routing="record"))  # type: ignore[arg-type]
-    train(policy, batches, compute_old_policy(replayed, batches, with_pass), with_pass)
-    monkeypatch.undo()
-    monkeypatch.setattr(update, "run_schedule", _run_in_order)
     monkeypatch.setattr(old_policy, "run_schedule", lambda *_, **__: pytest.fail("there is a pass"))
+    objectives = compute_old_policy(policy, batches, MetricSums())
     metrics = MetricSums()
-    objectives = compute_old_policy(policy, batches, metrics)
     train(policy, batches, objectives, metrics)
-    values = metrics.values()
-    for name in ("policy/nll", "policy/entropy", "train/loss"):
-        assert values[name] == with_pass.values()[name]
-    assert "policy/first_ratio_deviation" not in values
+    assert "policy/first_ratio_deviation" not in metrics.values()
     for batch, objective in zip(batches, objectives, strict=True):
         assert torch.equal(objective.old_logprobs, batch.logprobs.to(dtype).float())
         assert torch.equal(objective.response.old_entropies, torch.full((TOKENS,), 0.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_supervised_metrics_need_no_old_policy_pass(policy: Policy, dtype: torch.dtype) -> None:
+    """With replay a pass records the routes."""
+    policy = supervised(policy, dtype)
+    replay: Any = SimpleNamespace(old_policy_routing="record", has_faults=False)
+    values = []
+    for one in (policy, replace(policy, replay=replay)):
+        batches = make_batches(3)
+        metrics = MetricSums()
+        train(one, batches, compute_old_policy(one, batches, metrics), metrics)
+        values.append(metrics.values())
+    for name in ("policy/nll", "policy/entropy", "train/loss"):
+        assert values[0][name] == values[1][name]
+    assert "policy/first_ratio_deviation" in values[1]
 
 
 def test_metrics_of_micro_batches_are_those_of_all_tokens(policy: Policy) -> None:

@@ -108,8 +108,8 @@ def as_json(waits: Counter[Wait]) -> dict[str, int]:
 def cpu_tensor_in_the_loss(step: Step) -> str:
     call = BatchObjective.__call__
 
-    def weigh(self: Any, logprobs: torch.Tensor, denominators: Any) -> Any:
-        return call(self, logprobs * torch.ones(len(logprobs)), denominators)
+    def weigh(self: Any, logprobs: torch.Tensor, entropies: torch.Tensor, counts: Any) -> Any:
+        return call(self, logprobs * torch.ones(len(logprobs)), entropies, counts)
 
     with replace(BatchObjective, "__call__", weigh):
         return error_of(step)

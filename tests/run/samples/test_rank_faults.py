@@ -43,7 +43,8 @@ def make_values() -> TokenValues:
 def update(values: TokenValues) -> LossResult:
     """Compute the loss of the update, as the trainer does."""
     (objective,) = values.observed_objectives()
-    return objective(torch.tensor([-0.1, -0.2, -0.3]), Denominators(sequences=1, tokens=3))
+    logprobs = torch.tensor([-0.1, -0.2, -0.3])
+    return objective(logprobs, torch.ones(3), Denominators(sequences=1, tokens=3))
 
 
 def gather(values: TokenValues | None, monkeypatch: pytest.MonkeyPatch) -> list[SamplePart]:
