@@ -16,7 +16,7 @@ MINUTES ?= 20
 export OMP_NUM_THREADS ?= 1
 
 .DEFAULT_GOAL := help
-.PHONY: help install extras peers mutants bench faults soak gpu-check gpu-carry te-rehearsal train check test test-all lint clean
+.PHONY: help install extras peers bench faults soak gpu-check gpu-carry te-rehearsal train check test test-all lint clean
 PYTEST := $(BIN)/python -m pytest --dist loadfile
 HEAVY  := engine or distributed or chaos or slow
 QUICK  := not gpu and not nightly and not ($(HEAVY))
@@ -47,24 +47,17 @@ $(VENV)/peers: requirements/peers.txt requirements/constraints.txt | install
 
 peers: $(VENV)/peers ## install libraries that the kernels are compared with, in a separate folder
 
-$(VENV)/mutants: requirements/mutants.txt requirements/constraints.txt | install
-	rm -rf $@
-	$(BIN)/python -m pip install --quiet --no-deps --constraint requirements/constraints.txt --target $@ -r requirements/mutants.txt
-
-mutants: $(VENV)/mutants ## test whether unit tests notice changes of the code: make mutants ARGS="pure --only 'megatron_rl.credit*'"
-	PYTHONPATH=$(CURDIR)/$(VENV)/mutants $(BIN)/python -m launch.studies.mutants $(ARGS)
-
 bench: peers ## benchmark the kernels against those libraries: make bench ARGS="--device cpu"
 	cd kernels && env -u OMP_NUM_THREADS PYTHONPATH=$(CURDIR)/$(VENV)/peers $(CURDIR)/$(BIN)/python -m bench $(ARGS)
 
 faults: install ## kill, stop and corrupt parts of real runs, and print what each run does: make faults ARGS="outlived --only collector"
-	$(BIN)/python -m launch.studies.faults $(ARGS)
+	$(BIN)/python -m tests.lab.faults $(ARGS)
 
 soak: install ## train for MINUTES with a random fault every two minutes: make soak MINUTES=20
-	$(BIN)/python -m launch.studies.soak --minutes $(MINUTES) $(ARGS)
+	$(BIN)/python -m tests.lab.soak --minutes $(MINUTES) $(ARGS)
 
 gpu-check: ## check the trainer on one GPU: make gpu-check ARGS="--part 1" PYTHON=python3
-	env -u OMP_NUM_THREADS $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) launch/gpu_check.py $(ARGS)
+	env -u OMP_NUM_THREADS $(if $(wildcard $(BIN)/python),$(BIN)/python,$(PYTHON)) tests/lab/gpu_check $(ARGS)
 
 gpu-carry: ## build archives for a GPU machine without network, and check them: make gpu-carry ARGS="--architecture 90"
 	python3 requirements/gpu_carry.py gpu-carry $(ARGS)
@@ -74,7 +67,7 @@ gpu-carry: ## build archives for a GPU machine without network, and check them: 
 	@touch $@
 
 te-rehearsal: .venv-te/.requirements ## run Transformer Engine's layers without a GPU: make te-rehearsal ARGS="--only steps"
-	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels CUDA_VISIBLE_DEVICES= .venv-te/bin/python -m launch.te_rehearsal $(ARGS)
+	PYTHONPATH=$(CURDIR):$(CURDIR)/kernels CUDA_VISIBLE_DEVICES= .venv-te/bin/python -m tests.lab.te_rehearsal $(ARGS)
 
 train: install ## train the quickstart on this machine: make train ARGS="seed=1" NPROC=2
 	$(BIN)/torchrun --standalone --nproc-per-node $(NPROC) launch/train_rl.py experiment=quickstart parallel=$(if $(filter 1,$(NPROC)),single,ep2) $(ARGS)

@@ -8,7 +8,7 @@
 
 The other machine has torch, triton and transformers in the versions of gpu-carry-constraints.txt.
 An environment with the same versions compiles Transformer Engine's extension, and then runs
-`launch/gpu_check.py` over the archives, without a GPU.
+`tests/lab/gpu_check` over the archives, without a GPU.
 
 Usage: make gpu-carry, or python requirements/gpu_carry.py gpu-carry --environment .venv-gpu
 """
@@ -277,7 +277,7 @@ def main() -> None:
     print(
         "Copy it to the GPU machine. There:\n"
         "    mkdir trainer && tar -C trainer -xJf gpu-carry/project.tar.xz && cd trainer\n"
-        "    python3 launch/gpu_check.py --carry ../gpu-carry --part 1 --out results"
+        "    python3 tests/lab/gpu_check --carry ../gpu-carry --part 1 --out results"
     )
 
 
@@ -387,7 +387,7 @@ def check(folder: Path, environment: Path) -> None:
         out = Path(scratch) / "out"
         arguments = ["--small", "--carry", str(folder), "--out", str(out)]
         stages = ["machine", "engine_on_cpu"]
-        run([python, "launch/gpu_check.py", *arguments, "--only", *stages], ROOT)
+        run([python, "tests/lab/gpu_check", *arguments, "--only", *stages], ROOT)
         record = json.loads((out / "check.json").read_text())
     imports = record["stages"][0]["values"]["imports"]
     missing = {"sglang", "transformer_engine.pytorch"} - set(imports)

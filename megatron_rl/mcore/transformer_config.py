@@ -182,7 +182,7 @@ def _machine(shape: ModelShape, *, on_gpu: bool, uses_te: bool) -> dict[str, Any
 
     moe_permute_fusion also fixes the order in which the experts of a token are added. Megatron's
     own unpermute is a scatter_add_ with bfloat16 atomics, so that two passes over the same weights
-    differ by more than ESPO's clip range (launch/gpu_stages/passes.py). Without the fusion
+    differ by more than ESPO's clip range (tests/lab/gpu_stages/passes.py). Without the fusion
     `mcore/layers/deterministic_permute.py` fixes the order. torch's deterministic algorithms would
     too, but they slow down every index_add and scatter of the model.
 

@@ -24,7 +24,6 @@ import psutil
 import pytest
 import torch
 
-from launch.testbed.jobs import command_line
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.errors import EngineError
 from sglang_bridge.generation import GenerationRejected
@@ -41,6 +40,7 @@ from tests.chaos.sync_rank import (
 from tests.sglang_bridge.tiny_model import EXPERTS, write_tiny_model
 from tests.support.engines import running_engine
 from tests.support.exactness import EXACT
+from tests.support.jobs import command_line
 from tests.support.sync_ranks import Ranks
 
 pytestmark = [pytest.mark.chaos, pytest.mark.engine, pytest.mark.timeout(900)]

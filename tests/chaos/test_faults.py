@@ -1,6 +1,6 @@
 """Real runs after faults: those that end a run, and those that a run outlives.
 
-The tables of all faults: python -m launch.studies.faults.
+The tables of all faults: python -m tests.lab.faults.
 """
 
 import json
@@ -13,15 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from launch.studies.faults.injection import MAX_SECONDS, inject
-from launch.studies.faults.recovery import MAX_SECONDS as MAX_RECOVERY_SECONDS
-from launch.studies.faults.recovery import Laboratory, Session
-from launch.studies.faults.recovery_table import SESSIONS, session_of
-from launch.studies.faults.servers import ServerPark
-from launch.studies.faults.table import fault_named
-from launch.testbed.jobs import process_tree, start_job, survivors, wait_for_step
 from megatron_rl.contracts.exit_codes import ExitCode
+from tests.lab.faults.injection import MAX_SECONDS, inject
+from tests.lab.faults.recovery import MAX_SECONDS as MAX_RECOVERY_SECONDS
+from tests.lab.faults.recovery import Laboratory, Session
+from tests.lab.faults.recovery_table import SESSIONS, session_of
+from tests.lab.faults.servers import ServerPark
+from tests.lab.faults.table import fault_named
 from tests.support.exactness import EXACT
+from tests.support.jobs import process_tree, start_job, survivors, wait_for_step
 
 pytestmark = [
     pytest.mark.chaos,

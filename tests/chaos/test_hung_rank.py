@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from launch.testbed.jobs import start_job
-from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.models.families import read_shape
+from tests.support.jobs import start_job
+from tests.support.policies import TWO_DIGIT_ADDITION
 from tests.support.recordings import write_recording
 
 pytestmark = [

@@ -12,13 +12,13 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.testbed.jobs import ROOT, SHORT_RUN, command_line, last_step, start_job
 from megatron_rl.records.exit_record import read_exit_record
 from megatron_rl.records.past_run import read_metrics
 from megatron_rl.records.starts import read_starts
 from sglang_bridge.server.process_table import environment_variable
 from tests.support.comparable import assert_same_weights, metrics_of
 from tests.support.exactness import EXACT
+from tests.support.jobs import ROOT, SHORT_RUN, command_line, last_step, start_job
 
 pytestmark = [
     pytest.mark.chaos,

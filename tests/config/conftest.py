@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from launch.testbed.character_tokenizer import write_character_tokenizer
+from tests.support.character_tokenizer import write_character_tokenizer
 from tests.support.configurations import MakeCheckpoint
 
 SHAPE = {

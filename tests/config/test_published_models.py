@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from launch.testbed.character_tokenizer import write_character_tokenizer
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.models.families import read_shape
 from megatron_rl.planning.memory import engine_memory, rank_memory
+from tests.support.character_tokenizer import write_character_tokenizer
 from tests.support.configurations import refusals
 
 PUBLISHED = Path(__file__).parents[1] / "support" / "published"

@@ -23,8 +23,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from launch.testbed.packed_sequences import pack
-from launch.testbed.policies import make_planner
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.credit.assign import Credit
 from megatron_rl.mcore import parallel
@@ -44,6 +42,8 @@ from megatron_rl.training.worker import Worker
 from tests.distributed.whole_steps import build, store_on_rank_0
 from tests.support.judged_batches import judged_groups
 from tests.support.layouts import ALGORITHMS, BATCH, LAYOUTS, STEPS_PER_BATCH, LayoutCase
+from tests.support.packed_sequences import pack
+from tests.support.policies import make_planner
 from tests.support.recordings import read_rollouts
 
 SEQUENCES = range(8)

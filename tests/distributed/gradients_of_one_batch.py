@@ -20,14 +20,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from launch.testbed.batches import make_batch
-from launch.testbed.policies import (
-    COLUMN_ADDITION,
-    make_batcher,
-    make_planner,
-    make_policy,
-    make_view,
-)
 from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GrpoSettings
 from megatron_rl.config.schema import ParallelSettings
 from megatron_rl.contracts.step_plan import Denominators
@@ -41,6 +33,14 @@ from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.micro_batches import MicroBatch
 from megatron_rl.training.old_policy import compute_old_policy
 from megatron_rl.training.policy import Policy
+from tests.support.batches import make_batch
+from tests.support.policies import (
+    COLUMN_ADDITION,
+    make_batcher,
+    make_planner,
+    make_policy,
+    make_view,
+)
 from tests.support.routers import check_routers
 
 GRIDS: dict[str, dict[str, Any]] = {

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import torch
 
-from launch.testbed.policies import COLUMN_ADDITION
 from megatron_rl.contracts.commands import GatherSamples, SampleSource
 from megatron_rl.contracts.group import RolloutRef
 from megatron_rl.contracts.prompt import Prompt
@@ -23,6 +22,7 @@ from megatron_rl.records.samples.writer import write_samples
 from megatron_rl.run.samples.assembly import SampleContext, SampleTexts, assemble
 from megatron_rl.run.samples.selection import Choice
 from megatron_rl.training.worker import Worker
+from tests.support.policies import COLUMN_ADDITION
 
 
 def spread_over_nodes(refs: Sequence[RolloutRef]) -> list[RolloutRef]:

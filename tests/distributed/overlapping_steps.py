@@ -26,8 +26,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from launch.testbed.packed_sequences import pack, targets_of
-from launch.testbed.policies import COLUMN_ADDITION
 from megatron_rl.config.schema import ModelSettings, OptimizerSettings, ParallelSettings
 from megatron_rl.mcore import optimizer as optimizer_module
 from megatron_rl.mcore import parallel
@@ -39,6 +37,8 @@ from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.mcore.weights import OwnedWeights, load_hf_weights
 from megatron_rl.models.families import read_shape
+from tests.support.packed_sequences import pack, targets_of
+from tests.support.policies import COLUMN_ADDITION
 
 GRIDS: dict[str, dict[str, Any]] = {
     "dp": {},

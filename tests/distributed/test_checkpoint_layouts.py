@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launch.testbed.batches import make_batch
-from launch.testbed.packed_sequences import sequence
 from megatron_rl.models.families import read_shape
+from tests.support.batches import make_batch
 from tests.support.float64_model import write_checkpoint
 from tests.support.layouts import BATCH, BATCHES, MODELS, STEPS_PER_BATCH
+from tests.support.packed_sequences import sequence
 from tests.support.recordings import write_rollouts
 from tests.support.torchrun import torchrun
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from launch.testbed.jobs import kill, process_tree, start_job, wait_for_step
-from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.models.families import read_shape
 from megatron_rl.records.exit_record import read_exit_record
 from megatron_rl.run.checkpoints.manifest import read_manifest
 from megatron_rl.run.checkpoints.state_file import read_state
 from tests.support.comparable import assert_same_weights, metrics_of
+from tests.support.jobs import kill, process_tree, start_job, wait_for_step
+from tests.support.policies import TWO_DIGIT_ADDITION
 from tests.support.recordings import write_recording
 
 STEPS = 6

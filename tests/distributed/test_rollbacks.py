@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
-from launch.testbed.jobs import start_job
-from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.models.families import read_shape
 from megatron_rl.records.exit_record import read_exit_record
 from megatron_rl.run.checkpoints.manifest import read_manifest
 from tests.support.comparable import assert_same_weights, metrics_of
+from tests.support.jobs import start_job
+from tests.support.policies import TWO_DIGIT_ADDITION
 from tests.support.recordings import write_recording
 
 PLUGINS = Path(__file__).with_name("plugins")

@@ -17,9 +17,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from launch.testbed.batches import make_batch
-from launch.testbed.tiny_families import deepseek_v3, randomize_weights
 from megatron_rl.models.families import read_shape
+from tests.support.batches import make_batch
 from tests.support.float64_model import Float64Model, write_checkpoint
 from tests.support.float64_steps import (
     Float64Trainer,
@@ -47,6 +46,7 @@ from tests.support.layouts import (
     reference_of,
 )
 from tests.support.recordings import read_rollouts, write_rollouts
+from tests.support.tiny_families import deepseek_v3, randomize_weights
 from tests.support.torchrun import torchrun
 
 SCRIPT = Path(__file__).with_name("whole_steps.py")

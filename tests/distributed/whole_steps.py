@@ -20,7 +20,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from launch.testbed.policies import make_batcher, make_planner, make_policy, make_view
 from megatron_rl.config.schema import (
     EngineSettings,
     LoggerSettings,
@@ -52,6 +51,7 @@ from tests.support.layouts import (
     LayoutCase,
     algorithm_settings,
 )
+from tests.support.policies import make_batcher, make_planner, make_policy, make_view
 from tests.support.recordings import read_rollouts
 from tests.support.router_calls import RouterCalls
 

@@ -27,15 +27,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.transformer.moe.router import TopKRouter
 
-from launch.testbed.batches import make_batch
-from launch.testbed.policies import (
-    ADAM,
-    COLUMN_ADDITION,
-    make_batcher,
-    make_planner,
-    make_policy,
-    make_view,
-)
 from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.config.schema import (
     EngineSettings,
@@ -58,6 +49,15 @@ from megatron_rl.training.micro_batches import MicroBatch
 from megatron_rl.training.replay import update_routes
 from megatron_rl.training.worker import Worker, gather_receivers
 from tests.distributed.kept_samples import spread_over_nodes, train_with_samples
+from tests.support.batches import make_batch
+from tests.support.policies import (
+    ADAM,
+    COLUMN_ADDITION,
+    make_batcher,
+    make_planner,
+    make_policy,
+    make_view,
+)
 from tests.support.routers import check_routers
 
 GRIDS = {
@@ -75,6 +75,7 @@ def settings_of(scenario: str) -> ParallelSettings:
 
 def build(layout: RankLayout, rollouts: Path, settings: ParallelSettings, scenario: str) -> Worker:
     is_recorded = scenario == "recorded"
+    groups: dict[str, Any] = layout.groups
     shape, policy = make_policy(
         COLUMN_ADDITION,
         settings,
@@ -82,7 +83,7 @@ def build(layout: RankLayout, rollouts: Path, settings: ParallelSettings, scenar
         recompute="full" if is_recorded else "none",
         source="trainer" if is_recorded else "rollout",
         dtype="bfloat16" if scenario.endswith("bfloat16") else "float32",
-        **layout.groups,
+        **groups,
     )
     moe_rows = make_view(shape, settings, layout).moe_rows(shape.moe_layers)
     receivers = gather_receivers(dataclasses.replace(layout, node=layout.rank), moe_rows)

@@ -19,8 +19,6 @@ import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 
-from launch.testbed.policies import make_batcher, make_planner, make_policy, make_view
-from launch.testbed.rollout_refs import make_ref
 from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.config.schema import ParallelSettings
 from megatron_rl.contracts.step_plan import StepPlan
@@ -31,7 +29,9 @@ from megatron_rl.rollouts.codec import select_layers
 from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.old_policy import compute_old_policy
 from tests.support.layouts import LAYOUTS
+from tests.support.policies import make_batcher, make_planner, make_policy, make_view
 from tests.support.recordings import read_rollouts
+from tests.support.rollout_refs import make_ref
 
 
 class Recorder:

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from launch.testbed.jobs import kill, process_tree, start_job, wait_for_step
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.group import Group
 from megatron_rl.rollouts.recording.format import batch_directory
@@ -16,6 +15,7 @@ from megatron_rl.rollouts.recording.reader import read_groups
 from megatron_rl.run.checkpoints.state_file import read_state
 from tests.support.comparable import assert_same_weights, metrics_of_any_engines
 from tests.support.exactness import EXACT
+from tests.support.jobs import kill, process_tree, start_job, wait_for_step
 
 STEPS = 6
 SELECTIONS = {

@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from launch.testbed.jobs import ROOT, start_job
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.fp8_weights import fp8_weights, quantization_config
 from megatron_rl.rollouts.recording.format import batch_directory
@@ -32,6 +31,7 @@ from sglang_bridge.weights.expectation import WeightExpectation
 from tests.support.comparable import assert_same_weights
 from tests.support.engines import running_engine, running_fp8_engine
 from tests.support.exactness import EXACT
+from tests.support.jobs import ROOT, start_job
 from tests.support.recordings import read_rollouts
 from tests.support.torchrun import torchrun
 from tests.support.updaters import SoleUpdater, in_units

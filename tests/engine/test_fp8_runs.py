@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.testbed.jobs import ROOT, start_job
 from megatron_rl.run.checkpoints.state_file import read_state
 from tests.engine.test_fp8_engine import write_model
 from tests.engine.test_sharded_fp8_engine import SIZES
+from tests.support.jobs import ROOT, start_job
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from launch.testbed.jobs import kill, process_tree, start_job, wait_for_step
 from megatron_rl.run.checkpoints.state_file import read_state
 from tests.support.comparable import assert_same_weights, metrics_of
 from tests.support.exactness import EXACT
+from tests.support.jobs import kill, process_tree, start_job, wait_for_step
 
 STEPS = 5
 

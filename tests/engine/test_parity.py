@@ -10,12 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from launch.testbed.engine_rollouts import sample_rollouts
 from megatron_rl.config.cli import compose
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts
 from tests.mcore.test_same_sums import EXACT
+from tests.support.engine_rollouts import sample_rollouts
 from tests.support.recordings import write_rollouts
 from tests.support.torchrun import torchrun
 

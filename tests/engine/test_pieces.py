@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from launch.testbed.policies import COLUMN_ADDITION
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.prompt import Prompt, Sampling
@@ -32,6 +31,7 @@ from sglang_bridge.generation import Generation
 from sglang_bridge.server.managed_engine import ManagedEngine
 from tests.support.engines import running_engine
 from tests.support.exactness import EXACT
+from tests.support.policies import COLUMN_ADDITION
 from tests.support.recordings import write_rollouts
 from tests.support.torchrun import torchrun
 

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.testbed.jobs import start_job
 from megatron_rl.records.past_run import Record, read_metrics
+from tests.support.jobs import start_job
 
 pytestmark = [
     pytest.mark.engine,

@@ -19,7 +19,6 @@ import numpy.typing as npt
 import pytest
 import torch
 
-from launch.testbed.policies import COLUMN_ADDITION as CHECKPOINT
 from megatron_rl.config.schema import (
     EngineSettings,
     EnvironmentSettings,
@@ -42,6 +41,7 @@ from sglang_bridge.server.managed_engine import ManagedEngine
 from tests.mcore.replayed_models import build
 from tests.support.engines import flush_idle_cache, running_engine
 from tests.support.exactness import EXACT
+from tests.support.policies import COLUMN_ADDITION as CHECKPOINT
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
 

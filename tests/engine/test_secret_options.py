@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.testbed.jobs import start_job
 from megatron_rl.contracts.exit_codes import ExitCode
+from tests.support.jobs import start_job
 
 pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
 SECRET = "sk-not-to-be-written"

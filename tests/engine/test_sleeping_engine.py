@@ -9,7 +9,6 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launch.testbed.jobs import start_job
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.engine import Engine
@@ -25,6 +24,7 @@ from sglang_bridge.weights.updater import WeightUpdater
 from tests.engine.test_bridge_engine import client_of, sampling
 from tests.sglang_bridge.tiny_model import EXPERTS, write_tiny_model
 from tests.support.engines import running_engine
+from tests.support.jobs import start_job
 from tests.support.updaters import in_units
 
 pytestmark = pytest.mark.engine

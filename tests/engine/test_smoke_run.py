@@ -11,15 +11,6 @@ import psutil
 import pytest
 from safetensors.torch import load_file
 
-from launch.testbed.jobs import (
-    ROOT,
-    process_tree,
-    processes_named,
-    start_job,
-    survivors,
-    wait_for_step,
-)
-from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.models.families import read_shape
 from megatron_rl.rollouts.recording.format import batch_directory
@@ -28,6 +19,15 @@ from megatron_rl.run.checkpoints.state_file import read_state
 from sglang_bridge.keys import create_keys
 from tests.support.comparable import weights_of
 from tests.support.engines import running_engine
+from tests.support.jobs import (
+    ROOT,
+    process_tree,
+    processes_named,
+    start_job,
+    survivors,
+    wait_for_step,
+)
+from tests.support.policies import TWO_DIGIT_ADDITION
 
 pytestmark = [pytest.mark.engine, pytest.mark.distributed, pytest.mark.timeout(420)]
 # Every metric of the run. Dashboards read them, so this test holds their names.

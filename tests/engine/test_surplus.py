@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from launch.testbed.jobs import start_job
 from tests.support.comparable import assert_same_weights
 from tests.support.exactness import EXACT
+from tests.support.jobs import start_job
 
 STEPS = 3
 

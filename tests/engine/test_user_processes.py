@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from launch.testbed.jobs import start_job
 from megatron_rl.records.effective_time import is_time
+from tests.support.jobs import start_job
 
 pytestmark = [pytest.mark.engine, pytest.mark.nightly, pytest.mark.timeout(600)]
 # The same classes, built in and by their dotted names, which puts them in processes

@@ -4,13 +4,13 @@ import dataclasses
 
 import pytest
 
-from launch.testbed.engine_rollouts import ONLY_RANK
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.engines.engines import collector_template, name_external_engines
 from megatron_rl.engines.server_places import server_places
 from megatron_rl.models.families import read_shape
 from sglang_bridge.keys import create_keys
+from tests.support.engine_rollouts import ONLY_RANK
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from launch.testbed.engine_rollouts import ONLY_RANK
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.engines.quantization import (
@@ -16,6 +15,7 @@ from megatron_rl.engines.quantization import (
 )
 from megatron_rl.engines.server_places import server_places
 from megatron_rl.models.families import read_shape
+from tests.support.engine_rollouts import ONLY_RANK
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0)])

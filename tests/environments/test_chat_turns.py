@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.plugins import PluginError
 from megatron_rl.contracts.rollout import FinishReason
@@ -18,6 +17,7 @@ from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.environments.single_turn import SingleTurn
 from megatron_rl.models.chat_template import ChatTemplate
 from megatron_rl.models.tokenizer import Tokenizer
+from tests.support.policies import TWO_DIGIT_ADDITION
 from tests.support.scripted_model import EOS, PROMPT, TOKENIZER, ScriptedModel, Turn, open_episode
 
 # A newline after each message, as in ChatML; the tokenizer has a space for it

@@ -11,7 +11,6 @@ import pytest
 from safetensors import SafetensorError
 
 from launch import checkpoint
-from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.parameter_count import num_parameters
@@ -25,6 +24,7 @@ from megatron_rl.run.checkpoints.export import (
 )
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from tests.support.checkpoints import save_checkpoint
+from tests.support.policies import TWO_DIGIT_ADDITION
 
 JOB: Any = SimpleNamespace(rank=0, world_size=1, control_group=None)
 SETTINGS = {

@@ -13,12 +13,12 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from launch import checkpoint
-from launch.testbed.jobs import start_job
-from launch.testbed.policies import COLUMN_ADDITION, TWO_DIGIT_ADDITION
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.models.families import read_shape
 from megatron_rl.run.checkpoints.merge import MergeRefused, MergeRequest
 from megatron_rl.run.checkpoints.merge import merge as run_merge
+from tests.support.jobs import start_job
+from tests.support.policies import COLUMN_ADDITION, TWO_DIGIT_ADDITION
 from tests.support.recordings import write_recording
 
 OF_A_AND_B = ("linear", "--models", "a", "b")

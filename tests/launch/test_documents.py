@@ -11,16 +11,16 @@ from pathlib import Path
 import pytest
 
 from launch import checkpoint, convert_rows
-from launch.comparison.__main__ import check_options, plan_runs, read_contest
-from launch.comparison.arguments import make_parser
 from launch.profile_prompts import settings_of
-from launch.studies import replay_gaps, simulate_selection
-from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.config.cli import compose
 from megatron_rl.config.keys import declared_keys
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.prompts.question import BadRows
+from tests.lab import replay_gaps, simulate_selection
+from tests.lab.comparison.__main__ import check_options, plan_runs, read_contest
+from tests.lab.comparison.arguments import make_parser
+from tests.support.policies import TWO_DIGIT_ADDITION
 from tests.support.question_files import read_jsonl
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,7 +38,11 @@ def commands(file: Path) -> list[list[str]]:
     text = file.read_text().replace("\\\n", "")
     blocks = re.findall(r"(?:^ {4}.*\n)+", text, flags=re.MULTILINE)
     lines = [line for block in blocks for line in block.splitlines()]
-    return [shlex.split(line, comments=True) for line in lines if "launch" in line]
+    return [
+        shlex.split(line, comments=True)
+        for line in lines
+        if "launch" in line or "tests.lab" in line
+    ]
 
 
 def script_commands(script: str) -> list[tuple[list[str], list[str]]]:
@@ -54,7 +58,7 @@ def script_commands(script: str) -> list[tuple[list[str], list[str]]]:
 
 def comparisons(name: str) -> list[Namespace]:
     """The options of every comparison on a page."""
-    marker = "launch.comparison"
+    marker = "tests.lab.comparison"
     pages = [words for words in commands(DOCS / name) if marker in words]
     return [make_parser("").parse_args(words[words.index(marker) + 1 :]) for words in pages]
 
@@ -136,8 +140,8 @@ def test_every_profile_command_composes(workspace: Path) -> None:
     [
         ("launch/checkpoint.py", checkpoint.parse_arguments),
         ("launch/convert_rows.py", convert_rows.parse_arguments),
-        ("launch.studies.replay_gaps", replay_gaps.make_parser().parse_args),
-        ("launch.studies.simulate_selection", simulate_selection.make_parser().parse_args),
+        ("tests.lab.replay_gaps", replay_gaps.make_parser().parse_args),
+        ("tests.lab.simulate_selection", simulate_selection.make_parser().parse_args),
     ],
 )
 def test_arguments_of_other_commands_are_accepted(
@@ -152,8 +156,8 @@ def test_arguments_of_other_commands_are_accepted(
 def test_every_module_exists() -> None:
     names = set()
     for file in DOCUMENTS:
-        names.update(re.findall(r"python -m (launch\.[\w.]+)", file.read_text()))
-    assert "launch.comparison" in names
+        names.update(re.findall(r"python -m ((?:launch|tests\.lab)\.[\w.]+)", file.read_text()))
+    assert "tests.lab.comparison" in names
     missing_names = [name for name in names if importlib.util.find_spec(name) is None]
     assert missing_names == []
 

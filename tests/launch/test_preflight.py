@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from launch import preflight as preflight_module
-from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import EngineSettings, ParallelSettings
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.models.families import read_shape
+from tests.support.policies import TWO_DIGIT_ADDITION
 from tests.support.recordings import write_recording
 from tests.support.scripts import ROOT, start_script
 

@@ -21,7 +21,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state, tensor_parallel
 from safetensors.torch import save_file
 
-from launch.testbed.packed_sequences import pack, targets_of
 from megatron_rl.config.schema import ModelSettings, OptimizerSettings
 from megatron_rl.mcore.model import build_models
 from megatron_rl.mcore.optimizer import DistributedAdam, wrap_data_parallel
@@ -39,6 +38,7 @@ from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.rank_view import RankView
 from tests.mcore.parity_cases import NAN_GRADIENT, PARITY, LayoutCase
+from tests.support.packed_sequences import pack, targets_of
 
 GLOBAL_BATCH = [(0, 1), (2, 3), (4, 5), (6, 7)]
 

@@ -7,9 +7,9 @@ from typing import Any, Literal
 
 import torch
 
-from launch.testbed.packed_sequences import pack, targets_of
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.models.families import read_shape
+from tests.support.packed_sequences import pack, targets_of
 
 MICRO_BATCHES = [(0, 1, 2), (3, 4)]
 

@@ -13,10 +13,10 @@ from megatron_rl.mcore import compat
 
 compat.install()
 
-from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.mcore.weights import export, save
 from megatron_rl.mcore.weights.parameters import PlacedParameter
 from megatron_rl.models.families import parameter_names, read_shape
+from tests.support.policies import TWO_DIGIT_ADDITION
 
 SHAPE = read_shape(TWO_DIGIT_ADDITION)
 EMBEDDING = PlacedParameter(

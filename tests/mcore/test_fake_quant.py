@@ -13,9 +13,9 @@ from megatron_rl.mcore import compat
 
 compat.install()
 
-from launch.testbed.tiny_families import FAMILIES
 from megatron_rl.mcore.weights.fake_quant import fake_quantize, is_linear
 from sglang_bridge.weights.expectation import WeightExpectation
+from tests.support.tiny_families import FAMILIES
 
 NOT_LINEAR = r"embed_tokens|norm|lm_head|\.gate\.|correction_bias"
 

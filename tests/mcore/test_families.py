@@ -12,12 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launch.testbed.packed_sequences import pack, routes_of, sequence, targets_of
-from launch.testbed.tiny_families import FAMILIES, force_routes, gates, randomize_weights
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.models.families import FAMILIES as SUPPORTED_FAMILIES
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
+from tests.support.packed_sequences import pack, routes_of, sequence, targets_of
+from tests.support.tiny_families import FAMILIES, force_routes, gates, randomize_weights
 
 INDICES = tuple(range(12))
 

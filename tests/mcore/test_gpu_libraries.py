@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from launch.te_rehearsal.families import write_tiny_model
 from megatron_rl.config.schema import ModelSettings
 from megatron_rl.contracts.launch_facts import transformer_engine_error
 from megatron_rl.contracts.refusal import ConfigurationRefused
+from tests.lab.te_rehearsal.families import write_tiny_model
 
 ROOT = Path(__file__).resolve().parents[2]
 LIBRARIES = ROOT / "tests" / "mcore" / "gpu_libraries"

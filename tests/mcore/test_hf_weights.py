@@ -12,10 +12,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from launch.testbed.packed_sequences import pack, sequence
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.models.families import read_shape
+from tests.support.packed_sequences import pack, sequence
 
 
 def build(checkpoint: Path, *, load: bool = True, **settings: Any) -> tuple[list[Any], Any]:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from launch.testbed.tiny_families import FAMILIES
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.models.families import read_shape
 from tests.mcore.test_hf_weights import build
+from tests.support.tiny_families import FAMILIES
 
 
 @pytest.mark.parametrize(

@@ -34,12 +34,12 @@ class Measurement(NamedTuple):
 
 @pytest.fixture(scope="module")
 def measurement(megatron: Any, checkpoint: Path) -> Measurement:
-    from launch.testbed.batches import make_batch
-    from launch.testbed.policies import make_batcher, make_policy
     from megatron_rl.mcore.schedule import run_schedule
     from megatron_rl.training.metric_sums import MetricSums
     from megatron_rl.training.old_policy import compute_old_policy
     from megatron_rl.training.replay.replay_effect import measure_replay
+    from tests.support.batches import make_batch
+    from tests.support.policies import make_batcher, make_policy
 
     shape, policy = make_policy(checkpoint, GRID, GrpoSettings())
     _, rollouts, advantages = make_batch(shape, 7)

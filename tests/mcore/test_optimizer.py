@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from launch.testbed.packed_sequences import pack
 from megatron_rl.config.schema import OptimizerSettings
 from tests.mcore.replayed_models import build, train_pass
+from tests.support.packed_sequences import pack
 
 
 def adam(models: list[Any], total_steps: int = 10, **changes: Any) -> Any:

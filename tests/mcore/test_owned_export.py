@@ -7,11 +7,11 @@ from typing import Any
 import pytest
 import torch
 
-from launch.testbed.tiny_families import FAMILIES, randomize_weights
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.models.families import read_shape
 from sglang_bridge.weights.buckets import iterate_buckets
 from sglang_bridge.weights.fused_layout import locate_slot, update_unit
+from tests.support.tiny_families import FAMILIES, randomize_weights
 
 CPU = torch.device("cpu")
 

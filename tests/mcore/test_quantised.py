@@ -14,7 +14,6 @@ from megatron_rl.mcore import compat
 
 compat.install()
 
-from launch.testbed.tiny_families import FAMILIES
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.mcore.weights.fake_quant import fake_quantize
 from megatron_rl.mcore.weights.quantised import (
@@ -26,6 +25,7 @@ from megatron_rl.mcore.weights.quantised import (
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.fp8_weights import Fp8Weights
 from sglang_bridge.block_fp8 import dequantize
+from tests.support.tiny_families import FAMILIES
 
 Named = list[tuple[str, torch.Tensor]]
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"

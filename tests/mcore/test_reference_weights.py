@@ -16,8 +16,6 @@ from megatron_rl.mcore import compat
 
 compat.install()
 
-from launch.testbed.batches import make_batch
-from launch.testbed.policies import ADAM, TWO_DIGIT_ADDITION, make_batcher, make_policy
 from megatron_rl.config.algorithms import CispoSettings, KlSettings
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration, ParallelSettings
@@ -38,6 +36,8 @@ from megatron_rl.training.policy import Policy
 from megatron_rl.training.reference_policy import compute_reference_logprobs
 from megatron_rl.training.replay.update_routes import with_routes
 from megatron_rl.training.update import update_policy
+from tests.support.batches import make_batch
+from tests.support.policies import ADAM, TWO_DIGIT_ADDITION, make_batcher, make_policy
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch.overrides import TorchFunctionMode
 
-from launch.testbed.packed_sequences import pack
 from tests.mcore.replayed_models import (
     MICRO_BATCHES,
     build,
@@ -19,6 +18,7 @@ from tests.mcore.replayed_models import (
     routing_map,
     train_pass,
 )
+from tests.support.packed_sequences import pack
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])

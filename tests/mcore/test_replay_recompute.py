@@ -9,8 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from launch.testbed.packed_sequences import pack
-from launch.testbed.tiny_families import deepseek_v3, randomize_weights
 from tests.mcore.replayed_models import (
     MICRO_BATCHES,
     build,
@@ -18,6 +16,8 @@ from tests.mcore.replayed_models import (
     routing_map,
     train_pass,
 )
+from tests.support.packed_sequences import pack
+from tests.support.tiny_families import deepseek_v3, randomize_weights
 
 # model.recompute_modules, endings of the names of modules that run twice, runs of a router
 MODULES = [

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from launch.testbed.packed_sequences import pack
 from tests.mcore.replayed_models import MICRO_BATCHES, build, routers, train_pass
+from tests.support.packed_sequences import pack
 
 
 def ignore_logits(logits: torch.Tensor, index: int) -> tuple[None, None]:

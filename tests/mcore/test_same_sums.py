@@ -1,7 +1,7 @@
 """A CPU engine and the trainer compute the same float32 bits for the same row.
 
 The other rows of the batch make no difference. `tests/engine/test_parity.py` compares whole models,
-and `launch/studies/layer_differences` shows each operation of a real engine. Equality depends on
+and `tests/lab/layer_differences` shows each operation of a real engine. Equality depends on
 MKL and torch for this kind of processor (docs/on_policy.md). On other processors the sums are only
 close.
 """
@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.testbed.packed_sequences import pack
 from sglang_bridge.cpu_shim.padded_attention import paged_attention
 from sglang_bridge.cpu_shim.trainer_sums import experts, linear, route
 from tests.mcore.replayed_models import build
 from tests.support.exactness import EXACT
+from tests.support.packed_sequences import pack
 
 # With more keys MKL splits the sum over them.
 MAX_EXACT_KEYS = 192

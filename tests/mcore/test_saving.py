@@ -30,7 +30,6 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
 )
 
-from launch.testbed.policies import ADAM, TWO_DIGIT_ADDITION, make_policy
 from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
@@ -57,6 +56,7 @@ from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.run.modes.evaluate import checkpoint_weights
 from tests.support.checkpoints import make_state
 from tests.support.disk_log import DiskLog
+from tests.support.policies import ADAM, TWO_DIGIT_ADDITION, make_policy
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from launch.testbed.packed_sequences import pack, targets_of
 from tests.mcore.replayed_models import build
+from tests.support.packed_sequences import pack, targets_of
 
 SPLITS = {
     "one": [(0, 1, 2, 3, 4, 5, 6, 7, 8, 9)],

@@ -11,11 +11,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from launch.testbed.tiny_families import FAMILIES, randomize_weights
 from megatron_rl.config.schema import ModelSettings, OptimizerSettings
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.hf_checkpoint.reader import CheckpointError
 from tests.mcore.test_hf_weights import build
+from tests.support.tiny_families import FAMILIES, randomize_weights
 from tests.support.torchrun import torchrun
 
 # Bytes. The largest parameter of the model has 6,400, and the whole model 250,000.

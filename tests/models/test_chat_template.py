@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
-from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.models.chat_template import ChatTemplate
 from megatron_rl.models.tokenizer import TokenizerError
+from tests.support.policies import TWO_DIGIT_ADDITION
 
 CHATML = """{%- for message in messages %}
     {%- if message.role == 'tool' %}

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 
-from launch.testbed.character_tokenizer import write_character_tokenizer
 from megatron_rl.models.hf_checkpoint.inspection import inspect_checkpoint
 from megatron_rl.models.hf_checkpoint.weight_files import (
     DamagedWeights,
     check_weight_files,
     weight_map,
 )
+from tests.support.character_tokenizer import write_character_tokenizer
 
 CONFIG: dict[str, Any] = {
     "architectures": ["Qwen3MoeForCausalLM"],

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file
 
-from launch.testbed.tiny_families import FAMILIES
 from megatron_rl.mcore.weights.fake_quant import is_linear
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.fp8_weights import fp8_weights, quantization_config, undivided_parts
 from megatron_rl.models.shape import ModelShape
+from tests.support.tiny_families import FAMILIES
 
 QWEN3_30B_A3B = ModelShape(
     architecture="Qwen3MoeForCausalLM",

@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.models.hf_checkpoint.merging import linear, merge_checkpoints, ties
 from megatron_rl.models.hf_checkpoint.reader import CheckpointError
+from tests.support.policies import TWO_DIGIT_ADDITION
 
 
 def t(*values: float) -> torch.Tensor:

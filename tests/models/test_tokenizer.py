@@ -10,7 +10,6 @@ import tokenizers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.testbed.character_tokenizer import CHARACTERS, write_character_tokenizer
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.models.tokenizer import (
     REPLACEMENT,
@@ -19,6 +18,7 @@ from megatron_rl.models.tokenizer import (
     UnknownText,
     check_matches_model,
 )
+from tests.support.character_tokenizer import CHARACTERS, write_character_tokenizer
 
 ROOT = Path(__file__).parents[2]
 

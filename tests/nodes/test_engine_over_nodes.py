@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import pytest
 
-from launch.testbed.jobs import command_line, last_step, start_job
 from megatron_rl.records.past_run import read_metrics
 from tests.support.exactness import EXACT
+from tests.support.jobs import command_line, last_step, start_job
 from tests.support.node_jobs import FAULT_METRICS, NodeJob, assert_equal
 from tests.support.nodes import Node, Nodes
 

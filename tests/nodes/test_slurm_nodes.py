@@ -12,11 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from launch.studies.faults.evidence import digest_weights
-from launch.testbed.jobs import ROOT, start_job
 from megatron_rl.records.past_run import read_metrics
 from megatron_rl.records.starts import read_starts
+from tests.lab.faults.evidence import digest_weights
 from tests.support.exactness import EXACT
+from tests.support.jobs import ROOT, start_job
 from tests.support.node_jobs import metrics_without_places, settings_of
 from tests.support.nodes import Node, Nodes, open_nodes
 

@@ -14,12 +14,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from launch.testbed.jobs import last_step, start_job, survivors
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.records.exit_record import read_exit_record
 from megatron_rl.records.past_run import read_metrics
 from megatron_rl.records.starts import read_starts
 from tests.support.exactness import EXACT
+from tests.support.jobs import last_step, start_job, survivors
 from tests.support.node_jobs import FAULT_METRICS, NodeJob, assert_equal
 from tests.support.nodes import Node, Nodes
 

@@ -6,8 +6,6 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from launch.testbed.batches import make_batch
-from launch.testbed.policies import COLUMN_ADDITION
 from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.config.schema import ParallelSettings, TrainSettings
 from megatron_rl.contracts.rollout import Rollout
@@ -19,8 +17,10 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.rank_view import RankView
 from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.training.micro_batches import Batcher, MicroBatch
+from tests.support.batches import make_batch
 from tests.support.float64_steps import Sequence64, advantages_of, weights_of
 from tests.support.judged_batches import judged_groups
+from tests.support.policies import COLUMN_ADDITION
 
 
 def make_batcher(shape: ModelShape, parallel: ParallelSettings) -> Batcher:

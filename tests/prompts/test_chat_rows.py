@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.environments.demonstration import Demonstration
 from megatron_rl.models.chat_template import ChatTemplate
@@ -18,6 +17,7 @@ from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import _PromptBuilder
 from megatron_rl.prompts.question import BadRows, PromptDataError
 from megatron_rl.prompts.split import keep_apart
+from tests.support.policies import TWO_DIGIT_ADDITION
 from tests.support.question_files import read_jsonl
 from tests.support.scripted_model import ScriptedModel, open_episode
 

@@ -4,9 +4,9 @@ from itertools import islice
 
 import pytest
 
-from launch.studies.start_policy import StartPolicy, questions_by_digits, summarize
 from megatron_rl.prompts import column_addition, column_addition_mixed
 from megatron_rl.prompts.split import split_generator
+from tests.lab.start_policy import StartPolicy, questions_by_digits, summarize
 
 
 def test_question_with_two_sums_by_hand() -> None:

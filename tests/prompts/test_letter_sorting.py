@@ -2,7 +2,6 @@ import asyncio
 import itertools
 import string
 
-from launch.testbed.character_tokenizer import CHARACTERS
 from megatron_rl.config.schema import DataSettings
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
@@ -10,6 +9,7 @@ from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts import letter_sorting
 from megatron_rl.prompts.factory import open_prompts
 from megatron_rl.rewards import ExactMatch
+from tests.support.character_tokenizer import CHARACTERS
 from tests.support.scripted_model import TOKENIZER
 
 

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.config.schema import DataSettings, SourceSettings
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.run_state import PromptCursor
@@ -23,6 +22,7 @@ from megatron_rl.prompts.mixture import PromptMixture
 from megatron_rl.prompts.pass_rates import PassRate, identity_of
 from megatron_rl.prompts.question import BadRows, PromptDataError, Question
 from megatron_rl.prompts.split import Split, keep_sources_apart
+from tests.support.policies import TWO_DIGIT_ADDITION
 
 NAMES = "abcdef"
 

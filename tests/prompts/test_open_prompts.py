@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from launch.testbed.character_tokenizer import write_character_tokenizer
 from megatron_rl.config.schema import DataSettings
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.plugins import PluginError
@@ -17,6 +16,7 @@ from megatron_rl.prompts.factory import open_prompts, open_set
 from megatron_rl.prompts.question import PromptDataError, Question
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.rewards import ExactMatch
+from tests.support.character_tokenizer import write_character_tokenizer
 from tests.support.processor_time import processor_seconds
 
 

@@ -7,7 +7,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from launch.testbed.rollout_refs import make_ref
 from megatron_rl.config.schema import EvalSetSettings, EvalSettings, RolloutSettings
 from megatron_rl.contracts.group import Group, Verdict
 from megatron_rl.contracts.prompt import Prompt, Sampling
@@ -17,6 +16,7 @@ from megatron_rl.rollouts.evaluation import Accuracy, Evaluation, EvaluationFail
 from megatron_rl.rollouts.messages import GroupRequest
 from megatron_rl.rollouts.rejections import UserClassFailed
 from megatron_rl.rollouts.set_result import measure_set
+from tests.support.rollout_refs import make_ref
 from tests.support.rollouts import make_rollout
 
 

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 import pytest
 import zmq
 
-from launch.testbed.rollout_refs import make_ref
 from megatron_rl.rollouts.hub import (
     CollectorConnected,
     CollectorGone,
@@ -18,6 +17,7 @@ from megatron_rl.rollouts.hub import (
 )
 from megatron_rl.rollouts.messages import MAX_MESSAGE_BYTES, Alive, Failed, Release, Stop
 from tests.support.collectors import Peer, group_done
+from tests.support.rollout_refs import make_ref
 from tests.support.rollouts import make_rollout
 
 

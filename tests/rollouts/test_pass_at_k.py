@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launch.testbed.rollout_refs import make_ref
 from megatron_rl.contracts.group import Group, Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.rollouts.pass_at_k import mean_ci95, pass_at_k, pass_rates, powers_up_to
+from tests.support.rollout_refs import make_ref
 from tests.support.rollouts import make_rollout
 
 

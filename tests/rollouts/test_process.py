@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from launch.testbed.selectors import FixedPrompts
 from megatron_rl.config.schema import (
     EnvironmentSettings,
     EvalSettings,
@@ -27,6 +26,7 @@ from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.steps.sampler import RolloutSampler
 from tests.support.fake_engine import configuration, fake_engine, reply
 from tests.support.scripted_model import EOS, PROMPT
+from tests.support.selectors import FixedPrompts
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = """

@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from launch.testbed.rollout_refs import make_ref
 from megatron_rl.config.schema import (
     EngineSettings,
     EnvironmentSettings,
@@ -44,6 +43,7 @@ from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
 from tests.support.collectors import Observer, Peer, group_done, request, requested_ids
+from tests.support.rollout_refs import make_ref
 from tests.support.rollouts import VERSION, make_rollout
 
 

@@ -12,9 +12,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from launch.testbed.batches import make_batch
-from launch.testbed.policies import TWO_DIGIT_ADDITION
-from launch.testbed.rollout_refs import make_ref
 from megatron_rl.contracts.commands import Record
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
@@ -37,9 +34,12 @@ from megatron_rl.rollouts.recording.recorded_rollouts import (
 from megatron_rl.rollouts.recording.writer import write_batch, write_parts
 from megatron_rl.rollouts.store import RolloutStore, read_rollout
 from megatron_rl.run.modes.record import record_rollouts
+from tests.support.batches import make_batch
 from tests.support.disk_log import DiskLog
 from tests.support.judged_batches import judged_groups
+from tests.support.policies import TWO_DIGIT_ADDITION
 from tests.support.recordings import read_rollouts, write_recording, write_rollouts
+from tests.support.rollout_refs import make_ref
 from tests.support.rollouts import VERSION, assert_equal, make_rollout
 
 SHAPE = read_shape(TWO_DIGIT_ADDITION)

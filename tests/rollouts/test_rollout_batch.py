@@ -10,8 +10,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from launch.testbed.rollout_refs import make_ref
-from launch.testbed.selectors import FixedPrompts
 from megatron_rl.config.schema import EvalSettings, RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group, RolloutLocation, Verdict
@@ -32,7 +30,9 @@ from megatron_rl.rollouts.rollout_batch import (
 )
 from megatron_rl.rollouts.steps.sampler import RolloutSampler
 from tests.support.collectors import Peer, group_done
+from tests.support.rollout_refs import make_ref
 from tests.support.rollouts import VERSION, make_rollout
+from tests.support.selectors import FixedPrompts
 
 PROMPTS = [Prompt(id=name, token_ids=(1, 2), answer="3", task="t") for name in "abc"]
 SETTINGS = RolloutSettings(max_new_tokens=8, samples_per_prompt=2, temperature=0.7)

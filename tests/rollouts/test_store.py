@@ -8,10 +8,10 @@ import msgspec
 import numpy as np
 import pytest
 
-from launch.testbed.rollout_refs import make_ref
 from megatron_rl.contracts.group import RolloutLocation
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.rollouts.store import RolloutGone, RolloutReader, RolloutStore, read_rollout
+from tests.support.rollout_refs import make_ref
 from tests.support.rollouts import assert_equal, make_rollout
 
 

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.config.algorithms import CustomAlgoSettings, SftSettings
 from megatron_rl.config.cli import compose
 from megatron_rl.config.curriculum import Phase, PhaseEnd, phases_of
@@ -22,6 +21,7 @@ from megatron_rl.models.families import read_shape
 from megatron_rl.run.curriculum import Curriculum, PhaseSchedule, apply_phase
 from megatron_rl.run.stopping import AccuracyUnknown
 from tests.support.leaders import ScriptedParts, lead
+from tests.support.policies import TWO_DIGIT_ADDITION
 
 SHORT = "{name: short, rollout.max_new_tokens: 24, until: {steps: 2}}"
 LONG = (

@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.config.cli import compose
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
@@ -21,6 +20,7 @@ from megatron_rl.rewards import Scorer
 from megatron_rl.rollouts.recording.recorded_rollouts import BadRecording
 from megatron_rl.run.data import profile_header, read_data
 from sglang_bridge.keys import create_keys
+from tests.support.policies import TWO_DIGIT_ADDITION
 from tests.support.recordings import write_recording
 from tests.support.torchrun import TORCHRUN
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.run.setup import RunSetup
+from tests.support.policies import TWO_DIGIT_ADDITION
 
 
 def test_engines_stop_at_the_ends_of_all_files(tmp_path: Path) -> None:

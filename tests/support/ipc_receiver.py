@@ -53,7 +53,7 @@ class NoDevice:
 def receiver() -> Any:
     """Return checkpoint-engine's receiver, or a copy of its protocol without the package."""
     if importlib.util.find_spec("checkpoint_engine") is None:
-        return importlib.import_module("launch.testbed.ipc_protocol")
+        return importlib.import_module("tests.support.ipc_protocol")
     return importlib.import_module("checkpoint_engine.worker")
 
 

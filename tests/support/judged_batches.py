@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 import msgspec
 
-from launch.testbed.rollout_refs import NOWHERE, make_ref
 from megatron_rl.contracts.group import Group, RolloutLocation, RolloutRef, Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import Rollout
+from tests.support.rollout_refs import NOWHERE, make_ref
 
 GROUP = 4
 # (correctness, shaped reward) of each group's rollouts. Three groups are mixed, one of them with a

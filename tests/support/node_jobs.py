@@ -13,10 +13,10 @@ from typing import Any
 
 import psutil
 
-from launch.studies.faults.evidence import digest_weights
-from launch.testbed.jobs import ROOT, SHORT_RUN, command_line, last_step
 from megatron_rl.records.past_run import read_metrics
+from tests.lab.faults.evidence import digest_weights
 from tests.support.comparable import metrics_of
+from tests.support.jobs import ROOT, SHORT_RUN, command_line, last_step
 from tests.support.nodes import Node
 
 HELD_RUN = "tests/nodes/held_run.py"

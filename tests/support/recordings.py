@@ -5,8 +5,6 @@ from pathlib import Path
 
 import msgspec
 
-from launch.testbed.batches import make_batch
-from launch.testbed.rollout_refs import make_ref
 from megatron_rl.contracts.group import Group, Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import Rollout
@@ -14,7 +12,9 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.rollouts.recording.format import BatchRecord, batch_directory
 from megatron_rl.rollouts.recording.reader import read_groups
 from megatron_rl.rollouts.recording.writer import write_batch, write_parts
+from tests.support.batches import make_batch
 from tests.support.judged_batches import GROUP, judged_groups
+from tests.support.rollout_refs import make_ref
 
 GROUPS = 4
 # A log-probability that no other token has

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from launch.testbed.batches import make_batch
-from launch.testbed.policies import COLUMN_ADDITION
 from megatron_rl.contracts.rollout import Role
 from megatron_rl.models.families import read_shape
 from megatron_rl.records.samples.reader import read_samples
 from megatron_rl.records.samples.sample import Sample
+from tests.support.batches import make_batch
+from tests.support.policies import COLUMN_ADDITION
 
 # By precision: the largest and the mean difference of values between layouts, in nats
 TOLERANCES = {"float32": (2e-4, 2e-5), "bfloat16": (1.0, 0.1)}

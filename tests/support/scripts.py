@@ -18,6 +18,13 @@ def start_script(
     return _run([str(LAUNCH / f"{name}.py"), *arguments], cwd, environment)
 
 
+def start_gpu_check(
+    *arguments: str, cwd: Path, **environment: str
+) -> subprocess.CompletedProcess[str]:
+    """Run the command of `make gpu-check` in `cwd` and wait for its end."""
+    return _run([str(ROOT / "tests/lab/gpu_check"), *arguments], cwd, environment)
+
+
 def start_module(
     name: str, *arguments: str, **environment: str
 ) -> subprocess.CompletedProcess[str]:

@@ -19,11 +19,11 @@ collect_ignore_glob = [] if find_spec("transformer_engine") else ["test_*.py"]
 def rehearsal() -> Iterator[Any]:
     """Import Transformer Engine with stand-ins, and create Megatron's groups for this process."""
     warnings.filterwarnings("ignore")
-    from launch.te_rehearsal.transformer_engine import start
+    from tests.lab.te_rehearsal.transformer_engine import start
 
     result = start()
-    from launch.te_rehearsal.models import GRID
     from megatron_rl.mcore import parallel
+    from tests.lab.te_rehearsal.models import GRID
 
     with result.cuda.off():
         parallel.initialize(GRID, seed=1)
@@ -34,6 +34,6 @@ def rehearsal() -> Iterator[Any]:
 @pytest.fixture(scope="session")
 def machine(rehearsal: Any) -> Any:
     """Builds models as a GPU with Transformer Engine does, or as a CPU does."""
-    from launch.te_rehearsal.models import Machine
+    from tests.lab.te_rehearsal.models import Machine
 
     return Machine(rehearsal.cuda)

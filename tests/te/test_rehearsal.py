@@ -17,7 +17,7 @@ from megatron_rl.models.families import read_shape
 @pytest.fixture(scope="module")
 def tiny(rehearsal: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A tiny Qwen3-MoE."""
-    from launch.te_rehearsal.families import write_tiny_model
+    from tests.lab.te_rehearsal.families import write_tiny_model
 
     path = tmp_path_factory.mktemp("tiny")
     write_tiny_model("qwen3_moe", path)
@@ -29,7 +29,7 @@ def settings_of(path: Path, **options: Any) -> ModelSettings:
 
 
 def forward(model: Any) -> torch.Tensor:
-    from launch.testbed.packed_sequences import pack
+    from tests.support.packed_sequences import pack
 
     batch = pack([0])
     logits: torch.Tensor = model(
@@ -90,7 +90,7 @@ def test_a_wrong_argument_for_compiled_code_is_caught(
 ) -> None:
     import transformer_engine.pytorch.module._common as common
 
-    from launch.te_rehearsal.compiled.signatures import SignatureMismatch
+    from tests.lab.te_rehearsal.compiled.signatures import SignatureMismatch
 
     (model,) = machine.build(read_shape(tiny), settings_of(tiny), "te")
     assert forward(model).isfinite().all()
@@ -102,7 +102,7 @@ def test_a_wrong_argument_for_compiled_code_is_caught(
 def test_a_function_without_stand_in_is_named(rehearsal: Any) -> None:
     import sys
 
-    from launch.te_rehearsal.compiled.call_log import NotRehearsed
+    from tests.lab.te_rehearsal.compiled.call_log import NotRehearsed
 
     with pytest.raises(NotRehearsed, match="silu"):
         sys.modules["transformer_engine_torch"].silu(torch.ones(1), None)
@@ -112,7 +112,7 @@ def test_a_function_without_stand_in_is_named(rehearsal: Any) -> None:
 def test_models_that_differ_are_reported(
     rehearsal: Any, tiny: Path, machine: Any, key: str
 ) -> None:
-    from launch.te_rehearsal.models import differences
+    from tests.lab.te_rehearsal.models import differences
 
     shape = read_shape(tiny)
     other = replace(shape, **{key: False if key == "qk_norm" else 2 * getattr(shape, key)})
@@ -130,8 +130,8 @@ def test_models_that_differ_are_reported(
 def test_an_export_map_that_swaps_tensors_is_reported(
     rehearsal: Any, tiny: Path, machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from launch.te_rehearsal.models import export_differences
     from megatron_rl.mcore.weights import layout
+    from tests.lab.te_rehearsal.models import export_differences
 
     shape = read_shape(tiny)
     models = machine.build(shape, settings_of(tiny), "te")
@@ -147,7 +147,7 @@ def test_blockwise_casts_are_read_as_transformer_engine_reads_them(rehearsal: An
 
     from transformer_engine.pytorch.tensor.float8_blockwise_tensor import Float8BlockQuantizer
 
-    from launch.te_rehearsal.compiled.quantizers import operand, quantize
+    from tests.lab.te_rehearsal.compiled.quantizers import operand, quantize
 
     extension = sys.modules["transformer_engine_torch"]
     generator = torch.Generator().manual_seed(0)

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from bench.gpu_stand_in import Launch, TritonLaunch, gpu_stand_in
 
-from launch.testbed.policies import TWO_DIGIT_ADDITION, train_settings
 from megatron_rl.config.algorithms import EspoSettings
 from megatron_rl.config.schema import ModelSettings, ParallelSettings, RolloutSettings
 from megatron_rl.contracts.step_plan import Denominators
@@ -30,6 +29,7 @@ from megatron_rl.planning.rank_view import RankView
 from megatron_rl.training.logprobs import ResponseLogprobs
 from megatron_rl.training.micro_batches import Batcher, MicroBatch
 from megatron_rl.training.warm_up import warm_up
+from tests.support.policies import TWO_DIGIT_ADDITION, train_settings
 
 _COLUMNS = 151_936
 _TRUE_VOCABULARY = 151_669

@@ -9,7 +9,6 @@ from megatron_rl.mcore import compat
 
 compat.install()
 
-from launch.testbed.policies import COLUMN_ADDITION
 from megatron_rl.config.algorithms import AlgoSettings, EspoSettings, GrpoSettings, GspoSettings
 from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses import ResponseTokens, open_loss
@@ -17,6 +16,7 @@ from megatron_rl.models.families import read_shape
 from megatron_rl.planning.rank_view import RankView
 from megatron_rl.training.entropy_advantages import advantage_sizes, token_advantages
 from megatron_rl.training.micro_batches import Batcher, MicroBatch
+from tests.support.policies import COLUMN_ADDITION
 from tests.support.rollouts import make_rollout
 
 BATCHER = Batcher(RankView(layers=((0, 1, 2, 3),)), None, torch.device("cpu"))

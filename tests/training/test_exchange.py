@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 
-from launch.testbed.rollout_refs import make_ref
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.group import RolloutLocation, RolloutRef
 from megatron_rl.contracts.rollout import Rollout
@@ -27,6 +26,7 @@ from megatron_rl.training.exchange.rollout_exchange import (
 )
 from megatron_rl.training.exchange.transfer_plan import Receiver, TransferPlan, rollout_indices
 from tests.support.processor_time import processor_seconds
+from tests.support.rollout_refs import make_ref
 from tests.support.rollouts import assert_equal, make_rollout
 from tests.support.thread_ranks import Group, gather_bytes, run_on_ranks
 from tests.support.torchrun import torchrun

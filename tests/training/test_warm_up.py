@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from launch.testbed.policies import TWO_DIGIT_ADDITION, train_settings
 from megatron_rl.config.algorithms import (
     AlgoSettings,
     CispoSettings,
@@ -23,6 +22,7 @@ from megatron_rl.planning.rank_view import RankView
 from megatron_rl.training.logprobs import ResponseLogprobs
 from megatron_rl.training.micro_batches import Batcher
 from megatron_rl.training.warm_up import warm_up
+from tests.support.policies import TWO_DIGIT_ADDITION, train_settings
 
 
 class Loss:

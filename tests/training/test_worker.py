@@ -16,8 +16,6 @@ from megatron_rl.mcore import compat
 
 compat.install()
 
-from launch.testbed.batches import make_batch
-from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.config.schema import (
     EngineSettings,
     LoggerSettings,
@@ -40,6 +38,8 @@ from megatron_rl.training import worker as module
 from megatron_rl.training.exchange.transfer_plan import Receiver
 from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.worker import RoutesDisagree, Worker
+from tests.support.batches import make_batch
+from tests.support.policies import TWO_DIGIT_ADDITION
 from tests.support.rollouts import assert_equal
 
 SHAPE = read_shape(TWO_DIGIT_ADDITION)

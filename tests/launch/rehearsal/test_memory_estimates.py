@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.config.cli import compose
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.models.families import read_shape
 from megatron_rl.planning.memory import RankMemory, rank_memory
+from tests.support.policies import TWO_DIGIT_ADDITION
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 

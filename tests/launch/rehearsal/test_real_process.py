@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from launch.testbed.policies import TWO_DIGIT_ADDITION
+from tests.support.policies import TWO_DIGIT_ADDITION
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 

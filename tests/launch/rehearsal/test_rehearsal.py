@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.config.schema import ParallelSettings
 from megatron_rl.models.families import read_shape
 from megatron_rl.planning.memory import rank_parameters
+from tests.support.policies import TWO_DIGIT_ADDITION
 
 pytestmark = pytest.mark.slow
 

@@ -18,10 +18,10 @@ from launch.rehearsal.remedies import (
     rehearse_remedies,
     remedies,
 )
-from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.config.schema import Configuration
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
+from tests.support.policies import TWO_DIGIT_ADDITION
 
 GIB = 2**30
 PUBLISHED = Path(__file__).parents[2] / "support/published/qwen3_30b_a3b"

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from launch.rehearsal.synthetic_batches import Routing, make_routes
-from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.models.families import read_shape
+from tests.support.policies import TWO_DIGIT_ADDITION
 
 SHAPE = read_shape(TWO_DIGIT_ADDITION)
 

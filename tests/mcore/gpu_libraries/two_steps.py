@@ -16,7 +16,6 @@ compat.install()
 
 import torch
 
-from launch.testbed.packed_sequences import pack, targets_of
 from megatron_rl.config.schema import ModelSettings, OptimizerSettings, ParallelSettings
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.model import build_models
@@ -24,6 +23,7 @@ from megatron_rl.mcore.optimizer import DistributedAdam, wrap_data_parallel
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.mcore.weights import load_hf_weights
 from megatron_rl.models.families import read_shape
+from tests.support.packed_sequences import pack, targets_of
 
 SEQUENCES = (0, 1, 2)
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import msgspec
 import pytest
 
-from launch.testbed.rollout_refs import make_ref
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.group import Group
 from megatron_rl.credit.group_kinds import GroupKind
@@ -27,6 +26,7 @@ from megatron_rl.rollouts.partials.saved_groups import SavedGroup, SavedGroups
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.store import RolloutGone, RolloutStore, read_rollout
 from tests.support.collectors import Peer, group_done, request
+from tests.support.rollout_refs import make_ref
 from tests.support.rollouts import make_rollout
 
 ROLLOUT = replace(make_rollout(2, 3), sample_index=0)

@@ -14,7 +14,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launch.testbed.rollout_refs import make_ref
 from megatron_rl.config.schema import DataSettings, RolloutSettings, SelectionSettings
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.prompt import Prompt
@@ -26,6 +25,7 @@ from megatron_rl.rollouts.partials.saved_groups import SavedGroup, SavedGroups
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, TooManyRejected
 from megatron_rl.rollouts.steps.sampler import RolloutSampler
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
+from tests.support.rollout_refs import make_ref
 from tests.support.rollouts import make_rollout
 from tests.support.stop_sources import ScriptedStop
 

@@ -18,7 +18,7 @@ from tests.rollouts.user_process.classes import (
 )
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
-NAME = "launch.studies.user_processes.hostile:Hostile"
+NAME = "tests.lab.user_processes.hostile:Hostile"
 TIMEOUT_SECONDS = 2.0
 GRACE_SECONDS = 1.5
 # From a cancellation to the verdict, with a new process, on a machine that does other things too

@@ -9,7 +9,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from launch.testbed.rollout_refs import make_ref
 from megatron_rl.contracts.commands import BatchAhead
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
@@ -22,6 +21,7 @@ from megatron_rl.run.checkpoints.rollouts import (
     load_open_steps,
     read_local_batches,
 )
+from tests.support.rollout_refs import make_ref
 from tests.support.rollouts import assert_equal, make_rollout
 
 SHAPE = RouteShape(moe_layers=(0, 1, 2), num_hidden_layers=3, num_experts=8, topk=2)

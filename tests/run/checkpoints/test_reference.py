@@ -11,7 +11,6 @@ import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
 
-from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode
@@ -21,6 +20,7 @@ from megatron_rl.run.checkpoints.reference import ReferenceChanged, identify_ref
 from megatron_rl.run.checkpoints.resume import ResumePoint
 from tests.support.checkpoint_managers import FakeRanks, make_manager
 from tests.support.checkpoints import make_state
+from tests.support.policies import TWO_DIGIT_ADDITION
 from tests.support.thread_ranks import gather_bytes, run_on_ranks
 
 JOB: Any = SimpleNamespace(rank=0, world_size=1, control_group=None)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from launch.testbed.rollout_refs import make_ref
 from megatron_rl.contracts.commands import GatherSamples, SampleSource
 from megatron_rl.contracts.step_plan import Denominators, OptimizerStep, StepPlan
 from megatron_rl.losses import LossResult, ResponseTokens
@@ -19,6 +18,7 @@ from megatron_rl.training.exchange.transfer_plan import Receiver
 from megatron_rl.training.old_policy import BatchObjective
 from megatron_rl.training.samples import gathering, token_values
 from megatron_rl.training.samples.token_values import TokenValues
+from tests.support.rollout_refs import make_ref
 from tests.support.rollouts import make_rollout
 
 ROLLOUT = make_rollout(2, 3)

@@ -11,8 +11,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from launch.testbed.batches import make_batch
-from launch.testbed.policies import TWO_DIGIT_ADDITION
 from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.config.schema import ParallelSettings, SampleSettings, TrainSettings
 from megatron_rl.contracts.commands import GatherSamples
@@ -34,7 +32,9 @@ from megatron_rl.run.samples.assembly import SampleContext, SampleTexts, assembl
 from megatron_rl.run.samples.keeper import SampleKeeper
 from megatron_rl.run.samples.selection import Choice
 from megatron_rl.training.samples.gathering import encode_tokens
+from tests.support.batches import make_batch
 from tests.support.judged_batches import GROUP, judged_groups
+from tests.support.policies import TWO_DIGIT_ADDITION
 
 _VALUE_SIZES = {"old_logprobs": 4, "entropies": 4, "advantages": 4, "ratios": 4, "clips": 1}
 SHAPE = read_shape(TWO_DIGIT_ADDITION)

@@ -15,7 +15,7 @@ from launch.rehearsal.order.check import OrderResult, check_order
 from launch.rehearsal.order.grid import require_equal_groups
 from launch.rehearsal.order.simulation import OrderFault
 from launch.rehearsal.order.trace import RECEIVE, SEND, Operation, Trace
-from launch.testbed.policies import TWO_DIGIT_ADDITION
+from tests.support.policies import TWO_DIGIT_ADDITION
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 

@@ -1,1 +1,0 @@
-"""Stages of `launch/gpu_check.py`. Each is a program: `python -m launch.gpu_stages.NAME`."""

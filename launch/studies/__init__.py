@@ -1,1 +1,0 @@
-"""Studies of the trainer: programs that only measure or compare."""

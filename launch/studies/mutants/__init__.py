@@ -1,1 +1,0 @@
-"""Mutation testing: changes to the code that a unit test must notice."""

@@ -1,0 +1,1 @@
+"""Instruments that measure, compare and rehearse the trainer."""

@@ -1,0 +1,138 @@
+"""The engine of each request, and the time at which it gets it: as in the collector."""
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from megatron_rl.rollouts.generation import engine_pool
+from megatron_rl.rollouts.generation.partial_response import PartialResponse
+from megatron_rl.rollouts.messages import VersionBudget
+from tests.lab.run_time.simulation.cluster import QUEUE_PER_SLOT, Cluster, Group, Machines
+from tests.lab.run_time.simulation.engine import EngineSpeed, Response
+
+
+def make_group(index: int, *lengths: int) -> Group:
+    return Group([Response((1, index, i), 1, n) for i, n in enumerate(lengths)], None)
+
+
+def sample(machines: Machines, *groups: Group) -> Cluster:
+    """Sample groups to their end."""
+    cluster = Cluster(machines)
+    cluster.request(groups)
+    cluster.wait(lambda: not any(group.num_open for group in groups))
+    return cluster
+
+
+def test_slots_are_those_of_the_collector() -> None:
+    assert QUEUE_PER_SLOT == engine_pool._QUEUE_PER_SLOT
+
+
+def test_a_request_goes_to_the_engine_with_the_fewest_in_flight() -> None:
+    machines = Machines(speed=EngineSpeed(step=1.0), engines=2, max_running=1)
+    # Four slots: 10 and 2 at the first engine, 2 and 2 at the second one. It gets the others, too.
+    cluster = sample(machines, make_group(0, 10, 2, 2, 2, 3, 3))
+    assert cluster.now == pytest.approx(12)
+    assert [engine.num_sampled for engine in cluster.engines] == [12, 10]
+
+
+def test_a_group_goes_to_the_node_with_the_fewest_responses() -> None:
+    machines = Machines(speed=EngineSpeed(step=1.0), engines=2, node_engines=1, max_running=9)
+    groups = [make_group(0, 5, 5, 5), make_group(1, 4), make_group(2, 3), make_group(3, 2)]
+    cluster = sample(machines, *groups)
+    assert [engine.num_sampled for engine in cluster.engines] == [15, 9]
+
+
+def test_a_group_that_is_complete_is_no_load() -> None:
+    machines = Machines(speed=EngineSpeed(step=1.0), engines=2, node_engines=1, max_running=9)
+    cluster = sample(machines, make_group(0, 5, 5, 5), make_group(1, 4))
+    later_group = make_group(2, 3)
+    cluster.request([later_group])
+    cluster.wait(lambda: not later_group.num_open)
+    assert [engine.num_sampled for engine in cluster.engines] == [15 + 3, 4]
+
+
+def test_the_last_node_may_have_fewer_engines() -> None:
+    machines = Machines(speed=EngineSpeed(), engines=5, node_engines=2)
+    assert [len(node.engines) for node in machines.open_nodes()] == [2, 2, 1]
+
+
+def test_engines_get_requests_after_the_dispatch() -> None:
+    machines = Machines(speed=EngineSpeed(step=1.0, dispatch=0.25))
+    assert sample(machines, make_group(0, 4)).now == pytest.approx(4.25)
+
+
+def test_requests_reach_engines_one_after_the_other() -> None:
+    cluster = Cluster(Machines(speed=EngineSpeed(step=1.0, dispatch=1.0, arrival=0.25)))
+    groups = [make_group(index, 1) for index in range(4)]
+    cluster.request(groups)
+    cluster.wait(lambda: not any(group.num_open for group in groups))
+    # The others arrive while the engine reads the first one
+    assert [group.responses[0].end for group in groups] == [2.25, 3.25, 3.25, 3.25]
+
+
+def test_a_free_engine_waits_for_a_request_on_its_way() -> None:
+    cluster = Cluster(Machines(speed=EngineSpeed(step=1.0, dispatch=5.0)))
+    first = make_group(0, 2)
+    second = make_group(1, 1)
+    cluster.request([first])
+    cluster.train(3.0)
+    cluster.request([second])
+    cluster.wait(lambda: not second.num_open)
+    assert [group.responses[0].end for group in (first, second)] == [5 + 2, 3 + 5 + 1]
+
+
+def test_interrupted_requests_are_sent_again() -> None:
+    cluster = Cluster(Machines(speed=EngineSpeed(step=1.0, dispatch=5.0)))
+    first = make_group(0, 9)
+    second = make_group(1, 1)
+    cluster.request([first])
+    cluster.train(8.0)
+    cluster.request([second])
+    cluster.train(4.0)
+    cluster.interrupt()
+    cluster.rest(0.5)
+    cluster.proceed()
+    cluster.wait(lambda: not first.num_open)
+    # The first has seven tokens at 12 s. The second has not reached the engine by then.
+    assert [group.responses[0].end for group in (first, second)] == [12.5 + 5 + 2, 12.5 + 5 + 1]
+
+
+def test_requests_that_are_sent_again_do_not_queue_behind_those_that_were_interrupted() -> None:
+    cluster = Cluster(Machines(speed=EngineSpeed(step=0.1, arrival=1.0)))
+    groups = [make_group(index, 1) for index in range(4)]
+    cluster.request(groups)
+    cluster.train(0.5)
+    cluster.interrupt()
+    cluster.proceed()
+    cluster.wait(lambda: not any(group.num_open for group in groups))
+    assert [group.responses[0].end for group in groups] == pytest.approx([1.6, 2.6, 3.6, 4.6])
+
+
+def test_a_wait_for_nothing_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="nothing samples them"):
+        Cluster(Machines(speed=EngineSpeed())).wait(lambda: False)
+
+
+@given(
+    version=st.integers(0, 4),
+    last_version=st.integers(0, 4),
+    num_tokens=st.integers(0, 9),
+    num_so_far=st.integers(0, 9),
+)
+def test_budgets_limit_a_response_as_in_the_collector(
+    version: int, last_version: int, num_tokens: int, num_so_far: int
+) -> None:
+    budget = VersionBudget(num_tokens, last_version)
+    pool = cast(engine_pool.EnginePool, SimpleNamespace(_version=version))
+    partial: Any = SimpleNamespace(tokens_of={version: num_so_far}.__getitem__)
+    limit = engine_pool.EnginePool._limit(pool, cast(PartialResponse, partial), budget)
+    response = Response((1, 0, 0), 1, 100)
+    response.add(version, num_so_far)
+    (node,) = Machines(speed=EngineSpeed()).open_nodes()
+    node.version = version
+    node.accept(Group([response], budget))
+    assert node._limit(response) == (100 - num_so_far if limit is None else limit)
+    assert node.is_settled == (limit == 0)
