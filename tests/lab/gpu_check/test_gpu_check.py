@@ -25,7 +25,7 @@ from tests.lab.gpu_check.outcome import Outcome, OutputReader
 from tests.lab.gpu_check.record import Log
 from tests.lab.gpu_check.stages import BUDGET_S, PARTS, STAGES, Stage, stage_limit
 from tests.lab.gpu_stages.stage import Setting
-from tests.support.scripts import ROOT, start_script
+from tests.support.scripts import ROOT, start_gpu_check
 
 # What a CPU cannot show, by the word that its reason must have
 SKIPPED = {
