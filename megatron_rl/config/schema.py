@@ -18,7 +18,6 @@ from megatron_rl.config.values import (
     BelowOne,
     Count,
     Dtype,
-    Gigabytes,
     Name,
     NotNegative,
     Off,
@@ -291,13 +290,6 @@ class RolloutSettings(Section):
     tokens_per_version: Positive | None = None
     # The run stops when a larger share of a batch's rollouts is unusable.
     max_rejected_share: Share = 0.5
-    # The run stops when more calls than this of the scorer, or of the environment, had to be ended
-    # with their process within an hour on one node, such as calls that ignore their cancellation.
-    max_abandoned_calls: Whole = 100
-    # The memory in GB of a user-defined scorer or environment with the processes that it starts,
-    # for each of the two on each node. Its process is killed beyond it. null: half of the memory of
-    # the machine or its control group.
-    user_memory_gb: Gigabytes | None = None
     # mode=train_only: the directory of a run with mode=rollout_only.
     recording: Text | None = None
 

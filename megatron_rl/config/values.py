@@ -13,7 +13,6 @@ Count = Annotated[int, Ge(1), Le(10**7)]
 Whole = Annotated[int, Ge(0), Le(2**31 - 1)]
 # Up to eleven days: the same time in milliseconds fits into 31 bits.
 Seconds = Annotated[float, Gt(0), Le(10**6)]
-Gigabytes = Annotated[float, Ge(0.1), Le(10**6)]
 NotNegative = Annotated[float, Ge(0)]
 Share = Annotated[float, Ge(0), Le(1)]
 BelowOne = Annotated[float, Ge(0), Lt(1)]

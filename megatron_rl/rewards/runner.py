@@ -16,10 +16,10 @@ from megatron_rl.contracts.plugins import error_location, error_text
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards.scorer import Scorer
-from megatron_rl.rewards.user_calls import Ending, Outcome, TimeLimit, call_with_limit
+from megatron_rl.rewards.user_calls import Ending, Outcome, call_with_limit
 
-# Reason of a verdict that is missing because its scorer ignored its cancellation and was killed
-ABANDONED = "timeout: the scorer ignored its cancellation"
+# Beginning of the reason of a verdict that is missing because the scorer's process was lost
+LOST = "the scorer's process was lost twice"
 MAX_REASON_LENGTH = 200
 _MAX_ANSWER_LENGTH = 1000
 # Limit of a reward's magnitude. Larger values leave means and deviations without meaning.
@@ -53,7 +53,7 @@ class ScorerInThisProcess:
     ) -> Outcome[Verdict]:
         """Score one response. Cancelling this cancels the scorer."""
         call = partial(self._scorer.score, prompt, text, finish_reason)
-        return await call_with_limit(call, TimeLimit(self._timeout_s))
+        return await call_with_limit(call, self._timeout_s)
 
 
 class RewardRunner:
@@ -75,7 +75,7 @@ class RewardRunner:
         Any number of calls may run at the same time. Cancelling a call cancels its scorer.
 
         subject: names the response in warnings.
-        Raises `PluginError` if the scorer's process fails too often.
+        Raises `ReopenFailed` if the scorer cannot be opened again.
         """
         start = time.perf_counter()
         outcome = await self._calls.score(prompt, text, finish_reason, subject=subject)
@@ -100,8 +100,10 @@ def _verdict(outcome: Outcome[Verdict]) -> Verdict:
             return _no_reward("the scorer cancelled itself")
         case Ending.TIMED_OUT:
             return _no_reward("timeout")
-        case Ending.ABANDONED:
-            return _no_reward(ABANDONED)
+        case Ending.IGNORED:
+            return _no_reward("timeout: the scorer ignored its cancellation")
+        case Ending.LOST:
+            return _no_reward(f"{LOST}: {outcome.error}")
     if outcome.error is not None:
         return _no_reward(describe_failure(outcome.error))
     try:

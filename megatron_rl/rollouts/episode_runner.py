@@ -25,13 +25,13 @@ from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.rewards import RewardRunner
 from megatron_rl.rewards.runner import MAX_REASON_LENGTH, describe_failure, make_encodable
-from megatron_rl.rewards.user_calls import Ending, Outcome, TimeLimit
+from megatron_rl.rewards.user_calls import Ending, Outcome
 from megatron_rl.rollouts.generation.engine_pool import EnginePool, RequestForm
 from megatron_rl.rollouts.messages import (
     ENGINE_FAILURE,
-    ENVIRONMENT_ABANDONED,
     ENVIRONMENT_FAILURE,
     EXPIRED,
+    PROCESS_LOST,
     Configure,
     FromCollector,
     GroupRequest,
@@ -47,7 +47,7 @@ from megatron_rl.rollouts.partials.progress import (
 from megatron_rl.rollouts.rejections import NO_VERDICT
 from megatron_rl.rollouts.repetition import RepetitionStop
 from megatron_rl.rollouts.user_process.attempts import EpisodeAttempt
-from megatron_rl.rollouts.user_process.remote_class import UserCodeError
+from megatron_rl.rollouts.user_process.serving_process import UserCodeError
 from megatron_rl.rollouts.user_process.user_classes import UserClasses
 from sglang_bridge.client import RequestExpired
 from sglang_bridge.errors import EngineError
@@ -155,7 +155,7 @@ class EpisodeRunner:
         request: one that was announced. Once it is forgotten, its episode gets no response.
         index: place of the rollout in its group. progress: follows the episode, and has what a
         checkpoint had of it.
-        Raises `PluginError` if a user-defined class fails too often.
+        Raises `ReopenFailed` if a user-defined class cannot be opened again.
         """
         progress = progress or EpisodeProgress()
         progress.outcome = await self._play(request, index, progress)
@@ -167,12 +167,10 @@ class EpisodeRunner:
         episodes: list[Episode] = []
 
         def open_attempt() -> EpisodeAttempt:
-            # The limit covers the environment alone: responses have deadlines of their own.
-            limit = TimeLimit(self._configuration.environment.timeout_s)
             progress.stop = self._open_stop(request)
-            progress.episode = self._open_episode(request, index, limit, progress)
+            progress.episode = self._open_episode(request, index, progress)
             episodes.append(progress.episode)
-            return EpisodeAttempt(limit, progress.episode)
+            return EpisodeAttempt(progress.episode)
 
         subject = f"group {request.group_id}, rollout {index}"
         try:
@@ -226,13 +224,11 @@ class EpisodeRunner:
         self,
         request: GroupRequest,
         index: int,
-        limit: TimeLimit,
         progress: EpisodeProgress,
     ) -> Episode:
         """Open an episode.
 
-        limit: that of the environment. It pauses while a response is sampled. progress: has the
-        responses that are stored, and receives the pieces of others.
+        progress: has the responses that are stored, and receives the pieces of others.
         """
         rules = self._rules(request)
         rollout_id = f"{request.group_id}/{index}"
@@ -241,17 +237,12 @@ class EpisodeRunner:
         stop = progress.stop
 
         async def generate(token_ids: Sequence[int], sampling: Sampling) -> Generation:
-            if limit.has_expired:
-                # An environment that ignored its cancellation gets no further response. An
-                # exception could make it ask again and again, which would block the event loop.
-                await asyncio.get_running_loop().create_future()
             turn = next(turns)
             generation = progress.take_stored(token_ids, rejected_tokens)
             if generation is not None and not is_unfinished(generation):
                 return generation
             pieces = [] if generation is None else [generation]
             progress.pieces = pieces
-            limit.pause()
             try:
                 return await self.engines.generate(
                     token_ids,
@@ -270,7 +261,6 @@ class EpisodeRunner:
                 raise
             finally:
                 progress.pieces = []  # the episode has them
-                limit.restart()
 
         return Episode(
             request.prompt,
@@ -297,8 +287,10 @@ class EpisodeRunner:
         match outcome.ending:
             case Ending.TIMED_OUT:
                 return ENVIRONMENT_FAILURE, f"the environment took longer than {timeout}"
-            case Ending.ABANDONED:
-                return ENVIRONMENT_ABANDONED, f"it ignored its cancellation after {timeout}"
+            case Ending.IGNORED:
+                return ENVIRONMENT_FAILURE, f"it ignored its cancellation after {timeout}"
+            case Ending.LOST:
+                return PROCESS_LOST, ""
             case Ending.CANCELLED:
                 return ENVIRONMENT_FAILURE, "the environment cancelled itself"
         assert outcome.error is not None

@@ -26,7 +26,7 @@ RUN_KEY_VARIABLE = "MEGATRON_RL_RUN_KEY"
 ENGINE_FAILURE = "engine"  # no engine answered the request
 EXPIRED = "expired"  # the engine sent nothing usable before the deadline
 ENVIRONMENT_FAILURE = "environment"  # the environment raised an exception
-ENVIRONMENT_ABANDONED = "environment_abandoned"  # the environment ignored its cancellation
+PROCESS_LOST = "user_process"  # the process of a user-defined class was lost twice
 
 
 class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
@@ -266,8 +266,8 @@ class Partials(msgspec.Struct, frozen=True, tag="partials"):
     groups: tuple[Group, ...]
 
 
-class CallAbandoned(msgspec.Struct, frozen=True, tag="call_abandoned"):
-    """Warning about a call of a user-defined class, such as one that was killed."""
+class UserClassWarning(msgspec.Struct, frozen=True, tag="user_class_warning"):
+    """Warning about a user-defined class, such as the end of its process."""
 
     text: str
 
@@ -275,7 +275,7 @@ class CallAbandoned(msgspec.Struct, frozen=True, tag="call_abandoned"):
 class Failed(msgspec.Struct, frozen=True, tag="failed"):
     """The collector cannot continue.
 
-    is_refusal: a user-defined class could not be opened, or too many of its calls were abandoned.
+    is_refusal: a user-defined class could not be opened.
     """
 
     reason: str
@@ -307,7 +307,7 @@ FromCollector = (
     | EngineLeftOut
     | Held
     | Partials
-    | CallAbandoned
+    | UserClassWarning
     | Failed
 )
 

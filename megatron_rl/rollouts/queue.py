@@ -28,7 +28,6 @@ from megatron_rl.rollouts.messages import (
     AbortGroups,
     AbortRequest,
     AddEngine,
-    CallAbandoned,
     Configure,
     EngineLeftOut,
     Failed,
@@ -47,6 +46,7 @@ from megatron_rl.rollouts.messages import (
     Stop,
     StorePartials,
     ToCollector,
+    UserClassWarning,
     Withdraw,
     first_id,
     partial_name,
@@ -72,7 +72,7 @@ class CollectorFailed(Failure):
 
 
 class CollectorRefused(CollectorFailed):
-    """A user-defined class cannot be opened by a collector, or too many calls were abandoned."""
+    """A user-defined class cannot be opened by a collector."""
 
     exit_code = ExitCode.REFUSED
 
@@ -942,7 +942,7 @@ class RolloutQueue:
                 raise _failure(node, message)
             case EngineLeftOut():
                 self._handle_failed_engine(node, message)
-            case AbortRequest() | CallAbandoned():
+            case AbortRequest() | UserClassWarning():
                 self._handle_news(message)
             case Held():
                 self._take_held(node, message)
@@ -1074,7 +1074,7 @@ class RolloutQueue:
         self._dropped_requests.aborted_tokens[message.group_id] += message.generated_tokens
         self._take_back_unneeded(node)
 
-    def _handle_news(self, message: AbortRequest | EngineLeftOut | CallAbandoned) -> None:
+    def _handle_news(self, message: AbortRequest | EngineLeftOut | UserClassWarning) -> None:
         match message:
             case AbortRequest(url, rid):
                 # In a thread, because an engine that is stopped would block this process.
@@ -1086,7 +1086,7 @@ class RolloutQueue:
                 )
                 if self.observer is not None:
                     self.observer.handle_engine_failure(url, reason)
-            case CallAbandoned(text):
+            case UserClassWarning(text):
                 self._write_log(f"warning: {text}")
 
     def _describe_wait(self, num_arrived: int, seconds: float) -> str:

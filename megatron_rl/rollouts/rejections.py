@@ -7,30 +7,29 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import ABORTED, ENDLESS, NEVER_SENT, NO_RESPONSE, STALE, Group
-from megatron_rl.rewards.runner import ABANDONED
+from megatron_rl.rewards.runner import LOST
 from megatron_rl.rollouts.messages import (
     ENGINE_FAILURE,
-    ENVIRONMENT_ABANDONED,
     ENVIRONMENT_FAILURE,
     EXPIRED,
+    PROCESS_LOST,
 )
 
 NO_VERDICT = "no_verdict"
-SCORER_ABANDONED = "scorer_abandoned"
 NON_FINITE = "logprobs_nonfinite"
-_IGNORED = "and ignored its cancellation: let a call end when it is cancelled"
 _MEANINGS = {
     ENGINE_FAILURE: "no engine answered",
     EXPIRED: "an engine fell silent or is too slow; raise engine.token_timeout_s if it is slow",
     ABORTED: "an engine fell silent or is too slow and cut responses off; raise "
     "engine.token_timeout_s if it is slow",
-    ENVIRONMENT_FAILURE: "the environment raised an exception",
-    ENVIRONMENT_ABANDONED: f"the environment took longer than environment.timeout_s {_IGNORED}",
+    ENVIRONMENT_FAILURE: "the environment raised an exception, or took longer than "
+    "environment.timeout_s",
+    PROCESS_LOST: "the process of the scorer or the environment ended or was silent twice, and no "
+    "call is known to be the reason",
     NON_FINITE: "log-probabilities are NaN or infinite, as the weights may be",
     ENDLESS: "the environment requested responses without end",
     NO_RESPONSE: "the environment ended without requesting a response",
     NO_VERDICT: "the scorer failed, or took longer than reward.timeout_s",
-    SCORER_ABANDONED: f"the scorer took longer than reward.timeout_s {_IGNORED}",
     STALE: "sampled with weights older than rollout.max_staleness allows, or older than those that "
     "are evaluated",
     NEVER_SENT: "sampled with a weight version that this run never sent, so another run uses or "
@@ -80,7 +79,7 @@ def count_unusable(groups: Iterable[Group]) -> Counter[str]:
 
 def _missing_reason(reason: str) -> str:
     """Return the class of a verdict without a reward."""
-    return SCORER_ABANDONED if reason == ABANDONED else NO_VERDICT
+    return PROCESS_LOST if reason.startswith(LOST) else NO_VERDICT
 
 
 def is_lost_by_user_class(losses: Mapping[str, int]) -> bool:
@@ -105,11 +104,11 @@ def first_user_class_error(groups: Sequence[Group], losses: Mapping[str, int]) -
 
 
 def _num_lost_by_scorer(losses: Mapping[str, int]) -> int:
-    return losses.get(NO_VERDICT, 0) + losses.get(SCORER_ABANDONED, 0)
+    return losses.get(NO_VERDICT, 0)
 
 
 def _num_lost_by_environment(losses: Mapping[str, int]) -> int:
-    reasons = (ENVIRONMENT_FAILURE, ENVIRONMENT_ABANDONED, NO_RESPONSE, ENDLESS)
+    reasons = (ENVIRONMENT_FAILURE, NO_RESPONSE, ENDLESS)
     return sum(losses.get(reason, 0) for reason in reasons)
 
 

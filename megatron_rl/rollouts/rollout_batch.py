@@ -11,7 +11,6 @@ import msgspec
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.credit.source_metrics import source_metrics
-from megatron_rl.rewards.runner import ABANDONED
 from megatron_rl.rollouts.messages import first_id
 from megatron_rl.rollouts.rejections import NON_FINITE, count_unusable, require_usable
 
@@ -197,9 +196,6 @@ def merge_groups(first: Group, rest: Group) -> Group:
 def _reward_metrics(rollouts: Sequence[RolloutRef]) -> dict[str, float]:
     rewards = [r.verdict.reward for r in rollouts if r.verdict.reward is not None]
     values = {"reward/no_verdict": float(len(rollouts) - len(rewards))}
-    num_abandoned = sum(r.verdict.reason == ABANDONED for r in rollouts)
-    if num_abandoned:
-        values["reward/abandoned"] = float(num_abandoned)
     if rewards:
         values["reward/mean"] = sum(rewards) / len(rewards)
     return values

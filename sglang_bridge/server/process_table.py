@@ -55,11 +55,16 @@ def children(pid: int) -> list[int]:
     return pids
 
 
-def descendants(pid: int) -> list[int]:
-    """Every living or unreaped process below `pid`, parents first."""
+def descendants(pid: int, generations: int | None = None) -> list[int]:
+    """Every living or unreaped process below `pid`, parents first.
+
+    generations: how many, None for all.
+    """
+    if generations == 0:
+        return []
     pids = []
     for child in children(pid):
-        pids += [child, *descendants(child)]
+        pids += [child, *descendants(child, None if generations is None else generations - 1)]
     return pids
 
 

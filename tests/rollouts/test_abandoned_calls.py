@@ -1,7 +1,4 @@
-"""A scorer or an environment that ignores its cancellation costs its rollout, not the run.
-
-The classes run in processes of the collector, which are killed.
-"""
+"""A scorer or an environment that ignores its cancellation costs its rollout, not the run."""
 
 import asyncio
 import sys
@@ -13,14 +10,12 @@ import pytest
 from megatron_rl.config.schema import EnvironmentSettings, RewardSettings, RolloutSettings
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Sampling
-from megatron_rl.rewards.runner import ABANDONED
 from megatron_rl.rollouts.collector import Collector
 from megatron_rl.rollouts.messages import (
-    CallAbandoned,
-    Failed,
     FromCollector,
     GroupDone,
     GroupRequest,
+    UserClassWarning,
 )
 from megatron_rl.rollouts.rejections import UserClassFailed, count_unusable
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
@@ -90,6 +85,7 @@ class Exits:
     async def play(self, episode):
         raise SystemExit(3)
 """
+IGNORED = "timeout: the scorer ignored its cancellation"
 SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
 
 
@@ -98,7 +94,7 @@ def user_classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "stubborn.py").write_text(CLASSES)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.delitem(sys.modules, "stubborn", raising=False)
-    monkeypatch.setattr("megatron_rl.rollouts.user_process.remote_class._GRACE_SECONDS", 0.2)
+    monkeypatch.setattr("megatron_rl.rollouts.user_process.user_classes._GRACE_SECONDS", 0.2)
 
 
 def collect(
@@ -106,7 +102,6 @@ def collect(
     *,
     scorer: str = "",
     environment: str = "",
-    max_abandoned: int = 100,
     timeout_s: float = 0.1,
 ) -> list[FromCollector]:
     """The messages of a collector until it has answered one request."""
@@ -116,7 +111,7 @@ def collect(
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
             settings = msgspec.structs.replace(
                 configuration(url),
-                rollout=RolloutSettings(max_new_tokens=16, max_abandoned_calls=max_abandoned),
+                rollout=RolloutSettings(max_new_tokens=16),
                 reward=RewardSettings(name=scorer or "exact_match", timeout_s=0.1),
                 environment=EnvironmentSettings(
                     name=environment or "single_turn", timeout_s=timeout_s
@@ -128,7 +123,7 @@ def collect(
             )
             await collector.handle(request)
             messages: list[FromCollector] = []
-            while not messages or isinstance(messages[-1], CallAbandoned):
+            while not messages or isinstance(messages[-1], UserClassWarning):
                 messages.append(await asyncio.wait_for(outbox.get(), 60))
             await collector.close()
             return messages
@@ -143,41 +138,34 @@ def group_of(messages: list[FromCollector]) -> Group:
 
 
 def warnings_of(messages: list[FromCollector]) -> list[str]:
-    return [message.text for message in messages if isinstance(message, CallAbandoned)]
+    return [message.text for message in messages if isinstance(message, UserClassWarning)]
 
 
-def test_a_scorer_that_ignores_its_cancellation_is_abandoned_and_counted(
+def test_a_scorer_that_ignores_its_cancellation_gives_no_verdict(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     messages = collect(4, scorer="stubborn:Retries")
     group = group_of(messages)
     reasons = [r.verdict.reason for r in group.rollouts if r.verdict.reward is None]
-    assert (len(group.rollouts), reasons) == (4, [ABANDONED] * 3)
-    assert count_unusable([group]) == {"scorer_abandoned": 3}
+    assert (len(group.rollouts), reasons) == (4, [IGNORED] * 3)
+    assert count_unusable([group]) == {"no_verdict": 3}
     metrics = RolloutBatch(groups=(group,), generated_tokens=16).metrics()
-    assert (metrics["reward/no_verdict"], metrics["reward/abandoned"]) == (3.0, 3.0)
+    assert metrics["reward/no_verdict"] == 3.0
     first, second = warnings_of(messages)  # those with the numbers 1 and 2
     assert first.startswith("reward.name=stubborn:Retries: a call ignored its cancellation")
     assert "group g, rollout " in first and "number 1" in first and "number 2" in second
-    assert caplog.text.count("was killed and is replaced (group g, rollout ") == 3
+    assert caplog.text.count("is replaced when no other call runs in it (group g, rollout ") == 3
 
 
 @pytest.mark.parametrize("name", ["Stubborn", "RespondsAnyway"])
-def test_an_environment_that_ignores_its_cancellation_is_abandoned_and_counted(name: str) -> None:
+def test_an_environment_that_ignores_its_cancellation_is_rejected(name: str) -> None:
     messages = collect(2, environment=f"stubborn:{name}")
     group = group_of(messages)
-    assert group.rejections == {"environment_abandoned": 2}
+    assert group.rejections == {"environment": 2}
     assert "ignored its cancellation after environment.timeout_s=0.1" in group.environment_error
     assert warnings_of(messages)[0].startswith(f"environment.name=stubborn:{name}: ")
-    with pytest.raises(UserClassFailed, match=r"2 of 2 .*environment took longer than .*ignored"):
+    with pytest.raises(UserClassFailed, match=r"2 of 2 .*, or took longer than .*ignored"):
         RolloutBatch(groups=(group,), generated_tokens=8).require("step-1", 0.5)
-
-
-def test_more_abandoned_calls_than_the_limit_end_the_run_with_the_class_and_a_remedy() -> None:
-    message = collect(4, scorer="stubborn:Retries", max_abandoned=2)[-1]
-    assert isinstance(message, Failed) and message.is_refusal  # code 2
-    for part in ("reward.name=stubborn:Retries: 3 calls", "rollout.max_abandoned_calls=2", "catch"):
-        assert part in message.reason
 
 
 def test_an_environment_that_cancels_itself_is_rejected() -> None:

@@ -31,18 +31,18 @@ class FrozenProcesses:
     Each check counts two seconds at most. So a whole job that was suspended survives.
 
     limit_seconds: the time after which a stopped process is an error.
-    with_descendants: whether the descendants of processes are checked too.
+    generations: of descendants that are checked too. None: all.
     """
 
     def __init__(
         self,
         limit_seconds: float = _LIMIT_SECONDS,
         *,
-        with_descendants: bool = True,
+        generations: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._limit_seconds = limit_seconds
-        self._with_descendants = with_descendants
+        self._generations = generations
         self._clock = clock
         self._last_check = clock()
         self._seconds: dict[str, float] = {}
@@ -56,7 +56,7 @@ class FrozenProcesses:
         interval = min(now - self._last_check, _MAX_SECONDS_PER_CHECK)
         self._last_check = now
         for name, root in roots.items():
-            family = (root, *descendants(root)) if self._with_descendants else (root,)
+            family = (root, *descendants(root, self._generations))
             pids = [pid for pid in family if is_stopped(pid)]
             self._seconds[name] = self._seconds.get(name, 0.0) + interval if pids else 0.0
             if self._seconds[name] > self._limit_seconds:

@@ -38,6 +38,9 @@ _POLL_SECONDS = 0.2
 # In which the nodes of an engine begin its first start together. Later, `wait_healthy` lets them.
 _MEET_SECONDS = 5.0
 _STOP_SECONDS = 15.0
+# The collector below its supervisor. Further ones belong to user-defined classes, which may stop
+# their own children. The collector ends a class's process that answers nothing.
+_COLLECTOR_GENERATIONS = 1
 
 
 class NodeProcesses:
@@ -147,7 +150,11 @@ class NodeProcesses:
             )
             self._collector = collector
         self._collector_upkeep = self._look_after(
-            f"the collector of node {self._node}", collector, "runs", self._budget()
+            f"the collector of node {self._node}",
+            collector,
+            "runs",
+            self._budget(),
+            generations=_COLLECTOR_GENERATIONS,
         )
 
     def maintain(self, orders: NodeOrders) -> NodeReport:
@@ -245,7 +252,15 @@ class NodeProcesses:
             return self._budget()
         return RestartBudget(0, rule="engine.colocated=true", clock=self._clock)
 
-    def _look_after(self, name: str, helper: Helper, word: str, budget: RestartBudget) -> Upkeep:
+    def _look_after(
+        self,
+        name: str,
+        helper: Helper,
+        word: str,
+        budget: RestartBudget,
+        *,
+        generations: int | None = None,
+    ) -> Upkeep:
         return Upkeep(
             name,
             helper,
@@ -253,6 +268,7 @@ class NodeProcesses:
             word=word,
             start_timeout_s=self._start_timeout_s,
             log=lambda text: self._events.append(text),
+            generations=generations,
             clock=self._clock,
         )
 

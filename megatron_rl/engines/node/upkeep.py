@@ -42,7 +42,8 @@ class Upkeep:
     """Looks after one process that was healthy at least once.
 
     name: for people. word: what it does again after a restart ("answers"). start_timeout_s: the
-    time after which a start counts as an end. log: writes a line for people.
+    time after which a start counts as an end. log: writes a line for people. generations: of its
+    descendants that must not be stopped (SIGSTOP). None: all.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Upkeep:
         word: str,
         start_timeout_s: float,
         log: Callable[[str], None],
+        generations: int | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._name = name
@@ -67,7 +69,8 @@ class Upkeep:
         self._reason = ""
         self._end_time = 0.0
         self._next_start: float | None = None
-        self._frozen_processes = FrozenProcesses(clock=clock)
+        self._generations = generations
+        self._frozen_processes = FrozenProcesses(generations=generations, clock=clock)
 
     @property
     def state(self) -> ProcessState:
@@ -100,7 +103,7 @@ class Upkeep:
         if self._clock() < next_start:
             return
         self._next_start = None
-        self._frozen_processes = FrozenProcesses(clock=self._clock)
+        self._frozen_processes = FrozenProcesses(generations=self._generations, clock=self._clock)
         self._helper.restart(timeout=_END_SECONDS)
 
     def _observe(self) -> None:

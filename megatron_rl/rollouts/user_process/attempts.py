@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import Enum, auto
 from typing import Any
 
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.environments.episode import Episode
-from megatron_rl.rewards.user_calls import Outcome, TimeLimit
+from megatron_rl.rewards.user_calls import Outcome
 from megatron_rl.rollouts.user_process.messages import (
     ActionError,
     DemonstrateAction,
@@ -29,10 +30,7 @@ Answer = Callable[[EpisodeState], None]
 
 
 class Attempt:
-    """One attempt of a call. limit: its time, which begins when its code begins to run."""
-
-    def __init__(self, limit: TimeLimit) -> None:
-        self.limit = limit
+    """One attempt of a call."""
 
     def message(self, call: int) -> ToProcess:
         """Return the message that makes the call."""
@@ -41,9 +39,9 @@ class Attempt:
     def respond(self, action: RespondAction, answer: Answer) -> None:
         """Let the model respond, and answer later. Only an environment requests it."""
 
-    def perform(self, action: QuickAction) -> EpisodeState | None:
+    def perform(self, action: QuickAction) -> EpisodeState:
         """Perform an action of the environment, and return the answer."""
-        return None
+        raise NotImplementedError
 
     def error_of(self, action: int) -> Exception | None:
         """Return the exception of an action, None for other numbers."""
@@ -56,10 +54,7 @@ class Attempt:
 class ScoreAttempt(Attempt):
     """One attempt to score a response."""
 
-    def __init__(
-        self, limit: TimeLimit, prompt: Prompt, text: str, finish_reason: FinishReason
-    ) -> None:
-        super().__init__(limit)
+    def __init__(self, prompt: Prompt, text: str, finish_reason: FinishReason) -> None:
         self._prompt = prompt
         self._text = text
         self._finish_reason = finish_reason
@@ -73,8 +68,7 @@ class ScoreAttempt(Attempt):
 class EpisodeAttempt(Attempt):
     """One attempt to play an episode. A further attempt has an episode of its own."""
 
-    def __init__(self, limit: TimeLimit, episode: Episode) -> None:
-        super().__init__(limit)
+    def __init__(self, episode: Episode) -> None:
         self.episode = episode
         self._errors: dict[int, Exception] = {}
         self._responses: dict[int, asyncio.Task[None]] = {}
@@ -145,19 +139,42 @@ def _kind_of(error: Exception) -> str:
     return next(kind for kind in (*kinds, *others) if kind in names)
 
 
+def refuse(action: RespondAction | QuickAction) -> EpisodeState:
+    """Return the answer to an action of a call that has ended.
+
+    Without one, code that a call has left behind would wait for ever, and with it the event loop.
+    """
+    return EpisodeState(
+        call=action.call,
+        action=action.action,
+        text="",
+        finish_reason=None,
+        sampled_tokens=0,
+        rejected_tokens={},
+        error=ActionError(kind="CallEnded", message="the call of this episode has ended"),
+    )
+
+
+class Cause(Enum):
+    """What is known about the code that ran when a process was lost."""
+
+    OWN = auto()  # this call's
+    OTHER = auto()  # another call's
+    UNKNOWN = auto()  # no call's: the process may have been stopped, or killed for want of memory
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A call has lost its process."""
+
+    cause: Cause
+    reason: str
+
+
 @dataclass(eq=False)
 class RunningCall:
-    """A call in the process.
+    """A call in a process. subject: names what it works on."""
 
-    subject: names what it works on. end: its outcome, or None if it has to be made again.
-    has_started: whether its code has run. cancel_time: of its cancellation, on the monotonic clock.
-    is_blameless: False if it may have ended the process.
-    """
-
-    number: int
     attempt: Attempt
     subject: str
-    end: asyncio.Future[Outcome[Any] | None]
-    has_started: bool = False
-    cancel_time: float | None = None
-    is_blameless: bool = True
+    end: asyncio.Future[Outcome[Any] | Loss]

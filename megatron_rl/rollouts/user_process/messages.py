@@ -11,6 +11,7 @@ from megatron_rl.contracts.group import Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.contracts.wire_types import Count
+from megatron_rl.rewards.user_calls import Ending
 
 HEARTBEAT_SECONDS = 0.5  # between two messages of a process that does nothing else
 
@@ -20,11 +21,28 @@ class OpenClass(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
 
     search_path: where modules are looked up, as in the collector.
     reward, environment: settings of the class. One of them is None.
+    grace_s: seconds from the cancellation of a call until it counts as one that goes on.
     """
 
     search_path: tuple[str, ...]
+    grace_s: float
     reward: RewardSettings | None = None
     environment: EnvironmentSettings | None = None
+
+    @property
+    def section(self) -> RewardSettings | EnvironmentSettings:
+        """The settings of the class."""
+        section = self.reward or self.environment
+        assert section is not None
+        return section
+
+    @property
+    def max_silence_s(self) -> float:
+        """Seconds without a message after which the process is ended.
+
+        A call that blocks the event loop for so long is over its time, with its grace.
+        """
+        return self.section.timeout_s + self.grace_s + 2 * HEARTBEAT_SECONDS
 
 
 class ScoreCall(msgspec.Struct, frozen=True, kw_only=True, tag="score"):
@@ -85,13 +103,13 @@ class ClassFailure(msgspec.Struct, frozen=True, tag="failure"):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag="beat"):
-    """The event loop of the process runs."""
+    """The event loop of the process runs.
 
+    slowest_call: the call that has run longest, 0 for none. seconds: how long.
+    """
 
-class CallStart(msgspec.Struct, frozen=True, tag="start"):
-    """The code of a call begins to run."""
-
-    call: Count
+    slowest_call: Count = 0
+    seconds: float = 0.0
 
 
 class VerdictOfCall(msgspec.Struct, frozen=True, tag="verdict"):
@@ -102,10 +120,10 @@ class VerdictOfCall(msgspec.Struct, frozen=True, tag="verdict"):
 
 
 class CallEnd(msgspec.Struct, frozen=True, tag="end"):
-    """A call of the environment has returned, or a call has ended by a cancellation."""
+    """A call has ended without a verdict and without an exception."""
 
     call: Count
-    is_cancelled: bool = False
+    ending: Ending
 
 
 class CallError(msgspec.Struct, frozen=True, kw_only=True, tag="error"):
@@ -162,12 +180,5 @@ class DemonstrateAction(msgspec.Struct, frozen=True, tag="demonstrate"):
 QuickAction = WithdrawAction | ObserveAction | ObserveMessagesAction | DemonstrateAction
 ToProcess = OpenClass | ScoreCall | PlayCall | CancelCall | EpisodeState
 FromProcess = (
-    ClassReady
-    | ClassFailure
-    | Heartbeat
-    | CallStart
-    | VerdictOfCall
-    | CallEnd
-    | CallError
-    | RespondAction
+    ClassReady | ClassFailure | Heartbeat | VerdictOfCall | CallEnd | CallError | RespondAction
 )

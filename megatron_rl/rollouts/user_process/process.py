@@ -22,7 +22,6 @@ from megatron_rl.rollouts.user_process.frames import (
     encode_frame,
     receive_frame,
 )
-from megatron_rl.rollouts.user_process.memory_limit import GIGABYTE, memory_over_limit
 from megatron_rl.rollouts.user_process.messages import (
     ClassFailure,
     ClassReady,
@@ -55,14 +54,10 @@ class UserProcess:
     `end`. Processes that the class has started and that left its session are found too.
 
     name: key and name of the class, for messages. lifeline: the process ends with it.
-    memory_limit: in bytes, of all its processes.
     """
 
-    def __init__(
-        self, name: str, settings: OpenClass, *, lifeline: Lifeline, memory_limit: int
-    ) -> None:
+    def __init__(self, name: str, settings: OpenClass, *, lifeline: Lifeline) -> None:
         self.name = name
-        self.memory_limit = memory_limit
         self.current = CurrentCall.create()
         self._tree = SupervisedTree()
         self._lock = threading.Lock()
@@ -100,8 +95,8 @@ class UserProcess:
 
         say: receives a line when this takes long. is_unwanted: True if nobody needs it any more.
 
-        Raises `PluginError` if the class cannot be opened, ends its process, takes longer than
-        `timeout_s` or too much memory. The caller then ends this process.
+        Raises `PluginError` if the class cannot be opened, ends its process, or takes longer than
+        `timeout_s`. The caller then ends this process.
         """
         reminder = Reminder()
         while not select.select([self._calls], [], [], _POLL_SECONDS)[0]:
@@ -112,9 +107,6 @@ class UserProcess:
                 )
             if is_unwanted():
                 raise PluginError(f"{self.name}: the collector ends")
-            excess = self.excess_memory()
-            if excess is not None:
-                raise PluginError(f"{self.name}: its constructor {excess}")
             if reminder.is_due():
                 say(f"waiting for the constructor of {self.name} for {reminder.seconds:.0f} s")
         try:
@@ -132,7 +124,7 @@ class UserProcess:
     async def connect(
         self,
         receive: Callable[[FromProcess], None],
-        perform: Callable[[QuickAction], ToProcess | None],
+        perform: Callable[[QuickAction], ToProcess],
         lose: Callable[[str], None],
     ) -> None:
         """Exchange messages in this event loop from now on.
@@ -141,9 +133,7 @@ class UserProcess:
         """
 
         def answer(body: bytes) -> None:
-            state = perform(quick_action.decode(body))
-            if state is not None:
-                self._connections[1].send(state)
+            self._connections[1].send(perform(quick_action.decode(body)))
 
         calls = await FrameConnection.open(
             self._calls, lambda body: receive(from_process.decode(body)), lose
@@ -154,16 +144,6 @@ class UserProcess:
     def send(self, message: ToProcess) -> None:
         """Send a message. Does nothing once the connection has ended."""
         self._connections[0].send(message)
-
-    def excess_memory(self) -> str | None:
-        """Describe the memory of its processes if it is above the limit."""
-        num_bytes = memory_over_limit(self._tree.pid, self.memory_limit)
-        if num_bytes is None:
-            return None
-        return (
-            f"used {num_bytes / GIGABYTE:.3g} GB of memory with the processes it started, above "
-            f"rollout.user_memory_gb={self.memory_limit / GIGABYTE:.3g}"
-        )
 
     def wait_for_exit(self) -> str:
         """Wait until the process has ended, for seconds at most, and describe how."""

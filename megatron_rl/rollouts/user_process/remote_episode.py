@@ -67,6 +67,8 @@ class RemoteEpisode:
     """One rollout of `prompt` while an environment plays it. The collector holds its tokens.
 
     It has the methods and the attributes of `environments.episode.Episode`, which documents them.
+    Once its call has ended or is cancelled, `respond` never returns, so that code which asks again
+    and again blocks nothing. The other actions raise RuntimeError.
 
     send: delivers a request for a response. quick_actions: performs everything else.
     """
@@ -89,19 +91,32 @@ class RemoteEpisode:
         self._numbers = itertools.count(1)
         self._pending: dict[int, asyncio.Future[EpisodeState]] = {}
         self._errors: dict[int, Exception] = {}
+        self._is_closed = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """True while a response is sampled."""
+        return bool(self._pending)
+
+    def close(self) -> None:
+        """Take no further action."""
+        self._is_closed = True
 
     async def respond(self) -> Response:
         """Let the model continue all tokens so far."""
         number = next(self._numbers)
         future = asyncio.get_running_loop().create_future()
+        if self._is_closed:
+            await future
         self._pending[number] = future
         self._send(RespondAction(self._call, number))
         try:
             state = await future
         except asyncio.CancelledError:
             # The answer comes before any later action of this episode.
-            with contextlib.suppress(OSError):
-                self._update(self._quick_actions.perform(WithdrawAction(self._call, number)))
+            if not self._is_closed:
+                with contextlib.suppress(OSError):
+                    self._update(self._quick_actions.perform(WithdrawAction(self._call, number)))
             raise
         finally:
             del self._pending[number]
@@ -136,6 +151,8 @@ class RemoteEpisode:
         return numbers[0] if numbers else 0
 
     def _perform(self, make_action: Callable[[int], QuickAction]) -> None:
+        if self._is_closed:
+            raise RuntimeError("the call of this episode has ended")
         self._update(self._quick_actions.perform(make_action(next(self._numbers))))
 
     def _update(self, state: EpisodeState) -> None:

@@ -8,8 +8,10 @@ import faulthandler
 import os
 import socket
 import sys
+import time
 import traceback
 from collections.abc import Coroutine
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,7 +33,6 @@ from megatron_rl.rollouts.user_process.messages import (
     HEARTBEAT_SECONDS,
     CallEnd,
     CallError,
-    CallStart,
     CancelCall,
     EpisodeState,
     FromProcess,
@@ -48,14 +49,62 @@ from megatron_rl.rollouts.user_process.remote_episode import QuickActions, Remot
 _STACK_SECONDS = 10.0
 _MAX_TRACE_LENGTH = 20_000
 
+# Between two looks at the clocks of the calls
+_TICK_SECONDS = 0.1
+# A look counts so much at most. A process that was stopped or had no CPU costs no call its time.
+_MAX_COUNTED_SECONDS = 1.0
+
 _decoder: msgspec.msgpack.Decoder[ToProcess] = msgspec.msgpack.Decoder(ToProcess)
+
+
+@dataclass(eq=False)
+class _RunningCall:
+    """A call that runs in this process.
+
+    episode: of a call of an environment. seconds: how long it has run without waiting for the
+    model, and from its cancellation on, how long it has gone on.
+    """
+
+    task: asyncio.Task[FromProcess]
+    episode: RemoteEpisode | None = None
+    seconds: float = 0.0
+    is_cancelled: bool = False
+
+    def count(self, seconds: float) -> None:
+        """Count time of the event loop. A response has a deadline of its own."""
+        is_paused = not self.is_cancelled and self.episode is not None and self.episode.is_waiting
+        self.seconds = 0.0 if is_paused else self.seconds + seconds
+
+    def cancel(self) -> None:
+        """Cancel the call."""
+        if not self.is_cancelled:
+            self.is_cancelled = True
+            self.seconds = 0.0
+            self.close()
+            self.task.cancel()
+
+    def close(self) -> None:
+        """Take no further action of the call."""
+        if self.episode is not None:
+            self.episode.close()
 
 
 class UserClassServer:
     """Answers the collector's calls of one class until the connection ends.
 
+    Moves of a call, and why:
+
+    running   -> ended      Its code returns or raises. It reports the result.
+    running   -> cancelled  It is over its time, or the collector cancels it. The clock stands still
+                            with the event loop, so a stall is no call's fault.
+    cancelled -> ended      Its code ends. It is reported as over its time, whatever it returns.
+    cancelled -> ignored    It goes on for the grace while the event loop runs: only its own code
+                            can be the reason. It is reported, and its task is left alone.
+
+    A call that blocks the event loop makes no move. The collector hears nothing and ends the
+    process.
+
     scorer, environment: the class. One of them is None.
-    options: its constructor's arguments. Their secret values are left out of texts.
     """
 
     def __init__(
@@ -67,14 +116,12 @@ class UserClassServer:
         current: CurrentCall,
         quick_actions: QuickActions,
     ) -> None:
-        section = settings.reward or settings.environment
-        self._options = {} if section is None else section.options
+        self._settings = settings
         self._scorer = scorer
         self._environment = environment
         self._current = current
         self._quick_actions = quick_actions
-        self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._episodes: dict[int, RemoteEpisode] = {}
+        self._calls: dict[int, _RunningCall] = {}
 
     async def serve(self, connection: socket.socket) -> None:
         """Answer calls until the collector closes the connection."""
@@ -83,6 +130,7 @@ class UserClassServer:
         self._end = loop.create_future()
         self._connection = await FrameConnection.open(connection, self._receive, self._stop)
         self._beat()
+        self._tick(time.monotonic())
         await self._end
 
     def _stop(self, reason: str) -> None:
@@ -93,10 +141,24 @@ class UserClassServer:
         self._connection.send(message)
 
     def _beat(self) -> None:
-        self._send(Heartbeat())
+        seconds = {number: call.seconds for number, call in self._calls.items()}
+        slowest = max(seconds, key=seconds.__getitem__, default=0)
+        self._send(Heartbeat(slowest, seconds.get(slowest, 0.0)))
         if sys.__stderr__ is not None:
             faulthandler.dump_traceback_later(_STACK_SECONDS, file=sys.__stderr__)
         asyncio.get_running_loop().call_later(HEARTBEAT_SECONDS, self._beat)
+
+    def _tick(self, last: float) -> None:
+        """Count the time of all calls, and end those that are over their limits."""
+        now = time.monotonic()
+        for number, call in list(self._calls.items()):
+            call.count(min(now - last, _MAX_COUNTED_SECONDS))
+            if call.is_cancelled and call.seconds >= self._settings.grace_s:
+                del self._calls[number]
+                self._send(CallEnd(number, Ending.IGNORED))
+            elif not call.is_cancelled and call.seconds >= self._settings.section.timeout_s:
+                call.cancel()
+        asyncio.get_running_loop().call_later(_TICK_SECONDS, self._tick, now)
 
     def _receive(self, body: bytes) -> None:
         message = _decoder.decode(body)
@@ -104,54 +166,58 @@ class UserClassServer:
             case ScoreCall():
                 self._start(message.call, self._score(message))
             case PlayCall():
-                self._start(message.call, self._play(message))
+                episode = RemoteEpisode(
+                    message.call, message.prompt, self._send, self._quick_actions
+                )
+                self._start(message.call, self._play(message.call, episode), episode)
             case CancelCall(call):
-                if call in self._tasks:
-                    self._tasks[call].cancel()
+                if call in self._calls:
+                    self._calls[call].cancel()
             case EpisodeState():
-                if message.call in self._episodes:
-                    self._episodes[message.call].receive(message)
+                running = self._calls.get(message.call)
+                if running is not None and running.episode is not None:
+                    running.episode.receive(message)
 
-    def _start(self, call: int, work: Coroutine[Any, Any, None]) -> None:
+    def _start(
+        self,
+        number: int,
+        work: Coroutine[Any, Any, FromProcess],
+        episode: RemoteEpisode | None = None,
+    ) -> None:
         context = contextvars.copy_context()
-        context.run(CALL.set, call)
+        context.run(CALL.set, number)
         task = asyncio.get_running_loop().create_task(work, context=context)
-        self._tasks[call] = task
-        task.add_done_callback(lambda task: self._finish(call, task))
+        self._calls[number] = _RunningCall(task, episode)
+        task.add_done_callback(lambda task: self._finish(number, task))
 
-    def _finish(self, call: int, task: asyncio.Task[None]) -> None:
-        """Report a call that has not reported its end: one that was cancelled before it began."""
-        del self._tasks[call]
-        if task.cancelled():
-            self._send(CallEnd(call, is_cancelled=True))
-        elif (error := task.exception()) is not None:
-            self._send(self._describe(call, error))
+    def _finish(self, number: int, task: asyncio.Task[FromProcess]) -> None:
+        """Report the end of a call, unless it was reported as one that goes on."""
+        error = None if task.cancelled() else task.exception()
+        call = self._calls.pop(number, None)
+        if call is None:
+            return
+        call.close()
+        if call.is_cancelled or task.cancelled():
+            is_over = call.is_cancelled
+            self._send(CallEnd(number, Ending.TIMED_OUT if is_over else Ending.CANCELLED))
+        else:
+            self._send(task.result() if error is None else self._describe(number, error))
 
-    async def _score(self, message: ScoreCall) -> None:
-        self._send(CallStart(message.call))
+    async def _score(self, message: ScoreCall) -> FromProcess:
         assert self._scorer is not None
         call = partial(self._scorer.score, message.prompt, message.text, message.finish_reason)
         outcome = await await_call(call)
         if outcome.ending is Ending.CANCELLED:
-            self._send(CallEnd(message.call, is_cancelled=True))
-        else:
-            self._send(VerdictOfCall(message.call, make_verdict(outcome, self._hide_values)))
+            return CallEnd(message.call, Ending.CANCELLED)
+        return VerdictOfCall(message.call, make_verdict(outcome, self._hide_values))
 
-    async def _play(self, message: PlayCall) -> None:
-        self._send(CallStart(message.call))
+    async def _play(self, call: int, episode: RemoteEpisode) -> FromProcess:
         assert self._environment is not None
-        episode = RemoteEpisode(message.call, message.prompt, self._send, self._quick_actions)
-        self._episodes[message.call] = episode
-        try:
-            play = partial(self._environment.play, episode)  # type: ignore[arg-type]
-            outcome = await await_call(play)
-        finally:
-            del self._episodes[message.call]
-        if outcome.error is None or outcome.ending is Ending.CANCELLED:
-            self._send(CallEnd(message.call, is_cancelled=outcome.ending is Ending.CANCELLED))
-        else:
-            action = episode.action_of(outcome.error)
-            self._send(self._describe(message.call, outcome.error, action))
+        play = partial(self._environment.play, episode)  # type: ignore[arg-type]
+        outcome = await await_call(play)
+        if outcome.ending is Ending.RAISED and outcome.error is not None:
+            return self._describe(call, outcome.error, episode.action_of(outcome.error))
+        return CallEnd(call, outcome.ending)
 
     def _describe(self, call: int, error: BaseException, action: int = 0) -> CallError:
         description = self._hide_values(describe_failure(error))
@@ -164,7 +230,7 @@ class UserClassServer:
         )
 
     def _hide_values(self, text: str) -> str:
-        return hide_values(text, self._options)
+        return hide_values(text, self._settings.section.options)
 
 
 def offer_to_the_kernel() -> None:

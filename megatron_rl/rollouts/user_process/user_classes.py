@@ -18,12 +18,14 @@ from megatron_rl.environments.environment import (
 )
 from megatron_rl.rewards import ScorerInThisProcess, open_scorer
 from megatron_rl.rewards.runner import ScorerCalls
-from megatron_rl.rewards.user_calls import Outcome, TimeLimit, call_with_limit
-from megatron_rl.rollouts.messages import CallAbandoned, Configure, FromCollector
+from megatron_rl.rewards.user_calls import Outcome, call_with_limit
+from megatron_rl.rollouts.messages import Configure, FromCollector, UserClassWarning
 from megatron_rl.rollouts.user_process.attempts import EpisodeAttempt, ScoreAttempt
-from megatron_rl.rollouts.user_process.memory_limit import limit_in_bytes
 from megatron_rl.rollouts.user_process.messages import OpenClass
-from megatron_rl.rollouts.user_process.remote_class import RemoteClass, UserClassLimits
+from megatron_rl.rollouts.user_process.remote_class import RemoteClass
+
+# From the cancellation of a call until it counts as one that goes on
+_GRACE_SECONDS = 5.0
 
 OpenAttempt = Callable[[], EpisodeAttempt]
 
@@ -52,7 +54,7 @@ class EnvironmentInThisProcess:
     ) -> Outcome[None]:
         environment = for_evaluation(self._environment) if is_evaluation else self._environment
         attempt = open_attempt()
-        return await call_with_limit(lambda: environment.play(attempt.episode), attempt.limit)
+        return await call_with_limit(lambda: environment.play(attempt.episode))
 
 
 class EnvironmentInProcess:
@@ -68,11 +70,10 @@ class EnvironmentInProcess:
 
 
 class ScorerInProcess:
-    """Calls a user-defined scorer. timeout_s: seconds for one response."""
+    """Calls a user-defined scorer."""
 
-    def __init__(self, remote_class: RemoteClass, *, timeout_s: float) -> None:
+    def __init__(self, remote_class: RemoteClass) -> None:
         self._remote_class = remote_class
-        self._timeout_s = timeout_s
 
     async def score(
         self, prompt: Prompt, text: str, finish_reason: FinishReason, *, subject: str
@@ -80,7 +81,7 @@ class ScorerInProcess:
         """Score one response. Cancelling this cancels the scorer."""
 
         def open_attempt() -> ScoreAttempt:
-            return ScoreAttempt(TimeLimit(self._timeout_s), prompt, text, finish_reason)
+            return ScoreAttempt(prompt, text, finish_reason)
 
         return await self._remote_class.run(open_attempt, subject=subject)
 
@@ -118,37 +119,26 @@ class UserClasses:
     def _start_scorer(self, settings: RewardSettings) -> ScorerCalls:
         if ":" not in settings.name:
             return ScorerInThisProcess(open_scorer(settings), timeout_s=settings.timeout_s)
-        remote_class = self._start(
-            f"reward.name={settings.name}", settings.timeout_s, reward=settings
-        )
-        return ScorerInProcess(remote_class, timeout_s=settings.timeout_s)
+        return ScorerInProcess(self._start(f"reward.name={settings.name}", reward=settings))
 
     def _start_environment(self, settings: EnvironmentSettings) -> EnvironmentCalls:
         if ":" not in settings.name:
             return EnvironmentInThisProcess(open_environment(settings))
-        remote_class = self._start(
-            f"environment.name={settings.name}", settings.timeout_s, environment=settings
-        )
-        return EnvironmentInProcess(remote_class)
+        name = f"environment.name={settings.name}"
+        return EnvironmentInProcess(self._start(name, environment=settings))
 
     def _wait_until_open(self) -> tuple[str, ...]:
         """Wait for both classes, and return the roles of a user-defined environment."""
         roles = [remote_class.wait_until_open() for remote_class in self._remote_classes]
         return tuple(role for names in roles for role in names)
 
-    def _start(self, name: str, timeout_s: float, **sections: Any) -> RemoteClass:
-        rollout = self._configuration.rollout
-
+    def _start(self, name: str, **section: Any) -> RemoteClass:
         async def warn(text: str) -> None:
-            await self._report(CallAbandoned(text))
+            await self._report(UserClassWarning(text))
 
-        limits = UserClassLimits(
-            timeout_s=timeout_s,
-            open_timeout_s=self._configuration.open_timeout_s,
-            memory=limit_in_bytes(rollout.user_memory_gb),
-            max_abandoned=rollout.max_abandoned_calls,
+        settings = OpenClass(search_path=tuple(sys.path), grace_s=_GRACE_SECONDS, **section)
+        remote_class = RemoteClass(
+            name, settings, open_timeout_s=self._configuration.open_timeout_s, report=warn
         )
-        settings = OpenClass(search_path=tuple(sys.path), **sections)
-        remote_class = RemoteClass(name, settings, limits, report=warn)
         self._remote_classes.append(remote_class)
         return remote_class

@@ -1,4 +1,4 @@
-"""Watches one process of a user-defined class: its heartbeat, its memory, and slow calls."""
+"""Watches one process of a user-defined class: its silence, and slow calls."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Protocol
 
 from megatron_rl.records.reminder import FIRST_SECONDS
 from megatron_rl.rollouts.user_process.attempts import RunningCall
+from megatron_rl.rollouts.user_process.messages import FromProcess, Heartbeat
 from megatron_rl.rollouts.user_process.process import UserProcess
 
 _CHECK_SECONDS = 0.25
@@ -25,7 +26,7 @@ class Warn(Protocol):
 
 
 class ProcessWatch:
-    """Ends a process that is silent for too long or uses too much memory, and names slow calls.
+    """Ends a process that is silent for too long, and names slow calls.
 
     calls: those that the process has, by number. max_silence_s: seconds without a message.
     end: ends the process, given the reason.
@@ -41,13 +42,14 @@ class ProcessWatch:
         warn: Warn,
     ) -> None:
         self.silence_seconds = 0.0
+        self.slowest = Heartbeat()
         self._process = process
         self._calls = calls
         self._max_silence_s = max_silence_s
         self._end = end
         self._warn = warn
         self._task: asyncio.Task[None] | None = None
-        self._slowest: RunningCall | None = None
+        self._named_call = 0
         self._next_line = FIRST_SECONDS
         self._last_log = self._last_report = -math.inf
 
@@ -60,9 +62,11 @@ class ProcessWatch:
         if self._task is not None:
             self._task.cancel()
 
-    def hear(self) -> None:
+    def hear(self, message: FromProcess) -> None:
         """Note that the process has sent a message."""
         self.silence_seconds = 0.0
+        if isinstance(message, Heartbeat):
+            self.slowest = message
 
     async def _work(self) -> None:
         last = time.monotonic()
@@ -73,22 +77,15 @@ class ProcessWatch:
             self.silence_seconds += min(now - last, 2 * _CHECK_SECONDS)
             last = now
             if self.silence_seconds > self._max_silence_s:
-                self._end(f"its event loop was blocked for {self.silence_seconds:.0f} s")
-                return
-            excess = await asyncio.to_thread(self._process.excess_memory)
-            if excess is not None:
-                self._end(f"it {excess}")
+                self._end(f"it answered nothing for {self.silence_seconds:.0f} s")
                 return
             self._name_slow_calls(now)
 
     def _name_slow_calls(self, now: float) -> None:
         """Say at growing intervals for which call everything waits."""
-        calls = self._calls.values()
-        slowest = max(calls, key=lambda call: call.attempt.limit.seconds, default=None)
-        seconds = 0.0 if slowest is None else slowest.attempt.limit.seconds
-        longest = max(seconds, self.silence_seconds)
-        if longest < FIRST_SECONDS or slowest is not self._slowest:
-            self._slowest = slowest
+        longest = max(self.slowest.seconds, self.silence_seconds)
+        if longest < FIRST_SECONDS or self.slowest.slowest_call != self._named_call:
+            self._named_call = self.slowest.slowest_call
             self._next_line = FIRST_SECONDS
         if longest < FIRST_SECONDS:
             return
@@ -97,20 +94,20 @@ class ProcessWatch:
             return
         self._next_line = longest + min(longest, _REPORT_SECONDS)
         self._last_log = now
-        is_blocked = self.silence_seconds >= FIRST_SECONDS
-        text = self._describe_block() if is_blocked else _describe(slowest, seconds)
-        is_due = is_blocked or now - self._last_report >= _REPORT_SECONDS
+        is_silent = self.silence_seconds >= FIRST_SECONDS
+        text = self._describe_silence() if is_silent else self._describe_slowest()
+        is_due = is_silent or now - self._last_report >= _REPORT_SECONDS
         if is_due:
             self._last_report = now
         self._warn(
             f"{self._process.name}: {text}; {len(self._calls)} calls run or wait", to_rank_0=is_due
         )
 
-    def _describe_block(self) -> str:
-        blocker = self._calls.get(self._process.current.get())
-        subject = "" if blocker is None else f" by {blocker.subject}"
-        return f"its process is blocked{subject} for {self.silence_seconds:.0f} s"
+    def _describe_silence(self) -> str:
+        running = self._calls.get(self._process.current.get())
+        subject = "" if running is None else f", in which {running.subject} runs,"
+        return f"its process{subject} answers nothing for {self.silence_seconds:.0f} s"
 
-
-def _describe(call: RunningCall | None, seconds: float) -> str:
-    return f"{'a call' if call is None else call.subject} takes {seconds:.0f} s"
+    def _describe_slowest(self) -> str:
+        call = self._calls.get(self.slowest.slowest_call)
+        return f"{'a call' if call is None else call.subject} takes {self.slowest.seconds:.0f} s"

@@ -30,7 +30,7 @@ class FrozenRanks:
 
     def __init__(self, ranks: LocalRanks, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._ranks = ranks
-        self._frozen_processes = FrozenProcesses(with_descendants=False, clock=clock)
+        self._frozen_processes = FrozenProcesses(generations=0, clock=clock)
 
     def check(self) -> None:
         """Look for stopped ranks. Raises `RankFrozen`."""

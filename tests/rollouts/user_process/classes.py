@@ -1,6 +1,9 @@
 """Opens user-defined classes in processes, and makes calls, as a collector does."""
 
 import asyncio
+import contextlib
+import os
+import signal
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -15,11 +18,12 @@ from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards import RewardRunner
 from megatron_rl.rollouts.user_process.messages import OpenClass
-from megatron_rl.rollouts.user_process.remote_class import RemoteClass, UserClassLimits
+from megatron_rl.rollouts.user_process.remote_class import RemoteClass
 from megatron_rl.rollouts.user_process.user_classes import ScorerInProcess
 
 PROMPT = Prompt(id="p", token_ids=(1,), answer="1", task="t")
-GIGABYTE = 10**9
+# Acts on a class while its calls run
+Act = Callable[[RemoteClass], Awaitable[None]]
 
 
 @dataclass
@@ -41,11 +45,17 @@ class Results:
 
 
 def open_class(
-    settings: RewardSettings, limits: UserClassLimits, report: Callable[[str], Awaitable[None]]
+    settings: RewardSettings,
+    report: Callable[[str], Awaitable[None]],
+    *,
+    open_timeout_s: float = 60.0,
+    grace_s: float = 1.5,
 ) -> RemoteClass:
     """Open a scorer in a process. Raises `PluginError`, and then leaves no process."""
-    opening = OpenClass(search_path=tuple(sys.path), reward=settings)
-    remote_class = RemoteClass(f"reward.name={settings.name}", opening, limits, report=report)
+    opening = OpenClass(search_path=tuple(sys.path), reward=settings, grace_s=grace_s)
+    remote_class = RemoteClass(
+        f"reward.name={settings.name}", opening, open_timeout_s=open_timeout_s, report=report
+    )
     try:
         remote_class.wait_until_open()
     except BaseException:
@@ -54,18 +64,22 @@ def open_class(
     return remote_class
 
 
+async def do_nothing(remote_class: RemoteClass) -> None:
+    """Let calls run."""
+
+
 def score_in_process(
     name: str,
     *texts: str,
     timeout_s: float = 2.0,
-    memory: int = 16 * GIGABYTE,
-    max_abandoned: int = 100,
     then: tuple[str, ...] = ("after",),
-    open_timeout_s: float = 60.0,
+    act: Act = do_nothing,
     options: dict[str, object] | None = None,
+    **opening: float,
 ) -> Results:
     """Score these texts at the same time, and then others one after the other.
 
+    act: runs beside the first calls. opening: arguments of `open_class`.
     All processes have ended when this returns.
     """
     results = Results()
@@ -74,15 +88,9 @@ def score_in_process(
         results.warnings.append(text)
 
     async def run() -> None:
-        settings = RewardSettings(name=name, options=options or {})
-        limits = UserClassLimits(
-            timeout_s=timeout_s,
-            open_timeout_s=open_timeout_s,
-            memory=memory,
-            max_abandoned=max_abandoned,
-        )
-        remote_class = open_class(settings, limits, report)
-        runner = RewardRunner(ScorerInProcess(remote_class, timeout_s=timeout_s))
+        settings = RewardSettings(name=name, options=options or {}, timeout_s=timeout_s)
+        remote_class = open_class(settings, report, **opening)
+        runner = RewardRunner(ScorerInProcess(remote_class))
 
         async def score(text: str) -> None:
             verdict = await runner.score(PROMPT, text, FinishReason.STOP, subject=f"call {text!r}")
@@ -90,7 +98,7 @@ def score_in_process(
 
         start = time.monotonic()
         try:
-            await asyncio.gather(*map(score, texts))
+            await asyncio.gather(act(remote_class), *map(score, texts))
             results.seconds = time.monotonic() - start
             for text in then:
                 await score(text)
@@ -101,6 +109,38 @@ def score_in_process(
     asyncio.run(run())
     assert set(psutil.Process().children(recursive=True)) - earlier == set()
     return results
+
+
+def signal_process_of(
+    file: Path, number: signal.Signals, *, times: int = 1, stopped_s: float = 0.0
+) -> Act:
+    """Return what sends a signal to each new process of a class, some time after its first call.
+
+    file: has a line for each call, which begins with the process id. times: number of processes.
+    stopped_s: seconds until a process is continued (SIGCONT), if it still runs.
+    """
+
+    async def act(remote_class: RemoteClass) -> None:
+        known: set[int] = set()
+        for _ in range(times):
+            while not (new := set(first_words(file)) - known):
+                await asyncio.sleep(0.05)
+            known |= new
+            await asyncio.sleep(0.3)
+            for pid in new:
+                os.kill(pid, number)
+            await asyncio.sleep(stopped_s)
+            for pid in new if stopped_s else ():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    return act
+
+
+def first_words(file: Path) -> list[int]:
+    """Return the numbers at the beginning of the lines of a file that may be missing."""
+    lines = file.read_text().splitlines() if file.exists() else []
+    return [int(line.split()[0]) for line in lines]
 
 
 def is_running(pid: int) -> bool:

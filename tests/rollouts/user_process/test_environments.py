@@ -14,7 +14,7 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.environments.environment import open_environment
 from megatron_rl.rollouts.collector import Collector
-from megatron_rl.rollouts.messages import CallAbandoned, FromCollector, GroupDone, GroupRequest
+from megatron_rl.rollouts.messages import FromCollector, GroupDone, GroupRequest, UserClassWarning
 from megatron_rl.rollouts.store import read_rollout
 from megatron_rl.rollouts.user_process import user_classes
 from tests.support.fake_engine import Answer, Reply, configuration, fake_engine, reply
@@ -77,7 +77,7 @@ class TooLong(Environment):
             raise
 
 
-class BlocksOnce(Environment):
+class Blocks(Environment):
     async def play(self, episode):
         response = await episode.respond()
         if response.text == "047":
@@ -96,6 +96,46 @@ class Exits(Environment):
         await asyncio.sleep(0.5)
 
 
+class LeavesWorkBehind(Environment):
+    async def play(self, episode):
+        response = await episode.respond()
+        if response.text == "047":
+            for work in (self.observe_late, self.respond_late):
+                self.task = asyncio.create_task(work(episode))
+            return
+        await asyncio.sleep(3.0)
+        await episode.respond()
+
+    async def observe_late(self, episode):
+        await asyncio.sleep(0.3)
+        try:
+            episode.observe("late")
+        except RuntimeError as error:
+            print("refused:", error, flush=True)
+        episode.observe("late again")
+
+    async def respond_late(self, episode):
+        while True:
+            await asyncio.sleep(0.3)
+            try:
+                await episode.respond()
+            except Exception:
+                pass
+
+
+class Overlaps(Environment):
+    async def play(self, episode):
+        await asyncio.gather(episode.respond(), episode.respond())
+
+
+class ObservesMeanwhile(Environment):
+    async def play(self, episode):
+        response = asyncio.create_task(episode.respond())
+        await asyncio.sleep(0)
+        episode.observe("5")
+        await response
+
+
 class Garbage(Environment):
     async def play(self, episode):
         episode.observe_messages([{1: 2}])
@@ -106,7 +146,7 @@ class Garbage(Environment):
 def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "own_environments.py").write_text(ENVIRONMENTS)
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr("megatron_rl.rollouts.user_process.remote_class._GRACE_SECONDS", 0.3)
+    monkeypatch.setattr("megatron_rl.rollouts.user_process.user_classes._GRACE_SECONDS", 0.3)
 
 
 def collect(
@@ -142,7 +182,7 @@ def collect(
                     if isinstance(message, GroupDone):
                         rollouts = [read_rollout(ref) for ref in message.group.rollouts]
                         return message.group, rollouts
-                    assert isinstance(message, CallAbandoned), message
+                    assert isinstance(message, UserClassWarning), message
                     warnings.append(message.text)
             finally:
                 await collector.close()
@@ -219,12 +259,12 @@ def test_an_episode_begins_again_with_the_same_seeds_when_another_one_blocks() -
         seeds[body["sampling_params"]["sampling_seed"]] += 1
         return reply(body, "047" if body["rid"].startswith("g/1#") else "46")
 
-    group, (rollout,), warnings = collect("BlocksOnce", answer, 2, timeout_s=5.0)
-    assert group.rejections == {"environment_abandoned": 1}
+    group, (rollout,), warnings = collect("Blocks", answer, 2, timeout_s=5.0)
+    assert group.rejections == {"environment": 1}
     assert rollout.sample_index == 0 and len(rollout.segments) == 3
-    # 47 and its end; 046 and its end
-    assert group.rejected_tokens == {"environment_abandoned": 4, "environment_restarted": 3}
-    assert sorted(seeds.values()) == [1, 1, 2]
+    # 47 and its end, twice; 46 and its end
+    assert group.rejected_tokens == {"environment": 4, "environment_restarted": 7}
+    assert sorted(seeds.values()) == [1, 2, 2]
     assert "group g, rollout 1" in warnings[0]
 
 
@@ -236,3 +276,24 @@ def test_an_environment_that_ends_its_process_costs_its_own_rollout() -> None:
     assert "exit code 9" in group.environment_error
     assert [rollout.sample_index for rollout in rollouts] == [0, 2]
     assert "group g, rollout 1" in warnings[0]
+
+
+def test_work_that_an_episode_leaves_behind_blocks_no_other(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    """Each of its actions is refused, and the others have all their time."""
+
+    def answer(n: int, body: Reply) -> Reply:
+        return reply(body, "047" if body["rid"].startswith("g/1#") else "46")
+
+    group, rollouts, warnings = collect("LeavesWorkBehind", answer, 4, timeout_s=4.0)
+    assert group.rejections == {} and warnings == []
+    assert [len(rollout.segments) for rollout in rollouts] == [3, 2, 3, 3]
+    assert "refused: the call of this episode has ended" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("name", ["Overlaps", "ObservesMeanwhile"])
+def test_actions_that_overlap_are_refused(name: str) -> None:
+    group, _, _ = collect(name, lambda n, body: reply(body, "46"))
+    assert group.rejections == {"environment": 1}
+    assert "ValueError: a response of this episode is pending" in group.environment_error

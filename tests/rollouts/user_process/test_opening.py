@@ -1,4 +1,4 @@
-"""Constructors in processes: those that take long, raise, hang, end their process or eat memory."""
+"""Constructors in processes: those that take long, raise, hang or end their process."""
 
 import time
 from pathlib import Path
@@ -6,9 +6,10 @@ from pathlib import Path
 import psutil
 import pytest
 
+from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.plugins import PluginError
-from megatron_rl.rollouts.user_process.memory_limit import limit_in_bytes
-from tests.rollouts.user_process.classes import GIGABYTE, score_in_process
+from megatron_rl.rollouts.user_process.remote_class import ReopenFailed
+from tests.rollouts.user_process.classes import score_in_process
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
 SCORER = """
@@ -49,13 +50,6 @@ class Hangs(Good):
                 pass
 
 
-class Allocates(Good):
-    def __init__(self):
-        blocks = []
-        while True:
-            blocks.append(bytearray(2**24))
-
-
 class HasSecret(Good):
     def __init__(self, key):
         self.key = key
@@ -69,6 +63,15 @@ class WritesAtExit(Good):
         atexit.register(open, "FOLDER/finished", "w")
 
 
+class OpensAlone(Good):
+    def __init__(self):
+        self.number = len(os.listdir("FOLDER/opens"))
+        if self.number == 1:
+            open(f"FOLDER/opens/{self.number}", "w").close()
+            raise OSError("in use")
+        open(f"FOLDER/opens/{self.number}", "w").close()
+
+
 class OpensOnce(Good):
     def __init__(self):
         if os.path.exists("FOLDER/opened"):
@@ -80,6 +83,7 @@ class OpensOnce(Good):
 @pytest.fixture(autouse=True)
 def modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "constructors.py").write_text(SCORER.replace("FOLDER", str(tmp_path)))
+    (tmp_path / "opens").mkdir()
     (tmp_path / "slow_import.py").write_text("import time\ntime.sleep(1.5)\n" + SCORER)
     monkeypatch.syspath_prepend(tmp_path)
 
@@ -94,7 +98,6 @@ def test_a_module_may_take_long_to_import() -> None:
         ("Raises", r"constructors:Raises\(\) fails: KeyError: 'no model' \(.*in __init__"),
         pytest.param("Missing", "has no class Missing", marks=pytest.mark.nightly),
         ("Exits", r"its process ended before the class was constructed \(exit code 5\); the log"),
-        ("Allocates", r"its constructor used .* GB .*above rollout\.user_memory_gb=0\.4"),
         ("Hangs", r"its constructor did not return within parallel\.timeout_s=4\. Make it faster"),
     ],
 )
@@ -103,16 +106,22 @@ def test_a_constructor_that_fails_is_refused_by_name(name: str, message: str) ->
     earlier = set(psutil.Process().children(recursive=True))
     with pytest.raises(PluginError, match=rf"^reward\.name=constructors:{name}: .*{message}"):
         timeout_s = 4.0 if name == "Hangs" else 60.0
-        memory = int(0.4 * GIGABYTE)
-        score_in_process(f"constructors:{name}", open_timeout_s=timeout_s, memory=memory)
+        score_in_process(f"constructors:{name}", open_timeout_s=timeout_s)
     assert time.monotonic() - start < 30
     assert set(psutil.Process().children(recursive=True)) - earlier == set()
 
 
-@pytest.mark.nightly
-def test_a_constructor_that_fails_the_second_time_ends_the_run() -> None:
-    with pytest.raises(PluginError, match=r"reward\.name=constructors:OpensOnce: .*only one"):
+def test_a_class_that_cannot_be_open_twice_costs_a_call_its_verdict() -> None:
+    """The call that ended its process cannot be made alone. The shared process opens again."""
+    results = score_in_process("constructors:OpensAlone", "exits", then=("after",))
+    assert "in use" in results.reason("exits")
+    assert results.verdicts["after"].reward == 1.0
+
+
+def test_a_class_that_cannot_be_opened_again_ends_the_run_but_refuses_no_setting() -> None:
+    with pytest.raises(ReopenFailed, match=r"reward\.name=constructors:OpensOnce: .*only one"):
         score_in_process("constructors:OpensOnce", "exits", then=("after",))
+    assert ReopenFailed.exit_code == ExitCode.ENGINE_FAILED  # torchrun and Slurm start it again
 
 
 def test_a_secret_option_stays_in_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -126,8 +135,3 @@ def test_a_secret_option_stays_in_its_process(monkeypatch: pytest.MonkeyPatch) -
 def test_a_class_may_write_its_files_at_the_end(tmp_path: Path) -> None:
     score_in_process("constructors:WritesAtExit")
     assert (tmp_path / "finished").exists()
-
-
-def test_the_default_limit_is_half_of_the_memory_of_the_machine() -> None:
-    assert limit_in_bytes(2.5) == 2_500_000_000
-    assert 0 < limit_in_bytes(None) <= psutil.virtual_memory().total // 2

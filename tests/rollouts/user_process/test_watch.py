@@ -15,13 +15,12 @@ from megatron_rl.rollouts.user_process.frames import (
     FrameSplitter,
     encode_frame,
 )
-from megatron_rl.rollouts.user_process.messages import CancelCall
+from megatron_rl.rollouts.user_process.messages import CancelCall, Heartbeat
 from megatron_rl.rollouts.user_process.watch import ProcessWatch
 
 
-def slow_call(seconds: float, subject: str) -> RunningCall:
-    attempt = SimpleNamespace(limit=SimpleNamespace(seconds=seconds))
-    return RunningCall(1, attempt, subject, None)  # type: ignore[arg-type]
+def call_of(subject: str) -> RunningCall:
+    return RunningCall(None, subject, None)  # type: ignore[arg-type]
 
 
 def open_watch(calls: dict[int, RunningCall], current: int = 0) -> tuple[ProcessWatch, list[str]]:
@@ -43,39 +42,39 @@ def open_watch(calls: dict[int, RunningCall], current: int = 0) -> tuple[Process
 
 
 def test_a_slow_call_is_named_after_ten_seconds_and_at_growing_intervals() -> None:
-    call = slow_call(0, "group g, rollout 3")
-    calls = {1: call, 2: slow_call(2, "group h")}
-    watch, lines = open_watch(calls)
+    watch, lines = open_watch({1: call_of("group g, rollout 3"), 2: call_of("group i, rollout 0")})
     named_at = []
     for second in range(130):
-        call.attempt.limit.seconds = second  # type: ignore[misc]
+        watch.hear(Heartbeat(1, float(second)))
         watch._name_slow_calls(now=1000.0 + second)
         if lines:
             named_at.append(second)
             lines.pop()
     assert named_at == [10, 20, 40, 80]
-    calls[1] = slow_call(12, "group i, rollout 0")
+    watch.hear(Heartbeat(2, 12.0))
     watch._name_slow_calls(now=5000.0)
     text = "reward.name=m:C: group i, rollout 0 takes 12 s; 2 calls run or wait"
     assert lines == [f"rank 0: {text}"]
 
 
 def test_slow_calls_are_not_named_more_often_than_once_a_minute() -> None:
-    call = slow_call(12, "group g")
-    watch, lines = open_watch({1: call})
+    watch, lines = open_watch({1: call_of("group g")})
     for second in range(0, 119):
-        call.attempt.limit.seconds = 12 if second % 2 else 0  # type: ignore[misc]
+        watch.hear(Heartbeat(1, 12.0 if second % 2 else 0.0))
         watch._name_slow_calls(now=float(second))
     assert [line.partition(":")[0] for line in lines] == ["rank 0", "log"]
 
 
-def test_a_blocked_process_is_named_with_the_call_that_blocks_it() -> None:
-    watch, lines = open_watch({7: slow_call(1, "group g, rollout 3")}, current=7)
+@pytest.mark.parametrize(
+    ("current", "place"),
+    [(7, "its process, in which group g, rollout 3 runs,"), (0, "its process")],
+)
+def test_a_silent_process_is_named_with_the_call_whose_code_runs(current: int, place: str) -> None:
+    watch, lines = open_watch({7: call_of("group g, rollout 3")}, current=current)
     watch.silence_seconds = 11.0
     watch._name_slow_calls(now=0.0)
     assert lines == [
-        "rank 0: reward.name=m:C: its process is blocked by group g, rollout 3 for 11 s; "
-        "1 calls run or wait"
+        f"rank 0: reward.name=m:C: {place} answers nothing for 11 s; 1 calls run or wait"
     ]
 
 
