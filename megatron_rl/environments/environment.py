@@ -30,8 +30,8 @@ class Environment(Protocol):
     as `chat_roles = ("tool",)`.
 
     `environment.timeout_s` cancels a call that takes too long between two responses. Let it end
-    then: the process of a call that goes on is killed and replaced. Other episodes that ran in it
-    begin again. Too many of these calls end the run (`rollout.max_abandoned_calls`).
+    then. A process that answers nothing for the timeout and 6 seconds is killed and replaced, and
+    the episodes that ran in it begin again (docs/faults.md).
     """
 
     @abstractmethod

@@ -27,6 +27,10 @@ _MAX_EMPTY_RESPONSES = 100
 _SHORT_RESPONSE_TOKENS = 512
 _SMALL_ROUTES_BYTES = 256 * 1024
 
+RESPONSE_PENDING = (
+    "a response of this episode is pending. Await episode.respond() before the next action"
+)
+
 Generate = Callable[[Sequence[int], Sampling], Awaitable[Generation]]
 
 
@@ -268,10 +272,7 @@ class Episode:
 
     def _require_rest(self) -> None:
         if self._pending is not None:
-            raise ValueError(
-                "a response of this episode is pending. Await episode.respond() before the next "
-                "action"
-            )
+            raise ValueError(RESPONSE_PENDING)
 
     @property
     def _budget(self) -> int:

@@ -23,10 +23,10 @@ class Scorer(Protocol):
     can be cancelled. Work that blocks the interpreter delays all other calls: move it to a child
     process that the scorer kills on cancellation, because a thread cannot be stopped.
 
-    Let a call end when it is cancelled: a bare `except:` would catch the cancellation. The process
-    of a call that goes on is killed and replaced, with all processes that it has started. The other
-    calls that ran in it are made again. Too many of these calls end the run
-    (`rollout.max_abandoned_calls`).
+    Let a call end when it is cancelled: a bare `except:` would catch the cancellation. A process
+    that answers nothing for `reward.timeout_s` and 6 seconds is killed and replaced, with all
+    processes that it has started. The calls that ran in it are made again. docs/faults.md says how
+    often, and how to limit the memory of the process.
     """
 
     def check_answer(self, answer: str) -> None:

@@ -1,5 +1,6 @@
 """Stopped processes are detected; processes that were continued are not."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -82,6 +83,19 @@ def test_time_without_checks_and_time_before_a_continue_do_not_count(
     send_signal(child, signal.SIGSTOP, psutil.STATUS_STOPPED)
     for clock.now in (1004.0, 1006.0):
         processes.check(roots)
+
+
+@pytest.mark.parametrize(("generations", "is_error"), [(0, False), (1, True), (None, True)])
+def test_so_many_generations_of_descendants_are_looked_at(
+    parent: subprocess.Popen[str], generations: int | None, is_error: bool
+) -> None:
+    child = child_of(parent)
+    clock = Clock()
+    processes = FrozenProcesses(1.0, generations=generations, clock=clock)
+    send_signal(child, signal.SIGSTOP, psutil.STATUS_STOPPED)
+    clock.now = 2
+    with pytest.raises(ProcessFrozen) if is_error else contextlib.nullcontext():
+        processes.check({"e": parent.pid})
 
 
 def test_a_process_that_has_ended_is_not_stopped() -> None:

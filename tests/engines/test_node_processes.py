@@ -287,3 +287,28 @@ def test_a_collector_is_not_started_after_a_stop(node: Node) -> None:
     node.processes.stop(3.0)
     node.processes.start_collector(("127.0.0.1", 1), "key")
     assert node.processes._collector is None
+
+
+def test_a_collector_may_have_children_that_are_stopped(
+    node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as those of a user-defined class. If the collector is stopped itself, it is ended."""
+    code = "import subprocess; subprocess.run(['sleep', '60'])"
+    monkeypatch.setattr(
+        collector_process, "build_argv", lambda hub, node, epoch: [sys.executable, "-c", code]
+    )
+    node.processes.start_collector(("127.0.0.1", 1), "key")
+    collector = node.processes._collector
+    assert collector is not None
+    while len(tree := process_tree(collector.pid)) < 3 or tree[2].name() != "sleep":
+        time.sleep(0.02)
+    _, own, child = tree
+    child.suspend()
+    deadline = time.monotonic() + 3 * 7.0 / HASTE
+    while time.monotonic() < deadline:
+        report = node.processes.maintain(NO_ORDERS)
+        assert report.collector is not None and report.collector.epoch == 0
+        assert report.collector.state is ProcessState.RUNNING
+        time.sleep(0.05)
+    own.suspend()
+    node.maintain_until(lambda report: report.collector is not None and report.collector.epoch == 1)

@@ -5,20 +5,14 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from megatron_rl.rewards.user_calls import (
-    Ending,
-    Outcome,
-    SystemExitCalled,
-    TimeLimit,
-    call_with_limit,
-)
+from megatron_rl.rewards.user_calls import Ending, Outcome, SystemExitCalled, call_with_limit
 
 Call = Callable[[], Awaitable[int]]
 
 
 def run(call: Call, seconds: float = 0.05) -> Outcome[int]:
     async def work() -> Outcome[int]:
-        return await call_with_limit(call, TimeLimit(seconds))
+        return await call_with_limit(call, seconds)
 
     return asyncio.run(work())
 
@@ -78,29 +72,6 @@ def test_endings_of_calls(call: Call, ending: Ending, error: type) -> None:
     assert outcome.value == (5 if ending is Ending.RETURNED else None)
 
 
-def test_a_pause_stops_the_clock_and_a_restart_begins_it_again() -> None:
-    async def work() -> list[Ending]:
-        endings = []
-        for is_paused in (True, False):
-            limit = TimeLimit(1.0)
-
-            async def call(limit: TimeLimit = limit, is_paused: bool = is_paused) -> int:
-                await asyncio.sleep(0.3)
-                if is_paused:
-                    limit.pause()
-                    assert limit.seconds == 0.0
-                await asyncio.sleep(1.5)
-                limit.restart()
-                await asyncio.sleep(0.05)
-                assert 0.01 < limit.seconds < 1.0
-                return 1
-
-            endings.append((await call_with_limit(call, limit)).ending)
-        return endings
-
-    assert asyncio.run(work()) == [Ending.RETURNED, Ending.TIMED_OUT]
-
-
 def test_cancelling_a_call_with_a_limit_cancels_the_call() -> None:
     cancellations = []
 
@@ -112,7 +83,7 @@ def test_cancelling_a_call_with_a_limit_cancels_the_call() -> None:
             raise
 
     async def work() -> None:
-        task = asyncio.create_task(call_with_limit(call, TimeLimit(60)))
+        task = asyncio.create_task(call_with_limit(call))
         await asyncio.sleep(0.02)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):

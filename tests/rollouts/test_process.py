@@ -173,7 +173,7 @@ def test_a_stalled_collector_is_lost(hub: CollectorHub, start: Start) -> None:
 
 
 @pytest.mark.slow
-def test_an_environment_that_blocks_costs_one_rollout_and_the_collector_stays_heard(
+def test_an_environment_that_blocks_once_costs_no_rollout_and_the_collector_stays_heard(
     hub: CollectorHub, start: Start
 ) -> None:
     hub._silence_seconds = 4.0
@@ -181,8 +181,8 @@ def test_an_environment_that_blocks_costs_one_rollout_and_the_collector_stays_he
     environment = EnvironmentSettings(name="second_chance:Blocks", timeout_s=3.0)
     batch, accuracy = sample_batch(hub, environment)
     metrics = batch.metrics()
-    assert metrics["rollout/samples"] == 3.0
-    assert metrics["rollout/rejected/environment_abandoned"] == 1.0
+    assert metrics["rollout/samples"] == 4.0
+    assert metrics["rollout/rejected"] == 0.0
     assert accuracy.samples == 2
 
 
@@ -205,12 +205,12 @@ def test_an_environment_that_never_loads_ends_the_run_and_the_collector(
 
 
 @pytest.mark.slow
-def test_abandoned_calls_do_not_keep_a_collector_from_ending(
+def test_calls_that_go_on_do_not_keep_a_collector_from_ending(
     hub: CollectorHub, start: Start
 ) -> None:
     process = start()
     reward = RewardSettings(name="second_chance:Retries", timeout_s=0.1)
-    with pytest.raises(UserClassFailed, match=r"4 of 4 .*\(4 scorer_abandoned"):
+    with pytest.raises(UserClassFailed, match=r"4 of 4 .*\(4 no_verdict"):
         sample_batch(hub, EnvironmentSettings(), reward=reward)
     hub.send(0, Stop())
     assert process.wait(15) == 0

@@ -25,7 +25,6 @@ from megatron_rl.rollouts.messages import (
     AbortRequest,
     AddEngine,
     Alive,
-    CallAbandoned,
     Configure,
     EngineLeftOut,
     Failed,
@@ -38,6 +37,7 @@ from megatron_rl.rollouts.messages import (
     SetVersion,
     Stop,
     ToCollector,
+    UserClassWarning,
 )
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from sglang_bridge.engine import Engine
@@ -310,11 +310,11 @@ def test_engines_that_are_left_out_are_logged_and_listed_until_they_are_added_ag
     assert queue.engines_left_out == set()
 
 
-def test_an_abandoned_call_is_a_warning(hub: CollectorHub, peer: Peer) -> None:
+def test_a_warning_about_a_user_defined_class_is_printed(hub: CollectorHub, peer: Peer) -> None:
     lines: list[str] = []
     queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4), log=lines.append)
     queue.submit([request("a")])
-    peer.send(CallAbandoned("reward.name=m:C: a call ignored its cancellation"))
+    peer.send(UserClassWarning("reward.name=m:C: a call ignored its cancellation"))
     peer.send(group_done("a"))
     assert len(list(queue.as_completed(idle))) == 1
     assert lines == ["warning: reward.name=m:C: a call ignored its cancellation"]

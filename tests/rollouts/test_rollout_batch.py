@@ -16,7 +16,6 @@ from megatron_rl.contracts.group import Group, RolloutLocation, Verdict
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult
-from megatron_rl.rewards.runner import ABANDONED
 from megatron_rl.rollouts.evaluation import Evaluation, EvaluationFailed
 from megatron_rl.rollouts.hub import CollectorHub
 from megatron_rl.rollouts.messages import EngineLeftOut, GroupDone, GroupRequest
@@ -347,21 +346,19 @@ def test_parts_of_a_group_merge_all_that_they_count() -> None:
 
 
 def test_rewards_of_a_batch_by_hand() -> None:
-    """Rollouts without a verdict count apart, and the abandoned among them."""
+    """Rollouts without a verdict count apart."""
     ref = make_ref(make_rollout(2, 3))
     verdicts = (
         Verdict(reward=1.0, correctness=1.0),
         Verdict(reward=0.5, correctness=1.0),
-        Verdict(reward=None, correctness=None, reason=ABANDONED),
+        Verdict(reward=None, correctness=None, reason="no judge"),
         Verdict(reward=None, correctness=None, reason="timeout"),
     )
     refs = tuple(msgspec.structs.replace(ref, verdict=verdict) for verdict in verdicts)
     metrics = RolloutBatch((group_done("a", refs).group,), 1).metrics()
-    names = ("reward/mean", "reward/no_verdict", "reward/abandoned")
-    assert [metrics[name] for name in names] == [0.75, 2, 1]
+    assert [metrics[name] for name in ("reward/mean", "reward/no_verdict")] == [0.75, 2]
     metrics = RolloutBatch((group_done("a", refs[3:]).group,), 1).metrics()
     assert "reward/mean" not in metrics
-    assert "reward/abandoned" not in metrics
 
 
 def part(name: str, *rewards: float, **changes: object) -> Group:

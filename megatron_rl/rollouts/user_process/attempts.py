@@ -72,11 +72,14 @@ class EpisodeAttempt(Attempt):
         self.episode = episode
         self._errors: dict[int, Exception] = {}
         self._responses: dict[int, asyncio.Task[None]] = {}
+        self._withdrawn: set[int] = set()
 
     def message(self, call: int) -> ToProcess:
         return PlayCall(call=call, prompt=self.episode.prompt)
 
     def respond(self, action: RespondAction, answer: Answer) -> None:
+        if action.action in self._withdrawn:
+            return  # it came later: the two take two connections
         task = asyncio.create_task(self._respond(action, answer))
         self._responses[action.action] = task
         task.add_done_callback(lambda task: self._responses.pop(action.action))
@@ -85,6 +88,7 @@ class EpisodeAttempt(Attempt):
         try:
             match action:
                 case WithdrawAction():
+                    self._withdrawn.add(action.action)
                     if action.action in self._responses:
                         self._responses[action.action].cancel()
                         self.episode.withdraw()

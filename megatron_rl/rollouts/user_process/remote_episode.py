@@ -16,7 +16,7 @@ import msgspec
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.contracts.routes import RouteError
-from megatron_rl.environments.episode import Response
+from megatron_rl.environments.episode import RESPONSE_PENDING, Response
 from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.models.tokenizer import UnknownText
 from megatron_rl.rollouts.user_process.frames import encode_frame, receive_frame
@@ -108,6 +108,7 @@ class RemoteEpisode:
         future = asyncio.get_running_loop().create_future()
         if self._is_closed:
             await future
+        self._require_rest()
         self._pending[number] = future
         self._send(RespondAction(self._call, number))
         try:
@@ -153,7 +154,16 @@ class RemoteEpisode:
     def _perform(self, make_action: Callable[[int], QuickAction]) -> None:
         if self._is_closed:
             raise RuntimeError("the call of this episode has ended")
+        self._require_rest()
         self._update(self._quick_actions.perform(make_action(next(self._numbers))))
+
+    def _require_rest(self) -> None:
+        """Refuse an action while a response is sampled.
+
+        The collector may hear of it before it hears of the response: they take two connections.
+        """
+        if self._pending:
+            raise ValueError(RESPONSE_PENDING)
 
     def _update(self, state: EpisodeState) -> None:
         """Take over the state. Raises the action's exception."""

@@ -1,4 +1,4 @@
-"""Prints the cost of a call in a process, and the seconds until hostile calls are killed.
+"""Prints the cost of a call in a process, and the seconds until hostile calls have ended.
 
 python -m tests.lab.user_processes
 """
@@ -19,13 +19,12 @@ from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards import RewardRunner, ScorerInThisProcess, open_scorer
 from megatron_rl.rollouts.user_process.messages import OpenClass
-from megatron_rl.rollouts.user_process.remote_class import RemoteClass, UserClassLimits
+from megatron_rl.rollouts.user_process.remote_class import RemoteClass
 from megatron_rl.rollouts.user_process.user_classes import ScorerInProcess
 
 NAME = "tests.lab.user_processes.hostile:Hostile"
 TIMEOUT_SECONDS = 2.0
-# For calls that only their memory ends
-PATIENT_SECONDS = 60.0
+GRACE_SECONDS = 5.0
 MEMORY_BYTES = 10**9
 NUM_CALLS = 2000
 PROMPT = Prompt(id="p", token_ids=tuple(range(200)), answer="1", task="t")
@@ -47,11 +46,8 @@ ROWS = {
 
 def open_class(settings: RewardSettings) -> RemoteClass:
     """Open a scorer in a process."""
-    limits = UserClassLimits(
-        timeout_s=PATIENT_SECONDS, open_timeout_s=600.0, memory=MEMORY_BYTES, max_abandoned=100
-    )
-    opening = OpenClass(search_path=tuple(sys.path), reward=settings)
-    remote_class = RemoteClass(f"reward.name={settings.name}", opening, limits)
+    opening = OpenClass(search_path=tuple(sys.path), reward=settings, grace_s=GRACE_SECONDS)
+    remote_class = RemoteClass(f"reward.name={settings.name}", opening, open_timeout_s=600.0)
     remote_class.wait_until_open()
     return remote_class
 
@@ -88,12 +84,13 @@ async def measure_end(runner: RewardRunner, text: str) -> tuple[float, float, st
 
 async def work(folder: str) -> None:
     """Measure and print."""
-    settings = RewardSettings(name=NAME, options={"folder": folder})
+    options = {"folder": folder, "memory": MEMORY_BYTES}
+    settings = RewardSettings(name=NAME, options=options, timeout_s=TIMEOUT_SECONDS)
     start = time.monotonic()
     remote_class = open_class(settings)
     print(f"{time.monotonic() - start:.2f} s until the class is open")
     runners = {
-        "in a process": RewardRunner(ScorerInProcess(remote_class, timeout_s=TIMEOUT_SECONDS)),
+        "in a process": RewardRunner(ScorerInProcess(remote_class)),
         "in the collector": RewardRunner(
             ScorerInThisProcess(open_scorer(settings), timeout_s=TIMEOUT_SECONDS)
         ),
@@ -106,16 +103,12 @@ async def work(folder: str) -> None:
             f"{burst:.0f} µs for each of {NUM_CALLS} at the same time"
         )
     print(
-        f"\nreward.timeout_s={TIMEOUT_SECONDS:g}, rollout.user_memory_gb={MEMORY_BYTES / 1e9:g}\n"
+        f"\nreward.timeout_s={TIMEOUT_SECONDS:g}, {MEMORY_BYTES / 1e9:g} GB of memory (setrlimit)\n"
     )
-    print(
-        "| the call | seconds until it is killed | until the next call has its verdict | reason |"
-    )
+    print("| the call | seconds to its end | until the next call has its verdict | reason |")
     print("|---|---|---|---|")
-    patient_runner = RewardRunner(ScorerInProcess(remote_class, timeout_s=PATIENT_SECONDS))
     for text, action in ROWS.items():
-        runner = patient_runner if "allocates" in text else runners["in a process"]
-        seconds, next_seconds, reason = await measure_end(runner, text)
+        seconds, next_seconds, reason = await measure_end(runners["in a process"], text)
         print(f"| {action} | {seconds:.1f} | {next_seconds:.1f} | {reason} |", flush=True)
     await remote_class.close()
     print(f"\n{len(psutil.Process().children(recursive=True))} processes are left")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -26,10 +27,13 @@ class Hostile(Scorer):
     """Does what the first word of a response says.
 
     folder: receives a file `pids` with the processes of the class and those that it starts.
+    memory: bytes that each of them may allocate, 0 without a limit.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, memory: int = 0) -> None:
         self.file = Path(folder) / "pids"
+        if memory:
+            resource.setrlimit(resource.RLIMIT_DATA, (memory, memory))
 
     async def score(self, prompt: Prompt, text: str, finish_reason: FinishReason) -> Verdict:
         self.note(os.getpid())
@@ -70,7 +74,8 @@ class Hostile(Scorer):
     async def allocates_elsewhere(self) -> Any:
         code = "blocks = []\nwhile True: blocks.append(bytearray(2**24))"
         process = await asyncio.create_subprocess_exec(sys.executable, "-c", code)
-        await process.wait()
+        if await process.wait():
+            raise MemoryError("the process that it started has failed")
         return GOOD
 
     async def forks(self) -> Any:

@@ -136,6 +136,19 @@ class ObservesMeanwhile(Environment):
         await response
 
 
+class WithdrawsAtOnce(Environment):
+    async def play(self, episode):
+        response = asyncio.create_task(episode.respond())
+        await asyncio.sleep(0)
+        response.cancel()
+        try:
+            await response
+        except asyncio.CancelledError:
+            pass
+        episode.observe("no,")
+        await episode.respond()
+
+
 class Garbage(Environment):
     async def play(self, episode):
         episode.observe_messages([{1: 2}])
@@ -297,3 +310,10 @@ def test_actions_that_overlap_are_refused(name: str) -> None:
     group, _, _ = collect(name, lambda n, body: reply(body, "46"))
     assert group.rejections == {"environment": 1}
     assert "ValueError: a response of this episode is pending" in group.environment_error
+
+
+def test_a_response_that_is_withdrawn_at_once_is_no_part_of_the_rollout() -> None:
+    """The collector may hear of its end first."""
+    group, rollouts, _ = collect("WithdrawsAtOnce", lambda n, body: reply(body, "46"), 8)
+    assert group.rejections == {}
+    assert [len(rollout.segments) for rollout in rollouts] == [3] * 8
