@@ -122,19 +122,23 @@ class RemoteClass:
         return process
 
     async def _make(self, open_attempt: Callable[[], Attempt], subject: str) -> Outcome[Any] | Loss:
-        """Make a call in the process that all calls share."""
-        while True:
-            if self._is_closed:
-                raise PluginError(f"{self._name}: the collector ends")
-            if self._opening is None:
-                self._opening = self._keep(self._open())
-            opening = self._opening
-            process = await asyncio.shield(opening)
-            if process.is_serving:
-                return await process.make(open_attempt(), subject)
-            if self._opening is opening:
-                self._opening = None
-                self._discard(process)
+        """Make a call in the process that all calls share, which opens if there is none."""
+        if self._is_closed:
+            raise PluginError(f"{self._name}: the collector ends")
+        self._forget_lost_process()
+        if self._opening is None:
+            self._opening = self._keep(self._open())
+        process = await asyncio.shield(self._opening)
+        # One that is lost by now counts: a class whose process never stays would open it for ever.
+        return await process.make(open_attempt(), subject)
+
+    def _forget_lost_process(self) -> None:
+        opening = self._opening
+        if opening is None or not opening.done() or opening.exception() is not None:
+            return
+        if not opening.result().is_serving:
+            self._opening = None
+            self._discard(opening.result())
 
     async def _open(self) -> ServingProcess:
         """Return the next process. The first one is open."""

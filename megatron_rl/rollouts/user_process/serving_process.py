@@ -108,6 +108,8 @@ class ServingProcess:
 
     async def make(self, attempt: Attempt, subject: str) -> Outcome[Any] | Loss:
         """Make a call, and return how it ended. Cancelling this cancels the call."""
+        if not self.is_serving:
+            return Loss(Cause.UNKNOWN, "it ended before the call")
         number = next(self._numbers)
         self._process.send(attempt.message(number))
         call = RunningCall(attempt, subject, asyncio.get_running_loop().create_future())

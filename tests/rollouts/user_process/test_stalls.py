@@ -35,10 +35,19 @@ import asyncio
 import contextlib
 import os
 import resource
+import threading
 import time
 
 from megatron_rl.contracts.group import Verdict
 from megatron_rl.rewards import Scorer
+
+
+class NeverStays(Scorer):
+    def __init__(self):
+        threading.Timer(0.3, os._exit, [7]).start()
+
+    async def score(self, prompt, text, finish_reason):
+        await asyncio.sleep(60)
 
 
 class Stalling(Scorer):
@@ -175,6 +184,12 @@ def test_calls_that_lose_a_second_process_have_no_verdict(calls: Path) -> None:
         "waits_in_vain 2": ["a", "b"],
         "after": ["c"],
     }
+
+
+def test_a_class_whose_process_never_stays_loses_its_calls_and_nothing_waits() -> None:
+    results = score_in_process("stalling:NeverStays", "a", "b", timeout_s=30.0, then=())
+    for text in ("a", "b"):
+        assert results.reason(text).startswith(LOST)
 
 
 def test_a_call_that_blocks_costs_none_of_many_others(calls: Path) -> None:
