@@ -137,14 +137,14 @@ class DyingEnvironment(Environment):
 def test_pieces_of_an_episode_whose_process_ends_are_counted_as_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One of two calls ends the process. The other one begins again."""
+    """One of two calls ends the process. Both begin again."""
     monkeypatch.setenv("MARKER", str(tmp_path / "ended"))
     engine = FailingEngine("hang")
     environment = f"{__name__}:DyingEnvironment"
     answer = collect(engine, SETTINGS["stop_repetition"], environment)
     assert engine.num_sampled == 2 * PIECE
     assert answer.generated_tokens == engine.num_sampled
-    assert answer.group.rejected_tokens["environment_restarted"] == PIECE
+    assert answer.group.rejected_tokens["environment_restarted"] == 2 * PIECE
 
 
 def test_a_response_that_its_environment_gives_up_counts() -> None:

@@ -160,7 +160,7 @@ def refuse(action: RespondAction | QuickAction) -> EpisodeState:
 
 
 class Cause(Enum):
-    """What is known about the code that ran when a process was lost."""
+    """The call whose code ran when a process was lost."""
 
     OWN = auto()  # this call's
     OTHER = auto()  # another call's

@@ -142,7 +142,8 @@ class RemoteClass:
 
     async def _open(self) -> ServingProcess:
         """Return the next process. The first one is open."""
-        first, self._first_process = self._first_process, None
+        first = self._first_process
+        self._first_process = None
         if first is not None:
             await first.serve()
             return first

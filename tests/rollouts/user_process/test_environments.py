@@ -3,6 +3,7 @@
 import asyncio
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import numpy as np
@@ -17,6 +18,8 @@ from megatron_rl.rollouts.collector import Collector
 from megatron_rl.rollouts.messages import FromCollector, GroupDone, GroupRequest, UserClassWarning
 from megatron_rl.rollouts.store import read_rollout
 from megatron_rl.rollouts.user_process import user_classes
+from megatron_rl.rollouts.user_process.attempts import EpisodeAttempt
+from megatron_rl.rollouts.user_process.messages import RespondAction, WithdrawAction
 from tests.support.fake_engine import Answer, Reply, configuration, fake_engine, reply
 from tests.support.scripted_model import EOS, PROMPT
 
@@ -314,6 +317,15 @@ def test_actions_that_overlap_are_refused(name: str) -> None:
 
 def test_a_response_that_is_withdrawn_at_once_is_no_part_of_the_rollout() -> None:
     """The collector may hear of its end first."""
-    group, rollouts, _ = collect("WithdrawsAtOnce", lambda n, body: reply(body, "46"), 8)
+    group, rollouts, _ = collect(
+        "WithdrawsAtOnce", lambda n, body: reply(body, "46"), 8, seconds=1.0
+    )
     assert group.rejections == {}
     assert [len(rollout.segments) for rollout in rollouts] == [3] * 8
+
+
+def test_a_response_whose_withdrawal_arrives_first_is_not_requested() -> None:
+    episode = SimpleNamespace(text="", finish_reason=None, sampled_tokens=0, rejected_tokens={})
+    attempt = EpisodeAttempt(episode)  # type: ignore[arg-type]
+    assert attempt.perform(WithdrawAction(1, 2)).error is None
+    attempt.respond(RespondAction(1, 2), pytest.fail)  # a request would need an event loop

@@ -136,7 +136,7 @@ def rewards_of(verdicts: dict[str, Verdict]) -> set[float | None]:
 
 @pytest.mark.parametrize("word", ["sleeps", "works"])
 def test_a_stall_within_the_limit_costs_nothing(word: str, calls: Path) -> None:
-    """It is longer than the time of a call, which stands still meanwhile."""
+    """The time of a call stands still meanwhile."""
     texts = [f"{word} {number}" for number in range(4)]
     act = signal_process_of(calls, signal.SIGSTOP, stopped_s=SHORT_STALL_SECONDS)
     seconds = 20.0 if word == "works" else TIMEOUT_SECONDS
@@ -193,7 +193,7 @@ def test_a_class_whose_process_never_stays_loses_its_calls_and_nothing_waits() -
 
 
 def test_a_call_that_blocks_costs_none_of_many_others(calls: Path) -> None:
-    """They have their verdicts in the second process, and it is made again alone in another."""
+    """The others have verdicts in the second process. The bad one is made again alone."""
     good = [f"sleeps {number}" for number in range(50)]
     results = score_in_process(
         NAME, "blocks", *good, timeout_s=TIMEOUT_SECONDS, grace_s=GRACE_SECONDS
@@ -240,7 +240,7 @@ def test_a_call_that_ignores_its_cancellation_costs_itself_alone(calls: Path) ->
 
 
 def test_a_call_whose_caller_is_cancelled_is_cancelled(calls: Path) -> None:
-    """It is not made again, and a neighbour goes on."""
+    """Nobody makes it again, and a neighbour goes on."""
 
     async def report(text: str) -> None:
         pass
