@@ -238,9 +238,9 @@ class _ArrivedGroups:
 class RolloutQueue:
     """Distributes group requests over the collectors of all nodes.
 
-    Each request goes to the node with the fewest outstanding rollouts. It waits while no collector
-    is connected. If the last engine of a node leaves, its collector gets engines of other nodes
-    and continues its responses on them.
+    Each request goes to the node with the fewest outstanding rollouts for each rank of its engines.
+    It waits while no collector is connected. If the last engine of a node leaves, its collector
+    gets engines of other nodes and continues its responses on them.
 
     num_repeated: requests that were sent again, because their collector was gone, or because what a
     checkpoint had of them did not fit.
@@ -775,11 +775,17 @@ class RolloutQueue:
             self._hub.send(node, message)
 
     def _assign(self, outstanding: _Outstanding) -> None:
-        """Send a request to the node with the fewest outstanding rollouts, if there is one."""
+        """Send a request to the node with the fewest outstanding rollouts for each engine rank.
+
+        It waits if there is no node.
+        """
         nodes = self._nodes_to_request_from()
         if not nodes:
             return
-        node = min(nodes, key=lambda n: (self._loads[n], n))
+        num_ranks = Counter[int]()
+        for engine in self._engines.values():
+            num_ranks[engine.node] += engine.tp
+        node = min(nodes, key=lambda n: (self._loads[n] / max(num_ranks[n], 1), n))
         outstanding.node = node
         self._loads[node] += outstanding.request.num_samples
         if node not in self._nodes_with_engines():

@@ -66,6 +66,45 @@ def borrow(queue: RolloutQueue, peer: Peer, engine: Engine) -> None:
     assert peer.receive(2) == [AddEngine(engine), request("a")]
 
 
+@pytest.mark.parametrize(
+    ("ranks", "shares"),
+    [
+        (([1], [1]), (32, 32)),
+        (([1, 1], [1]), (43, 21)),
+        (([1] * 7, [1]), (56, 8)),
+        (([4], [1, 1]), (43, 21)),
+        (([2, 1], [8]), (18, 46)),
+    ],
+)
+def test_each_node_gets_requests_for_the_ranks_of_its_engines(
+    queue: RolloutQueue,
+    peer: Peer,
+    other: Peer,
+    ranks: tuple[list[int], list[int]],
+    shares: tuple[int, int],
+) -> None:
+    for node, sizes in enumerate(ranks):
+        for port, tp in enumerate(sizes, 1):
+            queue.add_engine(Engine(url=f"http://{node}:{port}", node=node, tp=tp))
+    queue.submit([request(f"g{n}") for n in range(64)])
+    num_sent = (len(requested_ids(peer, shares[0] + len(ranks[0]))), queue._loads)
+    num_samples = request("a").num_samples
+    assert num_sent == (shares[0], {node: n * num_samples for node, n in enumerate(shares)})
+
+
+def test_a_node_that_has_lost_engines_gets_fewer_requests_from_then_on(
+    queue: RolloutQueue, peer: Peer, other: Peer
+) -> None:
+    for node in (0, 1):
+        for port in (1, 2, 3, 4):
+            queue.add_engine(Engine(url=f"http://{node}:{port}", node=node))
+    for port in (2, 3, 4):
+        queue.remove_engine(f"http://0:{port}")
+    queue.submit([request(f"g{n}") for n in range(40)])
+    num_samples = request("a").num_samples
+    assert queue._loads == {0: 8 * num_samples, 1: 32 * num_samples}
+
+
 def test_a_collector_whose_last_engine_leaves_goes_on_with_those_of_other_nodes(
     lending_queue: RolloutQueue, peer: Peer, other: Peer
 ) -> None:
