@@ -12,6 +12,7 @@ from megatron_rl.models.parameter_count import num_parameters
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.memory import BYTES
 from megatron_rl.records.write_errors import free_bytes
+from megatron_rl.rollouts.steps.steps_ahead import largest_age
 from megatron_rl.run.checkpoints.store import CheckpointStore, step_of
 
 _MIB = 2**20
@@ -32,7 +33,8 @@ class NotEnoughDiskSpace(Failure):
 def checkpoint_bytes(c: Configuration, shape: ModelShape) -> int:
     """The size of one checkpoint: the weights, and three float32 numbers for each parameter.
 
-    These are the optimizer's copy of the weight and its two moments.
+    These are the optimizer's copy of the weight and its two moments. Left out are the rollouts of
+    later steps, whose number is known when they are saved.
     """
     return num_parameters(shape) * (BYTES[c.model.dtype] + 3 * BYTES["float32"])
 
@@ -57,6 +59,9 @@ def required_bytes(
             num_kept = c.run.keep_checkpoints + (c.run.keep_best is not None)
             num_new = max(1, num_kept + 1 - reusable_checkpoints)
             sizes["run.checkpoint_every"] = num_new * checkpoint_bytes(c, shape)
+            rollout_bytes = _rollouts_ahead_bytes(c, shape)
+            if rollout_bytes:
+                sizes["rollout.max_staleness"] = num_new * rollout_bytes
         if c.logger.save_rollouts_every:
             every = c.logger.save_rollouts_every
             num_saved = max(0, c.train.total_steps // every - steps_done // every)
@@ -99,8 +104,21 @@ def _sends_weights(c: Configuration) -> bool:
 
 def _recording_bytes(c: Configuration, shape: ModelShape) -> int:
     """The size of all recordings of mode=rollout_only, with stopped and surplus groups."""
-    budget = 1.0 if c.selection.name == "uniform" else c.selection.budget
-    return c.train.total_steps * _batch_bytes(c, shape, budget=budget)
+    return c.train.total_steps * _batch_bytes(c, shape, budget=_sampling_budget(c))
+
+
+def _sampling_budget(c: Configuration) -> float:
+    """Rollouts that a step samples for each one that it trains, at most."""
+    return 1.0 if c.selection.name == "uniform" else c.selection.budget
+
+
+def _rollouts_ahead_bytes(c: Configuration, shape: ModelShape) -> int:
+    """The size of the rollouts of later steps in a checkpoint, with stopped and surplus groups."""
+    rollout = c.rollout
+    num_steps = largest_age(rollout.max_staleness, continues_responses=rollout.on_update != "wait")
+    if c.mode != "train" or not num_steps:
+        return 0
+    return num_steps * _batch_bytes(sized_for_all_phases(c), shape, budget=_sampling_budget(c))
 
 
 def _batch_bytes(c: Configuration, shape: ModelShape, *, budget: float = 1.0) -> int:
@@ -132,4 +150,6 @@ def _remedy(c: Configuration) -> str:
         return "use sync.transport=distributed"
     if c.logger.save_rollouts_every:
         return "raise logger.save_rollouts_every"
+    if c.run.checkpoint_every and c.rollout.max_staleness:
+        return "lower run.keep_checkpoints or rollout.max_staleness"
     return "set run.save_weights=false"

@@ -187,3 +187,60 @@ def test_a_resumed_run_needs_space_for_fewer_new_checkpoints(
     set_free(records + 3 * one_checkpoint - 1)
     with pytest.raises(NotEnoughDiskSpace, match=r"run\.checkpoint_every"):
         require_disk_space(other_run, shape, paths[2])
+
+
+@pytest.mark.parametrize(
+    ("on_update", "max_staleness", "num_steps"),
+    [("wait", 0, 0), ("wait", 1, 1), ("wait", 3, 1), ("resume", 1, 1), ("budget", 4, 4)],
+)
+def test_checkpoints_hold_the_rollouts_of_later_steps(
+    on_update: str,
+    max_staleness: int,
+    num_steps: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    one_step = with_mode("rollout_only", "train.total_steps=1")
+    shape = read_shape(one_step.model.path)
+    step_bytes = required_bytes(one_step, shape)["mode=rollout_only"]
+    c = with_mode(
+        "train",
+        "run.checkpoint_every=5",
+        "run.keep_checkpoints=2",
+        "run.save_weights=false",
+        f"run.root={tmp_path}",
+    )
+    rollout = dataclasses.replace(
+        c.rollout,
+        on_update=on_update,  # type: ignore[arg-type]
+        max_staleness=max_staleness,
+    )
+    c = dataclasses.replace(c, rollout=rollout)
+    sizes = required_bytes(c, shape)
+    assert sizes.get("rollout.max_staleness", 0) == 3 * num_steps * step_bytes
+    assert "rollout.max_staleness" not in required_bytes(
+        dataclasses.replace(c, mode="train_only"), shape
+    )
+    set_free_bytes(monkeypatch)(sum(sizes.values()) - 1)
+    remedy = r"lower run\.keep_checkpoints or rollout\.max_staleness" if max_staleness else "run.root"
+    with pytest.raises(NotEnoughDiskSpace, match=remedy):
+        require_disk_space(c, shape)
+
+
+def test_rollouts_in_checkpoints_count_the_budget_of_a_selector_and_the_largest_phase() -> None:
+    curriculum = (
+        "curriculum=[{name: a, until: {steps: 2}}, {name: b, rollout.samples_per_prompt: 64}]"
+    )
+    overrides = (
+        "run.checkpoint_every=1",
+        "rollout.max_staleness=1",
+        "rollout.samples_per_prompt=8",
+    )
+    shape = read_shape(with_mode("train").model.path)
+    key = "rollout.max_staleness"
+    plain = with_mode("train", *overrides)
+    plain_bytes = required_bytes(plain, shape)[key]
+    assert required_bytes(with_mode("train", *overrides, curriculum), shape)[key] == 8 * plain_bytes
+    selection = dataclasses.replace(plain.selection, name="oversample", budget=2.5)
+    larger = required_bytes(dataclasses.replace(plain, selection=selection), shape)[key]
+    assert larger == pytest.approx(2.5 * plain_bytes, rel=1e-6)
