@@ -149,6 +149,11 @@ class Episode:
         return self._end_turn(text, generation.finish_reason)
 
     @property
+    def num_routes(self) -> int:
+        """The number of inputs whose routes are known. A response need not bring them again."""
+        return self._builder.num_routes
+
+    @property
     def is_adding(self) -> bool:
         """True while a thread adds a response. `rollout_so_far` must not be called then."""
         return self._is_adding
@@ -251,8 +256,7 @@ class Episode:
     async def _add(self, generation: Generation) -> str:
         """Add a response and return its text.
 
-        A long one takes tens of milliseconds. In a thread, it delays no other episode. The routes
-        are those of all turns.
+        A long one takes tens of milliseconds. In a thread, it delays no other episode.
         """
         num_route_bytes = 0 if generation.routes is None else generation.routes.nbytes
         is_short = len(generation.output_ids) <= _SHORT_RESPONSE_TOKENS

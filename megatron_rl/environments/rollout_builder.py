@@ -59,6 +59,11 @@ class RolloutBuilder:
             tokens.extend(unread_tokens)
         return tokens
 
+    @property
+    def num_routes(self) -> int:
+        """The number of inputs whose routes are known."""
+        return 0 if self._routes is None else len(self._routes)
+
     def observe(self, tokens: list[int]) -> None:
         """Add tokens that receive no loss."""
         self._unread.append((Role.TOOL, tokens))
@@ -130,8 +135,7 @@ class RolloutBuilder:
         if not self._segments:
             raise self._rejection("empty", "it has no response")
         num_inputs = self._segments[-1].route_rows[1] - 1
-        num_routes = 0 if self._routes is None else len(self._routes)
-        if self._route_shape is not None and (self._routes is None or num_routes != num_inputs):
+        if self._route_shape is not None and self.num_routes != num_inputs:
             raise self._rejection(
                 "routes_missing",
                 "its last response was not sampled and has no routes. "
@@ -157,16 +161,19 @@ class RolloutBuilder:
     def _append_routes(self, generation: Generation) -> None:
         """Keep the routes of tokens that were inputs for the first time.
 
-        A later generation records all rows again. Only the rows after the known ones are new.
+        A later generation may have all rows again. Only the rows after the known ones are new.
         """
         if self._route_shape is None:
             return
         if generation.routes is None:
             raise self._rejection("routes_missing", "the engine recorded no routes")
         num_inputs = len(self.tokens) + len(generation.output_ids) - 1
-        num_routes = 0 if self._routes is None else len(self._routes)
+        num_new = num_inputs - self.num_routes
+        has_all = len(generation.routes) != num_new
         rows = validate_routes(
-            generation.routes[num_routes:], self._route_shape, num_inputs - num_routes
+            generation.routes[self.num_routes :] if has_all else generation.routes,
+            self._route_shape,
+            num_new,
         )
         self._routes = rows if self._routes is None else np.concatenate([self._routes, rows])
 

@@ -255,6 +255,7 @@ class EpisodeRunner:
                     budget=partial(self._budget_of, request),
                     pieces=pieces,
                     stop=stop,
+                    num_known_routes=episode.num_routes,
                 )
             except BaseException as error:
                 rejected_tokens.update(_tokens_of_pieces(pieces, error))
@@ -262,7 +263,7 @@ class EpisodeRunner:
             finally:
                 progress.pieces = []  # the episode has them
 
-        return Episode(
+        episode = Episode(
             request.prompt,
             generate,
             self._tokenizer,
@@ -273,6 +274,7 @@ class EpisodeRunner:
             threads=self._threads,
             chat_turns=self._chat_turns,
         )
+        return episode
 
     def _rules(self, request: GroupRequest) -> EpisodeRules:
         return EpisodeRules(

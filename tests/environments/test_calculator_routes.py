@@ -48,14 +48,20 @@ def rows_of(turn: int, num_inputs: int) -> npt.NDArray[np.int32]:
 
 
 @cache
-def play() -> tuple[Rollout, tuple[tuple[int, ...], ...]]:
-    """Play an episode of three turns. Returns its rollout, and the tokens of each request."""
+def play() -> tuple[Rollout, tuple[tuple[int, ...], ...], tuple[int, ...]]:
+    """Play an episode of three turns.
+
+    Returns its rollout, and of each request its tokens and the number of rows in its answer.
+    """
     requests: list[tuple[int, ...]] = []
+    num_rows: list[int] = []
 
     def answer(turn: int, request: Reply) -> Reply:
         requests.append(tuple(request["input_ids"]))
         text = RESPONSES[turn]
         rows = rows_of(turn, len(request["input_ids"]) + len(text))
+        rows = rows[request.get("routed_experts_start_len", 0) :]
+        num_rows.append(len(rows))
         encoded_rows = base64.b64encode(rows.tobytes()).decode()
         return reply(request, text, routed_experts=encoded_rows, weight_version=str(3 + turn))
 
@@ -75,7 +81,7 @@ def play() -> tuple[Rollout, tuple[tuple[int, ...], ...]]:
             assert isinstance(result, ScoredRollout), result
             return result.rollout
 
-    return asyncio.run(run()), tuple(requests)
+    return asyncio.run(run()), tuple(requests), tuple(num_rows)
 
 
 def whole_text() -> list[int]:
@@ -86,14 +92,19 @@ def whole_text() -> list[int]:
 
 
 def test_each_request_reads_the_turns_before_it_and_their_results() -> None:
-    rollout, requests = play()
+    rollout, requests, _ = play()
     tokens = [int(token) for segment in rollout.segments for token in segment.tokens]
     assert tokens == whole_text()
     assert [list(request) for request in requests] == [tokens[:end] for end in (6, 13, 20)]
 
 
+def test_each_request_gets_the_rows_alone_that_are_new() -> None:
+    _, requests, num_rows = play()
+    assert list(num_rows) == [FIRST_READ.count(turn) for turn in range(len(requests))]
+
+
 def test_each_turn_has_the_rows_of_its_tokens() -> None:
-    rollout, _ = play()
+    rollout, *_ = play()
     ends = np.cumsum(LENGTHS).tolist()
     bounds = list(zip([0, *ends[:-1]], [*ends[:-1], ends[-1] - 1], strict=True))
     turns = [(s.role, s.trainable, s.version, s.route_rows) for s in rollout.segments]
@@ -114,14 +125,14 @@ def expected_routes() -> npt.NDArray[np.int32]:
 
 
 def test_each_row_is_from_the_request_that_first_read_the_token() -> None:
-    rollout, _ = play()
+    rollout, *_ = play()
     assert rollout.routes is not None
     np.testing.assert_array_equal(rollout.routes, expected_routes())
 
 
 def pack(layers: tuple[int, ...]) -> MicroBatch:
     """Pack the rollout three times, as a pipeline stage with these layers gets it."""
-    rollout, _ = play()
+    rollout, *_ = play()
     rollout = select_layers(decode(encode(rollout)), layers)
     shape = RouteShape(
         moe_layers=tuple(range(LAYERS)), num_hidden_layers=LAYERS, num_experts=EXPERTS, topk=TOPK

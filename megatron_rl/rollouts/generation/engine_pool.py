@@ -276,6 +276,7 @@ class EnginePool:
         budget: Callable[[], VersionBudget | None] = lambda: None,
         pieces: list[Generation] | None = None,
         stop: RepetitionStop | None = None,
+        num_known_routes: int = 0,
     ) -> Generation:
         """Sample one response. Raises `EngineError` and `GenerationRejected`.
 
@@ -290,9 +291,12 @@ class EnginePool:
         for another budget.
         pieces: what there is of the response already. It receives further pieces as they arrive.
         stop: cuts a response off that repeats itself. Its finish reason is then LENGTH.
+        num_known_routes: inputs, from the first, whose routes are left out.
         """
         fields = _RequestFields(rid, return_routes, seed, is_wanted)
-        response = PartialResponse(token_ids, sampling, [] if pieces is None else pieces)
+        response = PartialResponse(
+            token_ids, sampling, [] if pieces is None else pieces, num_known_routes
+        )
         attempts = _Attempts(self._settings.retries, rejected_tokens)
         self._responses.add(response)
         try:

@@ -19,11 +19,14 @@ class PartialResponse:
     The rest is requested with the same seed. An engine's random numbers follow seed and position,
     so the joined response equals one without interruption, if the weights are the same. Of the
     routes, each piece keeps those of its own reading: they decided its tokens.
+
+    num_known_routes: the first inputs of the prompt whose routes are known, and not requested.
     """
 
     prompt: Sequence[int]
     sampling: Sampling
     pieces: list[Generation] = field(default_factory=list)
+    num_known_routes: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -62,7 +65,9 @@ class PartialResponse:
     @property
     def first_route_row(self) -> int:
         """The first row of routes that the rest has to have: earlier inputs have theirs."""
-        return len(self.prompt) + self.num_tokens - 1 if self.pieces else 0
+        if not self.pieces:
+            return self.num_known_routes
+        return len(self.prompt) + self.num_tokens - 1
 
     def add(self, piece: Generation) -> None:
         """Add a piece. One without tokens changes nothing."""

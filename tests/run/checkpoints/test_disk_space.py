@@ -222,7 +222,9 @@ def test_checkpoints_hold_the_rollouts_of_later_steps(
         dataclasses.replace(c, mode="train_only"), shape
     )
     set_free_bytes(monkeypatch)(sum(sizes.values()) - 1)
-    remedy = r"lower run\.keep_checkpoints or rollout\.max_staleness" if max_staleness else "run.root"
+    remedy = (
+        r"lower run\.keep_checkpoints or rollout\.max_staleness" if max_staleness else "run.root"
+    )
     with pytest.raises(NotEnoughDiskSpace, match=remedy):
         require_disk_space(c, shape)
 
