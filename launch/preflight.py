@@ -16,8 +16,10 @@ of each node. Exit code: 0, or 2 if a run must not start.
 from __future__ import annotations
 
 import importlib.metadata
+import math
 import os
 import re
+import resource
 import shutil
 import socket
 import sys
@@ -39,7 +41,9 @@ from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.colocated import colocated_memory
 from megatron_rl.planning.memory import engine_memory, rank_memory
+from megatron_rl.planning.sync_time import Trainer
 from megatron_rl.records.run_directory import PACKAGES
+from megatron_rl.rollouts.steps.steps_ahead import largest_age
 from megatron_rl.run.data import RunData, read_data
 from megatron_rl.run.prompts import build_prompts
 from sglang_bridge.addresses import node_address, require_private_address
@@ -54,6 +58,10 @@ GIB = 1024**3
 ENGINE_BYTES = 2 * GIB
 RANK_BYTES = GIB // 2
 ANSWER_SECONDS = 5.0
+# NCCL keeps buffers of its own for each group. More than so many on a GPU are worth a warning.
+MAX_WEIGHT_GROUPS = 32
+# A process has files of its libraries open, and of its connections to other processes
+BASE_OPEN_FILES = 512
 _REHEARSE = "--rehearse"
 
 
@@ -240,6 +248,55 @@ def check_shared_memory(directory: str = "/dev/shm") -> Check:
     return Check("shared memory", free >= GIB, finding, remedy, is_required=False)
 
 
+def check_weight_groups(c: Configuration, facts: LaunchFacts) -> Iterator[Check]:
+    """Check how many process groups for weights a GPU of an engine, and a rank, take part in.
+
+    Their memory is in no other check: it depends on NCCL and on the network.
+    """
+    if not facts.num_gpus or c.sync.transport != "distributed" or c.mode == "train_only":
+        return
+    p = c.parallel
+    owners = p.pp * Trainer(facts.world_size, tp=p.tp, pp=p.pp, ep=p.ep).owners
+    if c.sync.engines_per_tree > 1:
+        owners = 1  # rank 0 sends alone
+    num_nodes = facts.world_size // facts.local_world_size
+    engines = len(c.engine.urls)
+    if c.engine.mode == "managed":
+        engines = c.engine.count * num_nodes // c.engine.nodes_per_engine
+    trees = math.ceil(engines / c.sync.engines_per_tree)
+    finding = (
+        f"{owners} on each GPU of an engine, {trees} on each of the {owners} ranks that send. The "
+        "first sync forms them, one rank after another"
+    )
+    remedy = (
+        "NCCL's buffers for each are in none of these numbers: leave memory to them, raise "
+        "sync.timeout_s for the first sync, or share groups with sync.engines_per_tree"
+    )
+    passes = max(owners, trees) <= MAX_WEIGHT_GROUPS
+    yield Check("groups for weights", passes, finding, remedy, is_required=False)
+
+
+def check_open_files(c: Configuration, facts: LaunchFacts, limit: int) -> Check:
+    """Check the hard limit of open files, to which a run raises its own.
+
+    A collector has one for each request that its engines have, and one for each group that it
+    holds. limit: -1 means none.
+    """
+    num_nodes = facts.world_size // facts.local_world_size
+    rollout = c.rollout
+    age = largest_age(rollout.max_staleness, continues_responses=rollout.on_update != "wait")
+    budget = 1.0 if c.selection.name == "uniform" else c.selection.budget
+    groups = math.ceil(rollout.prompts_per_step * budget * (1 + age) / num_nodes)
+    engines = c.engine.count
+    if c.engine.mode == "external":
+        engines = math.ceil(len(c.engine.urls) / num_nodes)
+    need = BASE_OPEN_FILES + groups + 2 * engines * c.engine.max_running_requests
+    allowed = "no limit" if limit < 0 else f"at most {limit:,}"
+    finding = f"{allowed}; a collector needs about {need:,}"
+    remedy = "Raise the hard limit: ulimit -Hn, LimitNOFILE or --ulimit nofile"
+    return Check("open files", not 0 <= limit < need, finding, remedy, is_required=False)
+
+
 def check_run_root(root: str) -> Check:
     """Check that the run directory can be created."""
     path = Path(root).expanduser().resolve()
@@ -370,6 +427,10 @@ def check_all(c: Configuration, facts: LaunchFacts) -> Iterator[Check]:
     yield from check_colocated_memory(sized_for_engines(c), shape, facts, device_bytes(facts))
     yield from check_save_memory(c, shape, facts, psutil.virtual_memory().available)
     yield check_shared_memory()
+    yield from check_weight_groups(c, facts)
+    yield check_open_files(
+        sized_for_all_phases(c), facts, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    )
     yield check_run_root(c.run.root)
     yield from check_addresses(facts)
     yield from check_external_engines(c)

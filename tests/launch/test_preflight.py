@@ -15,7 +15,7 @@ import pytest
 
 from launch import preflight as preflight_module
 from megatron_rl.config.cli import compose
-from megatron_rl.config.schema import EngineSettings, ParallelSettings
+from megatron_rl.config.schema import Configuration, EngineSettings, ParallelSettings
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.models.families import read_shape
@@ -134,6 +134,58 @@ def test_little_shared_memory_is_a_warning(preflight: ModuleType, tmp_path: Path
     check = preflight.check_shared_memory(str(tmp_path / "missing"))
     assert (check.passes, check.refuses) == (False, False)
     assert str(check).startswith("warn  shared memory: 0.0 GiB free") and "--shm-size" in str(check)
+
+
+def with_groups(
+    engines: int, *, per_tree: int = 1, transport: Any = "distributed", **sizes: int
+) -> Configuration:
+    """Return a configuration with engines on each node and parallel sizes."""
+    c = compose(["experiment=smoke"])
+    return replace(
+        c,
+        parallel=replace(c.parallel, **sizes),
+        engine=replace(c.engine, count=engines),
+        sync=replace(c.sync, engines_per_tree=per_tree, transport=transport),
+    )
+
+
+@pytest.mark.parametrize(
+    ("c", "gpus", "counts", "passes"),
+    [
+        (with_groups(1, ep=8), 8, (8, 1), True),
+        (with_groups(4, ep=8), 64, (8, 32), True),
+        (with_groups(8, ep=8), 64, (8, 64), False),
+        (with_groups(1, ep=16, pp=8, tp=4), 512, (128, 64), False),
+        (with_groups(8, ep=8, per_tree=64), 64, (1, 1), True),
+    ],
+)
+def test_many_groups_for_weights_are_a_warning(
+    preflight: ModuleType, c: Configuration, gpus: int, counts: tuple[int, int], passes: bool
+) -> None:
+    facts = LaunchFacts(world_size=gpus, local_world_size=8, num_gpus=8)
+    (check,) = preflight.check_weight_groups(c, facts)
+    assert f"{counts[0]} on each GPU of an engine, {counts[1]} on each" in check.finding
+    assert (check.passes, check.refuses) == (passes, False)
+    assert "sync.timeout_s" in check.remedy
+
+
+def test_groups_for_weights_are_counted_where_nccl_makes_them(preflight: ModuleType) -> None:
+    facts = LaunchFacts(world_size=8, local_world_size=8, num_gpus=8)
+    assert list(preflight.check_weight_groups(with_groups(1), replace(facts, num_gpus=0))) == []
+    assert list(preflight.check_weight_groups(with_groups(1, transport="disk"), facts)) == []
+
+
+def test_a_low_hard_limit_of_open_files_is_a_warning(preflight: ModuleType) -> None:
+    c = compose(["experiment=smoke"])
+    engine = replace(c.engine, count=4, max_running_requests=256)
+    rollout = replace(c.rollout, prompts_per_step=512, on_update="resume", max_staleness=3)
+    c = replace(c, engine=engine, rollout=rollout)
+    facts = LaunchFacts(world_size=8, local_world_size=4)
+    need = preflight.BASE_OPEN_FILES + 512 * 4 // 2 + 2 * 4 * 256
+    for limit, passes in ((need - 1, False), (need, True), (-1, True)):
+        check = preflight.check_open_files(c, facts, limit)
+        assert (check.passes, check.refuses) == (passes, False)
+        assert f"about {need:,}" in check.finding
 
 
 def test_gpus_that_torch_cannot_use_are_named(preflight: ModuleType) -> None:
