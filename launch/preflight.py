@@ -41,7 +41,6 @@ from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.colocated import colocated_memory
 from megatron_rl.planning.memory import engine_memory, rank_memory
-from megatron_rl.planning.sync_time import Trainer
 from megatron_rl.records.run_directory import PACKAGES
 from megatron_rl.rollouts.steps.steps_ahead import largest_age
 from megatron_rl.run.data import RunData, read_data
@@ -255,8 +254,11 @@ def check_weight_groups(c: Configuration, facts: LaunchFacts) -> Iterator[Check]
     """
     if not facts.num_gpus or c.sync.transport != "distributed" or c.mode == "train_only":
         return
+    from megatron_rl.mcore.weights.owners import Grid, count_owners
+
     p = c.parallel
-    owners = p.pp * Trainer(facts.world_size, tp=p.tp, pp=p.pp, ep=p.ep).owners
+    grid = Grid(facts.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp or p.default_etp)
+    owners = count_owners(grid)
     if c.sync.engines_per_tree > 1:
         owners = 1  # rank 0 sends alone
     num_nodes = facts.world_size // facts.local_world_size

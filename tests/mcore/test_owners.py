@@ -24,6 +24,7 @@ from megatron_rl.mcore.weights.owners import (
     Owner,
     Unit,
     collectors_of_stage,
+    count_owners,
     owners_of_stage,
 )
 from megatron_rl.models.names import Fusion
@@ -64,6 +65,16 @@ def test_every_unit_has_one_owner_that_holds_a_shard_of_it(grid: Grid, max_owner
             if unit.ep_rank is not None:
                 copies = grid.expert_holders(stage, unit.ep_rank)
             assert owner.shards in copies
+
+
+@given(grids(), st.integers(1, 9))
+def test_owners_are_counted_without_units(grid: Grid, max_owners: int) -> None:
+    units = units_of(grid, layers=9, experts=9)
+    owners = [
+        owners_of_stage(units, grid, stage, max_owners=max_owners) for stage in range(grid.pp)
+    ]
+    ranks = {owner.rank for of_stage in owners for owner in of_stage.values()}
+    assert len(ranks) == count_owners(grid, max_owners=max_owners)
 
 
 @given(grids(), st.integers(1, 9))

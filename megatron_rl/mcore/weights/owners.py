@@ -110,6 +110,12 @@ def owners_of_stage(
     return owners
 
 
+def count_owners(grid: Grid, *, max_owners: int = MAX_OWNERS) -> int:
+    """Return the number of ranks of all stages that `owners_of_stage` may choose."""
+    ranks = {rank for ranks in _candidates(grid, 0, max_owners) for rank in ranks}
+    return grid.pp * len(ranks)
+
+
 def collectors_of_stage(units: Iterable[Unit], grid: Grid, stage: int) -> dict[str, Owner]:
     """Choose one rank of the stage, and one for each expert-parallel rank, without balance.
 
