@@ -7,6 +7,8 @@ import re
 from megatron_rl.rewards.numbers import NUMBER, SEPARATOR, is_whole, last_match, stands_alone
 
 _BOX = "\\boxed{"
+_SIGN = re.compile(r"^([-+\u2212]) ")
+_OTHER_SPACE = re.compile(r"(?<![0-9]) | (?![0-9])")  # not between two digits
 
 
 def last_number(text: str) -> str | None:
@@ -54,13 +56,16 @@ def canonical(answer: str) -> str:
     """Return an answer in a form to compare: a number by value, other text without white space.
 
     `0,170,151.0`, `170151`, `+170151` and LaTeX's `170{,}151` are one number, and `-0` is `0`.
+    White space that separates numbers stays: `1 2`, `1, 234` and `2 3/4` are not 12, 1234 and 23/4.
     Values remain digit strings, because a conversion would round, and takes quadratic time for
     huge numbers.
     """
-    text = "".join(answer.split()).removeprefix("$").removesuffix("$")
-    if NUMBER.fullmatch(text.removeprefix("+")) is None:
-        return text
-    number = SEPARATOR.sub("", text.removeprefix("+")).replace("\u2212", "-")
+    spaced_text = _SIGN.sub(r"\1", " ".join(answer.split()).strip("$ "))
+    if NUMBER.fullmatch(spaced_text.removeprefix("+")) is None:
+        text = _OTHER_SPACE.sub("", spaced_text)
+        joins_numbers = NUMBER.fullmatch(text.removeprefix("+")) is not None
+        return spaced_text if joins_numbers else text
+    number = SEPARATOR.sub("", spaced_text.removeprefix("+")).replace("\u2212", "-")
     negative = number.startswith("-")
     digits, _, decimals = number.removeprefix("-").partition(".")
     whole = digits.lstrip("0") or "0"

@@ -55,6 +55,15 @@ def read_row(folder: Path, row: dict[str, Any]) -> Any:
     return json.loads(question.text)
 
 
+def test_arguments_of_a_call_are_the_same_as_text_and_as_an_object(tmp_path: Path) -> None:
+    histories = []
+    for arguments in ('{"a": null, "b": {"c": null}}', {"a": None, "b": {"c": None}}):
+        call = {"function": {"name": "add", "arguments": arguments}}
+        row = {"messages": [USER, ASSISTANT | {"tool_calls": [call]}, RESULT], "answer": 4}
+        histories.append(read_row(tmp_path, row))
+    assert histories[0] == histories[1]
+
+
 def test_tools_and_calls_reach_the_chat_template(tmp_path: Path) -> None:
     row = {"messages": [USER, ASSISTANT, RESULT], "tools": [TOOL], "answer": 4}
     messages, tools = read_row(tmp_path, row)

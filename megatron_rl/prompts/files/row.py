@@ -245,11 +245,12 @@ def _parse_call(call: dict[str, Any]) -> dict[str, Any]:
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         try:
-            function["arguments"] = msgspec.json.decode(arguments, type=dict[str, Any])
+            values = msgspec.json.decode(arguments, type=dict[str, Any])
         except msgspec.MsgspecError as error:
             raise ValueError(
                 f"the arguments of the tool call {function['name']!r} are no JSON object ({error})"
             ) from error
+        function["arguments"] = _without_nulls(values)
     return call
 
 
