@@ -43,15 +43,15 @@ class Generation:
     """A sampled response of r tokens to a prompt of p tokens; n = p + r.
 
     output_ids: int32 [r]. logprobs: float32 [r], nats, of the temperature-scaled distribution.
-    routes: int32 [n-1, layers, topk], row t for the model's input t; None if they were not
-    requested, or if an aborted request has none. Rows that the request left out are missing at the
-    beginning. version_spans: oldest first. is_expired: the client aborted the request, because the
-    engine was silent.
+    routes: integers [n-1, layers, topk] of the smallest type that holds them, row t for the model's
+    input t; None if they were not requested, or if an aborted request has none. Rows that the
+    request left out are missing at the beginning. version_spans: oldest first. is_expired: the
+    client aborted the request, because the engine was silent.
     """
 
     output_ids: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
-    routes: npt.NDArray[np.int32] | None
+    routes: npt.NDArray[np.integer[Any]] | None
     finish_reason: FinishReason
     version_spans: tuple[VersionSpan, ...]
     cached_tokens: int
@@ -246,7 +246,7 @@ def _logprobs(meta: _MetaInfo, output_ids: list[int]) -> npt.NDArray[np.float32]
 
 def _decode_routes(
     route_base64: memoryview, meta: _MetaInfo, num_inputs: int, shape: tuple[int, int]
-) -> npt.NDArray[np.int32]:
+) -> npt.NDArray[np.integer[Any]]:
     """Decode the base64 that `_split_routes` took out of a reply."""
     if meta.routed_experts is None:
         raise GenerationRejected(
@@ -266,7 +266,17 @@ def _decode_routes(
             f"{len(raw)} bytes of routes, expected {num_bytes} for {num_inputs} inputs x "
             f"{layers} layers x top-{topk}",
         )
-    return np.frombuffer(raw, np.dtype("<i4")).reshape(num_inputs, layers, topk)
+    return _narrow(np.frombuffer(raw, np.dtype("<i4")).reshape(num_inputs, layers, topk))
+
+
+def _narrow(routes: npt.NDArray[np.int32]) -> npt.NDArray[np.integer[Any]]:
+    """Return routes in the smallest type that holds them: a response may wait for a long time.
+
+    Numbers that are no experts stay as they are, so that a later check finds them.
+    """
+    if not routes.size or routes.min() < 0:
+        return routes
+    return routes.astype(np.min_scalar_type(routes.max()))
 
 
 def _version_spans(meta: _MetaInfo, num_output_tokens: int) -> tuple[VersionSpan, ...]:

@@ -38,10 +38,12 @@ class RouteError(ValueError):
         self.reason = reason
 
 
-def validate_routes(wire: npt.NDArray[np.int32], shape: RouteShape, num_inputs: int) -> Routes:
-    """Check routes as an engine sends them, and select their MoE layers.
+def validate_routes(
+    wire: npt.NDArray[np.integer[Any]], shape: RouteShape, num_inputs: int
+) -> Routes:
+    """Check routes of all layers, as an engine sends them, and select their MoE layers.
 
-    wire: int32 [num_inputs, num_hidden_layers, topk].
+    wire: integers [num_inputs, num_hidden_layers, topk].
 
     Returns uint8 (up to 256 experts) or uint16 [num_inputs, len(moe_layers), topk].
     Raises `RouteError`.
@@ -67,6 +69,14 @@ def validate_stored_routes(
 
     Returns the same as `validate_routes`. Raises `RouteError`.
     """
+    require_stored_shape(routes, shape, num_inputs)
+    return _check_experts(routes, shape)
+
+
+def require_stored_shape(
+    routes: npt.NDArray[np.generic], shape: RouteShape, num_inputs: int
+) -> None:
+    """Check the type and the shape of stored routes alone. Raises `RouteError`."""
     expected_shape = (num_inputs, len(shape.moe_layers), shape.topk)
     if routes.shape != expected_shape or not np.issubdtype(routes.dtype, np.integer):
         raise RouteError(
@@ -74,17 +84,18 @@ def validate_stored_routes(
             f"{routes.dtype} routes of shape {routes.shape}: expected integers {expected_shape} "
             "(input tokens, layers with experts, top-k)",
         )
-    return _check_experts(routes, shape)
 
 
-def expand_routes(routes: Routes, shape: RouteShape) -> npt.NDArray[np.int32]:
-    """Return stored routes as an engine sends them, which `validate_routes` takes.
+def expand_routes(routes: Routes, shape: RouteShape) -> Routes:
+    """Return stored routes with all layers, which `validate_routes` takes.
 
     routes: [num_inputs, len(moe_layers), topk]. Layers without experts have zeros.
 
-    Returns int32 [num_inputs, num_hidden_layers, topk].
+    Returns [num_inputs, num_hidden_layers, topk] of the same type.
     """
-    wire = np.zeros((len(routes), shape.num_hidden_layers, shape.topk), np.int32)
+    if len(shape.moe_layers) == shape.num_hidden_layers:
+        return routes
+    wire = np.zeros((len(routes), shape.num_hidden_layers, shape.topk), routes.dtype)
     wire[:, list(shape.moe_layers)] = routes
     return wire
 
@@ -111,4 +122,6 @@ def _check_experts(routes: npt.NDArray[Any], shape: RouteShape) -> Routes:
 
 
 def _narrow(routes: npt.NDArray[np.integer], num_experts: int) -> Routes:
-    return routes.astype(np.uint8) if num_experts <= _UINT8_EXPERTS else routes.astype(np.uint16)
+    if num_experts <= _UINT8_EXPERTS:
+        return routes.astype(np.uint8, copy=False)
+    return routes.astype(np.uint16, copy=False)

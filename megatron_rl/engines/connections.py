@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.contracts.commands import Command
@@ -15,7 +15,6 @@ from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.rollouts.partials.time_to_store import StopSource, TimeToStore
 from megatron_rl.rollouts.queue import HeldRequests, HoldTimedOut, RolloutQueue
 from megatron_rl.rollouts.steps.on_update import StoredPartials
-from megatron_rl.rollouts.store import RolloutStore
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.weights.calls import call_each
@@ -34,7 +33,6 @@ class EngineConnections:
     fleet: decides which engines serve. open_admin: opens the control client of an engine.
     sends_weights: False where engines serve the weights that they have loaded themselves.
     token_counter: compares the engines' counts of tokens with the run's, None if they do not count.
-    store: the rollouts that this process holds itself, those of a checkpoint.
     """
 
     queue: RolloutQueue
@@ -43,7 +41,6 @@ class EngineConnections:
     open_admin: Callable[[Engine], AdminClient]
     sends_weights: bool = True
     token_counter: TokenCounter | None = None
-    store: RolloutStore = field(default_factory=lambda: RolloutStore(node=0))
 
     def set_version(self, version: int) -> None:
         """Use the engines that hold these weights now, and no response of others."""
@@ -57,7 +54,6 @@ class EngineConnections:
     def release(self, group_ids: Sequence[str]) -> None:
         """Free the rollouts of delivered groups."""
         self.queue.release(group_ids)
-        self.store.release(group_ids)
 
     def count_in_flight(self) -> int:
         """Return the number of rollouts to train on whose group has not arrived."""

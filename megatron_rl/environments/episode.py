@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -155,8 +156,14 @@ class Episode:
 
     @property
     def is_adding(self) -> bool:
-        """True while a thread adds a response. `rollout_so_far` must not be called then."""
+        """True while a thread adds a response. `frozen_copy` must not be called then."""
         return self._is_adding
+
+    def frozen_copy(self) -> Episode:
+        """Return the episode as it is, for `rollout_so_far` in another thread."""
+        episode = copy.copy(self)
+        episode._builder = self._builder.copy()
+        return episode
 
     def rollout_so_far(self, response: Generation | None) -> Rollout | None:
         """Return the rollout up to the last token that was sampled, None before the first one.

@@ -64,6 +64,16 @@ class RolloutBuilder:
         """The number of inputs whose routes are known."""
         return 0 if self._routes is None else len(self._routes)
 
+    def copy(self) -> RolloutBuilder:
+        """Return a builder that has the same so far."""
+        builder = RolloutBuilder(
+            self._rollout_id, self._prompt, self._sample_index, self._route_shape
+        )
+        builder._routes = self._routes
+        builder._segments = list(self._segments)
+        builder._unread = list(self._unread)
+        return builder
+
     def observe(self, tokens: list[int]) -> None:
         """Add tokens that receive no loss."""
         self._unread.append((Role.TOOL, tokens))
@@ -116,12 +126,7 @@ class RolloutBuilder:
         generation: the part that there is of a response. None: everything up to the last response.
         Raises `RolloutRejected` and `RouteError`.
         """
-        builder = RolloutBuilder(
-            self._rollout_id, self._prompt, self._sample_index, self._route_shape
-        )
-        builder._routes = self._routes
-        builder._segments = list(self._segments)
-        builder._unread = list(self._unread)
+        builder = self.copy()
         if generation is not None:
             versions = [self._version_number(span.version) for span in generation.version_spans]
             builder._add(generation, versions)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -13,7 +15,6 @@ import msgspec
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.plugins import PluginError
 from megatron_rl.contracts.rollout import Rollout
-from megatron_rl.rollouts import codec
 from megatron_rl.rollouts.episode_runner import EpisodeRunner
 from megatron_rl.rollouts.link import CollectorLink
 from megatron_rl.rollouts.messages import (
@@ -29,11 +30,10 @@ from megatron_rl.rollouts.messages import (
     Held,
     Hold,
     LiftBudgets,
-    Partials,
+    Partial,
     Proceed,
     Release,
     RemoveEngine,
-    SavedRollout,
     Settle,
     SetVersion,
     Stop,
@@ -43,6 +43,8 @@ from megatron_rl.rollouts.messages import (
     partial_name,
 )
 from megatron_rl.rollouts.partials.progress import GroupProgress, ScoredRollout
+from megatron_rl.rollouts.recording.reader import RecordingUnreadable
+from megatron_rl.rollouts.recording.recorded_rollouts import UnfitRollout, load_rollout
 from megatron_rl.rollouts.repetition import repetition, sampled_token_ids
 from megatron_rl.rollouts.store import GroupWriter, RolloutStore, make_rollout_ref
 
@@ -50,6 +52,8 @@ _ALIVE_INTERVAL_SECONDS = 1.0
 # The event loop's own pool may be full of a scorer's blocking calls, so this process has another.
 _THREADS = 4
 _CHANGE_SECONDS = 0.01  # about the time in which a thread adds a response
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)
@@ -78,18 +82,14 @@ class Collector:
         self._runner = EpisodeRunner(configuration, send, self._threads)
         self._tasks: set[asyncio.Task[None]] = set()
         self._shape = configuration.routes
+        self._vocab_size = configuration.vocab_size
         self._running: dict[str, _RunningGroup] = {}  # by group id
-        # By group id and sample index: rollouts of a checkpoint whose request has not come yet
-        self._saved_rollouts: dict[str, dict[int, Rollout]] = {}
-        self._saved_parts: list[bytes] = []  # of the one that is being received
 
     async def handle(self, message: ToCollector) -> bool:
         """Process one message and return False if the collector has to end."""
         match message:
             case GroupRequest():
                 self._begin(message)
-            case SavedRollout():
-                self._take_saved_rollout(message)
             case Withdraw():
                 self._withdraw(message.group_ids)
             case AbortGroups(group_ids):
@@ -118,14 +118,6 @@ class Collector:
         await self._runner.close()
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _take_saved_rollout(self, message: SavedRollout) -> None:
-        """Take a part of a rollout. All parts of one arrive before those of another."""
-        self._saved_parts.append(message.data)
-        if message.is_last:
-            rollout = codec.decode(b"".join(self._saved_parts))
-            self._saved_parts.clear()
-            self._saved_rollouts.setdefault(message.group_id, {})[message.sample_index] = rollout
-
     def _begin(self, request: GroupRequest) -> None:
         group_id = request.group_id
         progress = GroupProgress(
@@ -133,8 +125,6 @@ class Collector:
             request.sampling,
             range(request.first_sample, request.first_sample + request.num_samples),
             start=request.start,
-            rollouts=self._saved_rollouts.pop(group_id, None),
-            shape=self._shape,
         )
         self._runner.announce(request, progress.episodes)
         task = self._start(self._answer(request, progress))
@@ -215,12 +205,20 @@ class Collector:
                 engines.set_version(version)
 
     async def _store_partials(self, number: int) -> None:
-        groups = []
-        for group_id in list(self._running):
-            group = await self._store_partial(number, group_id)
+        """Store what there is of all groups, and report each of them.
+
+        As many at a time as there are threads: replies of engines need these, too.
+        """
+        threads = asyncio.Semaphore(_THREADS)
+
+        async def store(group_id: str) -> None:
+            async with threads:
+                group = await self._store_partial(number, group_id)
             if group is not None:
-                groups.append(group)
-        await self._send(Partials(number, tuple(groups)))
+                await self._send(Partial(number, group))
+
+        await asyncio.gather(*map(store, list(self._running)))
+        await self._send(Partial(number, None))
 
     async def _store_partial(self, number: int, group_id: str) -> Group | None:
         """Store what there is of a group. Returns None for one that has ended or is evaluated."""
@@ -233,7 +231,7 @@ class Collector:
                 await asyncio.sleep(_CHANGE_SECONDS)
                 continue
             # At once: everything may change while a thread stores the rollouts
-            results = [*progress.results(), *progress.open_results()]
+            results = itertools.chain(progress.results(), progress.open_results())
             rejected_tokens = progress.count_rejected_tokens()
             rejected_tokens.update(progress.tokens_rejected_in_open_episodes())
             group = Group(
@@ -255,6 +253,8 @@ class Collector:
         An error ends the run: without a report rank 0 would wait for the group forever.
         """
         try:
+            if request.start is not None:
+                await self._restore(request, progress)
             answer = await self._run(request, progress)
             if request.extension is not None and request.extension.applies_to(answer.group):
                 self._begin(request.rest())
@@ -266,6 +266,32 @@ class Collector:
             self._runner.forget(request)
             if self._is_running(request):
                 del self._running[request.group_id]
+
+    async def _restore(self, request: GroupRequest, progress: GroupProgress) -> None:
+        """Take over what a checkpoint has of a group. In a thread: it may be gigabytes."""
+        indices = set(progress.episodes)
+
+        def restore() -> None:
+            progress.restore(self._load(request), self._shape)
+
+        await asyncio.get_running_loop().run_in_executor(self._threads, restore)
+        for index in indices - set(progress.episodes):
+            self._runner.count_end(request, index)
+
+    def _load(self, request: GroupRequest) -> dict[int, Rollout]:
+        """Load the rollouts that a checkpoint has of a group, by sample index.
+
+        Those that cannot be read are left out: the checkpoint may have been removed since.
+        """
+        rollouts: dict[int, Rollout] = {}
+        for saved in request.saved:
+            try:
+                rollout = load_rollout(saved, request.prompt.id, self._shape, self._vocab_size)
+            except (RecordingUnreadable, UnfitRollout) as error:
+                _log.warning("a rollout is sampled anew: %s", error)
+                continue
+            rollouts[rollout.sample_index] = rollout
+        return rollouts
 
     def _is_running(self, request: GroupRequest) -> bool:
         group = self._running.get(request.group_id)
@@ -283,6 +309,7 @@ class Collector:
         results = progress.results()
         rejected_tokens = progress.count_rejected_tokens()
         scored_at = time.monotonic()
+        generated_at = max((result.generated_at for result in results), default=0.0)
         group = Group(
             group_id=request.group_id,
             prompt=request.prompt,
@@ -290,8 +317,8 @@ class Collector:
             rejections=progress.count_rejections(),
             rejected_tokens=dict(rejected_tokens),
             environment_error=progress.first_environment_error(),
-            generated_at=max((result.generated_at for result in results), default=0.0),
-            scored_at=scored_at if results else 0.0,
+            generated_at=generated_at,
+            scored_at=scored_at if generated_at else 0.0,
         )
         num_used = sum(result.num_generated for result in results)
         return GroupDone(

@@ -114,7 +114,8 @@ class EpisodeRunner:
     def _budget_of(self, request: GroupRequest) -> VersionBudget | None:
         return self._budgets.get((request.group_id, request.attempt))
 
-    def _count_end(self, request: GroupRequest, index: int) -> None:
+    def count_end(self, request: GroupRequest, index: int) -> None:
+        """Count an episode of a request as ended."""
         playing = self._playing.get((request.group_id, request.attempt), set())
         playing.discard(index)
         self._rest.set()
@@ -178,7 +179,7 @@ class EpisodeRunner:
                 open_attempt, is_evaluation=request.evaluation, subject=subject
             )
         finally:
-            self._count_end(request, index)
+            self.count_end(request, index)
         *lost_episodes, episode = episodes
         episode.rejected_tokens += _tokens_of(lost_episodes)
         episode.rejected_tokens += Counter({NOT_RESTORED: progress.drop_stored()})

@@ -16,10 +16,10 @@ from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.contracts.wire_types import Count
 from megatron_rl.prompts.selection.extension import Extension
+from megatron_rl.rollouts.recording.format import SavedRollout
 from sglang_bridge.engine import Engine
 
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
-MAX_PART_BYTES = 32 * 1024 * 1024  # of a larger object that is sent in parts
 # The environment variable that passes the run's key to a collector
 RUN_KEY_VARIABLE = "MEGATRON_RL_RUN_KEY"
 # Reasons in `Group.rejections`
@@ -72,7 +72,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     evaluation: return verdicts only. No rollout is kept and no routes are requested.
     extension: the collector samples the rest of the group by itself, if this rule says so. None: it
     does not. attempt: larger than that of earlier requests with its id. The answer repeats it.
-    start: what a checkpoint has of the group. Its rollouts have come before, as `SavedRollout`.
+    start: what a checkpoint has of the group. saved: where its rollouts are, in their order.
     """
 
     group_id: str
@@ -84,6 +84,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     attempt: Count = 0
     budget: VersionBudget | None = None
     start: Group | None = None
+    saved: tuple[SavedRollout, ...] = ()
     extension: Extension | None = None
 
     def rest(self) -> GroupRequest:
@@ -97,19 +98,8 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
             first_sample=self.num_samples,
             extension=None,
             start=None,
+            saved=(),
         )
-
-
-class SavedRollout(msgspec.Struct, frozen=True, tag="saved_rollout"):
-    """A part of a rollout of a checkpoint, for the next request of its group.
-
-    data: of the encoded rollout (`codec`). is_last: no further part follows.
-    """
-
-    group_id: str
-    sample_index: Count
-    data: bytes
-    is_last: bool = True
 
 
 class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
@@ -176,7 +166,7 @@ class LiftBudgets(msgspec.Struct, frozen=True, tag="lift_budgets"):
 
 
 class StorePartials(msgspec.Struct, frozen=True, tag="store_partials"):
-    """Store what there is of all requests. The answer is `Partials`.
+    """Store what there is of all requests. Each is answered with a `Partial`.
 
     number: the answer repeats it. `Release` frees each group by its `partial_name`.
     """
@@ -256,14 +246,15 @@ class Held(msgspec.Struct, frozen=True, tag="held"):
     engines_idle: float = 0.0
 
 
-class Partials(msgspec.Struct, frozen=True, tag="partials"):
-    """The state of all requests for rollouts to train on.
+class Partial(msgspec.Struct, frozen=True, tag="partial"):
+    """The state of one request for rollouts to train on.
 
-    groups: some may be finished, and their `GroupDone` on its way. number: that of `StorePartials`.
+    number: that of `StorePartials`. group: it may be finished, and its `GroupDone` on its way.
+    None: those of all requests were sent.
     """
 
     number: Count
-    groups: tuple[Group, ...]
+    group: Group | None
 
 
 class UserClassWarning(msgspec.Struct, frozen=True, tag="user_class_warning"):
@@ -294,7 +285,6 @@ ToCollector = (
     | Hold
     | Settle
     | LiftBudgets
-    | SavedRollout
     | StorePartials
     | Proceed
     | Stop
@@ -306,7 +296,7 @@ FromCollector = (
     | AbortRequest
     | EngineLeftOut
     | Held
-    | Partials
+    | Partial
     | UserClassWarning
     | Failed
 )

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
@@ -19,6 +19,7 @@ import msgspec
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import NEVER_SENT, STALE, Group, RolloutRef
+from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.credit.group_kinds import kind_of
 from megatron_rl.records.reminder import Reminder
 from megatron_rl.rollouts.generation.idle_time import IdleEngines
@@ -37,7 +38,7 @@ from megatron_rl.rollouts.messages import (
     Held,
     Hold,
     LiftBudgets,
-    Partials,
+    Partial,
     Proceed,
     Release,
     RemoveEngine,
@@ -56,7 +57,7 @@ from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineError
 
 _HOLD_POLL_SECONDS = 0.5
-_SAVED_NODE = -1  # the "node" of rollouts that rank 0 holds itself
+_NO_NODE = -1  # of rollouts that are still in a checkpoint
 # An engine aborts a request within a step. A longer wait would cost more than the surplus.
 _ABORT_SECONDS = 30.0
 
@@ -129,6 +130,7 @@ class _Holder:
     """The collector that holds the rollouts of a delivered group, and the request for them.
 
     generated_tokens: tokens that engines sampled for it. saved_tokens: those of a checkpoint.
+    start: what a checkpoint has of the group, if no collector has read it yet.
     """
 
     node: int
@@ -136,6 +138,7 @@ class _Holder:
     request: GroupRequest
     generated_tokens: int
     saved_tokens: int = 0
+    start: SavedGroup | None = None
 
 
 @dataclass
@@ -159,16 +162,22 @@ class _Holding:
 class _Partials:
     """Holds what there is of open groups.
 
-    saved_groups: in a checkpoint. number, answers: of the last `StorePartials`, by node. own_ids:
-    of groups that no collector has stored, but this process. is_wanted: the answers are not
-    released yet.
+    saved_groups: in a checkpoint. number: of the last `StorePartials`. groups: the answers to it,
+    by node. complete_nodes: those that have stored all. own_ids: of groups that no collector has
+    stored, but this process. is_wanted: the answers are not released yet.
     """
 
     saved_groups: SavedGroups = NOTHING_SAVED
     number: int = 0
     is_wanted: bool = False
-    answers: dict[int, Partials] = field(default_factory=dict)
+    groups: dict[int, list[Group]] = field(default_factory=dict)
+    complete_nodes: set[int] = field(default_factory=set)
     own_ids: tuple[str, ...] = ()
+
+    def forget(self, node: int) -> None:
+        """Forget what a node has stored."""
+        self.groups.pop(node, None)
+        self.complete_nodes.discard(node)
 
 
 @dataclass
@@ -339,15 +348,18 @@ class RolloutQueue:
                 raise ValueError(
                     f"group {request.group_id} was submitted already: a group is delivered once"
                 )
-            start = self._partials.saved_groups.take(request)
-            if start is not None and start.is_finished:
-                self._deliver_saved(request, start)
-                continue
-            attempt = self._dropped_requests.next_attempt
-            outstanding = _Outstanding(request, time.monotonic(), attempt=attempt, start=start)
-            self._outstanding[request.group_id] = outstanding
-            self._assign(outstanding)
+            self._request(request, self._partials.saved_groups.take(request))
         self.num_repeated += self._partials.saved_groups.count_misfits()
+
+    def _request(self, request: GroupRequest, start: SavedGroup | None) -> None:
+        """Send a request to a collector. start: what a checkpoint has of the group."""
+        if start is not None and start.is_finished:
+            # Its rest may be in the checkpoint, too: nobody begins with it before it is requested
+            request = msgspec.structs.replace(request, extension=None)
+        attempt = self._dropped_requests.next_attempt
+        outstanding = _Outstanding(request, time.monotonic(), attempt=attempt, start=start)
+        self._outstanding[request.group_id] = outstanding
+        self._assign(outstanding)
 
     def restore(self, groups: SavedGroups) -> None:
         """Continue the groups of a checkpoint once they are submitted, instead of new ones."""
@@ -357,12 +369,21 @@ class RolloutQueue:
         """Drop the groups of a checkpoint that no request asked for. Returns their tokens."""
         return self._partials.saved_groups.drop()
 
-    def _deliver_saved(self, request: GroupRequest, start: SavedGroup) -> None:
-        group_id = request.group_id
-        tokens = start.num_tokens
-        whole_request = msgspec.structs.replace(request, extension=None)  # as in `_take`
-        self._holders[group_id] = _Holder(_SAVED_NODE, 0, whole_request, tokens, tokens)
-        self._ready.add(self._partials.saved_groups.store(start))
+    def hold_saved(self, groups: Iterable[SavedGroup], sampling: Sampling) -> None:
+        """Count finished groups of a checkpoint as delivered and lost, so that they can be read.
+
+        sampling: of groups that are sampled anew, because their collector is lost later.
+        """
+        for start in groups:
+            group = start.group
+            tokens = start.num_tokens
+            request = GroupRequest(
+                group_id=group.group_id,
+                prompt=group.prompt,
+                num_samples=len(group.rollouts) + sum(group.rejections.values()),
+                sampling=sampling,
+            )
+            self._holders[group.group_id] = _Holder(_NO_NODE, 0, request, tokens, tokens, start)
 
     def as_completed(
         self,
@@ -530,12 +551,19 @@ class RolloutQueue:
         """Return those of `tokens_of` that a checkpoint had."""
         return self._holders[group_id].saved_tokens
 
-    def request_again(self, group_ids: Sequence[str]) -> None:
-        """Request delivered groups again, under the same ids. Their rollouts are released."""
-        requests = [self._holders[group_id].request for group_id in group_ids]
+    def request_again(self, group_ids: Sequence[str]) -> int:
+        """Request delivered groups again, under the same ids. Their rollouts are released.
+
+        Those that are still in a checkpoint are read there. Returns how many are sampled again.
+        """
+        holders = [self._holders[group_id] for group_id in group_ids]
         self.release(group_ids)
-        self.num_repeated += len(requests)
-        self.submit(requests)
+        num_repeated = sum(holder.start is None for holder in holders)
+        self.num_repeated += num_repeated
+        self._handle_events()
+        for holder in holders:
+            self._request(holder.request, holder.start)
+        return num_repeated
 
     def hold(
         self,
@@ -672,8 +700,9 @@ class RolloutQueue:
     ) -> list[Group]:
         """Let collectors store what there is of all requests, until `release_partials`.
 
-        What a collector does not store in time is left out. has_to_end: asked about every half
-        second. If it returns True, the time is over. idle: called as often.
+        What a collector does not store in time is left out. A group is stored whole or not.
+        has_to_end: asked about every half second. If it returns True, the time is over. idle:
+        called as often.
 
         Raises `CollectorFailed`.
         """
@@ -684,12 +713,12 @@ class RolloutQueue:
         for node in self.connected_nodes:
             self._send(node, StorePartials(self._partials.number))
         start = time.monotonic()
-        while waiting_nodes := set(self.connected_nodes) - self._partials.answers.keys():
+        while waiting_nodes := set(self.connected_nodes) - self._partials.complete_nodes:
             seconds = time.monotonic() - start
             if seconds > timeout_seconds or has_to_end():
                 self._write_log(
-                    f"warning: node(s) {sorted(waiting_nodes)} did not store their open rollouts "
-                    f"within {seconds:.1f} s: a resumed run samples them anew"
+                    f"warning: node(s) {sorted(waiting_nodes)} did not store all of their open "
+                    f"rollouts within {seconds:.1f} s: a resumed run samples the others anew"
                 )
                 break
             if idle is not None:
@@ -697,8 +726,8 @@ class RolloutQueue:
             self._wait_for_events(_HOLD_POLL_SECONDS)
         groups = [
             group
-            for node, partials in self._partials.answers.items()
-            for group in partials.groups
+            for node, node_groups in self._partials.groups.items()
+            for group in node_groups
             if self._is_outstanding(node, group.group_id)
         ]
         return groups + self._store_others({group.group_id for group in groups})
@@ -710,28 +739,34 @@ class RolloutQueue:
             for group_id, outstanding in self._outstanding.items()
             if outstanding.start is not None and group_id not in stored_ids
         ]
-        self._partials.own_ids = tuple(start.group.group_id for start in starts)
-        return [self._partials.saved_groups.store(start) for start in starts]
+        groups = [g for g in map(self._partials.saved_groups.store, starts) if g is not None]
+        self._partials.own_ids = tuple(group.group_id for group in groups)
+        return groups
 
     def release_partials(self) -> None:
         """Free what `store_partials` has stored."""
-        for node, partials in self._partials.answers.items():
-            self._release_partials_of(node, partials)
-        self._partials.answers = {}
+        for node, groups in self._partials.groups.items():
+            self._release_partials_of(node, self._partials.number, groups)
+        self._partials.groups = {}
+        self._partials.complete_nodes = set()
         self._partials.saved_groups.release(self._partials.own_ids)
         self._partials.own_ids = ()
         self._partials.is_wanted = False
 
-    def _release_partials_of(self, node: int, partials: Partials) -> None:
-        names = [partial_name(partials.number, group.group_id) for group in partials.groups]
+    def _release_partials_of(self, node: int, number: int, groups: Sequence[Group]) -> None:
+        names = [partial_name(number, group.group_id) for group in groups]
         self._send(node, Release(tuple(names)))
 
-    def _take_partials(self, node: int, partials: Partials) -> None:
+    def _take_partial(self, node: int, partial: Partial) -> None:
         """Keep what a collector has stored, or free what comes too late."""
-        if self._partials.is_wanted and partials.number == self._partials.number:
-            self._partials.answers[node] = partials
+        is_wanted = self._partials.is_wanted and partial.number == self._partials.number
+        if partial.group is None:
+            if is_wanted:
+                self._partials.complete_nodes.add(node)
+        elif is_wanted:
+            self._partials.groups.setdefault(node, []).append(partial.group)
         else:
-            self._release_partials_of(node, partials)
+            self._release_partials_of(node, partial.number, [partial.group])
 
     def _is_outstanding(self, node: int, group_id: str) -> bool:
         outstanding = self._outstanding.get(group_id)
@@ -739,7 +774,6 @@ class RolloutQueue:
 
     def release(self, group_ids: Sequence[str]) -> None:
         """Free the rollouts of delivered groups."""
-        self._partials.saved_groups.release(group_ids)
         ids_by_node: dict[int, list[str]] = {}
         for group_id in group_ids:
             is_lost = self._is_lost(group_id)
@@ -791,12 +825,11 @@ class RolloutQueue:
         if node not in self._nodes_with_engines():
             self._lend_engines(node)
         start = outstanding.start
-        for rollout in () if start is None else start.messages():
-            self._send(node, rollout)
         request = msgspec.structs.replace(
             outstanding.request,
             attempt=outstanding.attempt,
             start=None if start is None else start.group,
+            saved=() if start is None else start.rollouts,
         )
         self._send(node, request)
         self._send_settle(node)
@@ -917,9 +950,7 @@ class RolloutQueue:
 
     def _is_lost(self, group_id: str) -> bool:
         holder = self._holders.get(group_id)
-        if holder is None or holder.node == _SAVED_NODE:
-            return False
-        return self._epochs.get(holder.node) != holder.epoch
+        return holder is not None and self._epochs.get(holder.node) != holder.epoch
 
     def _wait_for_events(self, seconds: float) -> None:
         """Wait for an event, and handle all that have arrived."""
@@ -952,8 +983,8 @@ class RolloutQueue:
                 self._handle_news(message)
             case Held():
                 self._take_held(node, message)
-            case Partials():
-                self._take_partials(node, message)
+            case Partial():
+                self._take_partial(node, message)
             case GroupDone() if self._is_expected(node, message):
                 return self._take(node, message)
             case GroupAborted():
@@ -1002,7 +1033,7 @@ class RolloutQueue:
         if self._epochs.get(node) == epoch:
             del self._epochs[node]
         self._holding.answers.pop(node, None)
-        self._partials.answers.pop(node, None)
+        self._partials.forget(node)
         self._dropped_requests.ids.pop(node, None)
         self._detach(node)
         # Perhaps nobody else could use some engine: others try it again

@@ -285,3 +285,25 @@ def test_decoded_routes_equal_the_sent_ones(
     routes = np.random.default_rng(seed).integers(0, 128, (rows, layers, topk)).astype("<i4")
     content = reply(response, routed_experts=base64.b64encode(routes.tobytes()).decode())
     assert np.array_equal(decode(content, (layers, topk)).routes, routes)
+
+
+@pytest.mark.parametrize(
+    ("last_expert", "dtype"),
+    [(127, np.uint8), (255, np.uint8), (256, np.uint16), (299, np.uint16), (65535, np.uint16)],
+)
+def test_decoded_routes_take_the_smallest_type(last_expert: int, dtype: type) -> None:
+    """A response may wait for a long time. The experts are those of models with 128 and 300."""
+    routes = np.full((PROMPT + 1, LAYERS, TOPK), last_expert, "<i4")
+    routes[..., 1] = 0
+    content = reply(routed_experts=base64.b64encode(routes.tobytes()).decode())
+    decoded_routes = decode(content).routes
+    assert decoded_routes is not None and decoded_routes.dtype == dtype
+    assert np.array_equal(decoded_routes, routes)
+
+
+@pytest.mark.parametrize("expert", [-1, -(2**31), 2**31 - 1, 65536])
+def test_numbers_that_are_no_experts_stay_as_they_are(expert: int) -> None:
+    routes = np.zeros((PROMPT + 1, LAYERS, TOPK), "<i4")
+    routes[0, 0, 0] = expert
+    content = reply(routed_experts=base64.b64encode(routes.tobytes()).decode())
+    assert np.array_equal(decode(content).routes, routes)  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from megatron_rl.contracts.group import Group, RolloutRef
+from megatron_rl.contracts.group import Group, RolloutRef, sampled_tokens
 from megatron_rl.rollouts.hub import CollectorConnected, CollectorGone, Event
 from megatron_rl.rollouts.messages import (
     AbortGroups,
@@ -18,7 +18,7 @@ from megatron_rl.rollouts.messages import (
     ToCollector,
     Withdraw,
 )
-from tests.support.groups import group
+from tests.support.groups import group as make_group
 
 TOKENS_PER_ROLLOUT = 4
 # Score of a rollout: of the prompt's id and the rollout's place in the group. None: no verdict
@@ -106,12 +106,15 @@ class ScriptedHub:
 
     def _complete(self, collector: ScriptedCollector, group_id: str) -> None:
         request = collector.running.pop(group_id)
-        num_tokens = TOKENS_PER_ROLLOUT * request.num_samples
-        self.num_tokens += num_tokens
         collector.kept_ids.add(group_id)
-        answer = GroupDone(
-            group=self._group(request), generated_tokens=num_tokens, attempt=request.attempt
-        )
+        if request.start is not None and not request.start.open_samples:  # it is only read
+            group = request.start
+            num_tokens = sampled_tokens(group)
+        else:
+            group = self._group(request)
+            num_tokens = TOKENS_PER_ROLLOUT * request.num_samples
+            self.num_tokens += num_tokens
+        answer = GroupDone(group=group, generated_tokens=num_tokens, attempt=request.attempt)
         rule = request.extension
         if rule is not None and rule.applies_to(answer.group):
             answer = msgspec.structs.replace(answer, is_extended=True)
@@ -138,7 +141,7 @@ class ScriptedHub:
     def _group(self, request: GroupRequest) -> Group:
         places = range(request.first_sample, request.first_sample + request.num_samples)
         scores = [self.score(request.prompt.id, place) for place in places]
-        answer = group(*scores, name=request.group_id)
+        answer = make_group(*scores, name=request.group_id)
         rollouts = tuple(
             self._at(rollout, place) for rollout, place in zip(answer.rollouts, places, strict=True)
         )

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from megatron_rl.contracts.group import Group, RolloutRef, Verdict
 from megatron_rl.contracts.prompt import Prompt, Sampling
@@ -104,6 +105,15 @@ class EpisodeProgress:
         self.stored_responses.clear()
         return num_tokens
 
+    def frozen_copy(self) -> EpisodeProgress:
+        """Return the state as it is, for `rollout_so_far` in another thread."""
+        return replace(
+            self,
+            episode=None if self.episode is None else self.episode.frozen_copy(),
+            stop=copy.copy(self.stop),
+            pieces=list(self.pieces),
+        )
+
     def rollout_so_far(self, sampling: Sampling) -> Rollout | None:
         """Return everything up to the last sampled token, None before the first one."""
         if self.episode is None:
@@ -118,7 +128,7 @@ class GroupProgress:
     """The state of a group.
 
     indices: sample indices of its request. start: what a checkpoint had of it, None without one.
-    rollouts: those of `start`, by sample index. shape: of the engines' routes.
+    `restore` has to follow then.
     first_results: the finished rollouts of `start`. episodes: the others, by sample index.
     """
 
@@ -129,8 +139,6 @@ class GroupProgress:
         indices: Iterable[int],
         *,
         start: Group | None = None,
-        rollouts: Mapping[int, Rollout] | None = None,
-        shape: RouteShape | None = None,
     ) -> None:
         self._prompt = prompt
         self._sampling = sampling
@@ -138,16 +146,19 @@ class GroupProgress:
         self.rejections = Counter[str]()
         self.rejected_tokens = Counter[str]()
         self.environment_error = ""
-        self.episodes: dict[int, EpisodeProgress] = {}
-        if start is None:
-            self.episodes = {index: EpisodeProgress() for index in indices}
-        else:
-            self._restore(start, rollouts or {}, shape)
+        self._start = start
+        if start is not None:
+            indices = (*start.open_samples, *(ref.sample_index for ref in start.rollouts))
+        self.episodes = {index: EpisodeProgress() for index in indices}
 
     @property
     def is_changing(self) -> bool:
-        """True while an episode takes a response. It does not tell then what there is of it."""
-        return any(progress.is_changing for progress in self.episodes.values())
+        """True until it is restored, and while an episode takes a response.
+
+        It does not tell then what there is of it.
+        """
+        is_restored = self._start is None
+        return not is_restored or any(p.is_changing for p in self.episodes.values())
 
     @property
     def outcomes(self) -> list[ScoredRollout | RejectedRollout]:
@@ -181,15 +192,14 @@ class GroupProgress:
         """Return the sample indices without an outcome."""
         return tuple(i for i, progress in self.episodes.items() if progress.outcome is None)
 
-    def open_results(self) -> list[ScoredRollout]:
-        """Return the open rollouts that have sampled tokens, as if they had a verdict."""
-        results = []
-        for index in self.open_samples():
-            progress = self.episodes[index]
-            rollout = progress.rollout_so_far(self._sampling)
-            if rollout is not None:
-                results.append(_open_result(rollout, is_repetitive=progress.is_repetitive))
-        return results
+    def open_results(self) -> Iterator[ScoredRollout]:
+        """Return the open rollouts that have sampled tokens, as if they had a verdict.
+
+        They are those of now, also if another thread makes them later, one after the other.
+        """
+        parts = [self.episodes[index].frozen_copy() for index in self.open_samples()]
+        for_each = (_open_result(part, self._sampling) for part in parts)
+        return (result for result in for_each if result is not None)
 
     def tokens_rejected_in_open_episodes(self) -> Counter[str]:
         """Return the tokens of open episodes that are not used, by reason."""
@@ -200,20 +210,28 @@ class GroupProgress:
                 tokens.update(episode.rejected_tokens)
         return tokens
 
-    def _restore(
-        self, start: Group, rollouts: Mapping[int, Rollout], shape: RouteShape | None
-    ) -> None:
+    def restore(self, rollouts: Mapping[int, Rollout], shape: RouteShape | None) -> None:
+        """Take over what the checkpoint had of it.
+
+        rollouts: by sample index. Those that are missing are sampled anew, and their tokens are
+        counted as `NOT_RESTORED`. shape: of the engines' routes.
+        """
+        start = self._start
+        assert start is not None
         self.rejections.update(start.rejections)
         self.rejected_tokens.update(start.rejected_tokens)
         self.environment_error = start.environment_error
-        self.episodes = {index: EpisodeProgress() for index in start.open_samples}
         for ref in start.rollouts:
-            rollout = rollouts[ref.sample_index]
-            if ref.sample_index in self.episodes:
+            rollout = rollouts.get(ref.sample_index)
+            if rollout is None:
+                self.rejected_tokens[NOT_RESTORED] += ref.num_generated
+            elif ref.sample_index in start.open_samples:
                 responses = responses_of(rollout, shape, is_repetitive=ref.is_repetitive)
                 self.episodes[ref.sample_index].stored_responses.extend(responses)
             else:
+                del self.episodes[ref.sample_index]
                 self.first_results.append(_finished_result(rollout, ref))
+        self._start = None
 
 
 def _finished_result(rollout: Rollout, ref: RolloutRef) -> ScoredRollout:
@@ -223,10 +241,15 @@ def _finished_result(rollout: Rollout, ref: RolloutRef) -> ScoredRollout:
     )
 
 
-def _open_result(rollout: Rollout, *, is_repetitive: bool) -> ScoredRollout:
-    """Return what there is of a rollout as if it had a verdict."""
+def _open_result(progress: EpisodeProgress, sampling: Sampling) -> ScoredRollout | None:
+    """Return what there is of a rollout as if it had a verdict, None before its first token."""
+    rollout = progress.rollout_so_far(sampling)
+    if rollout is None:
+        return None
     num_sampled = sum(len(s.tokens) for s in rollout.segments if s.logprobs is not None)
-    return ScoredRollout(rollout, NO_VERDICT_YET, num_sampled, {}, 0.0, is_repetitive=is_repetitive)
+    return ScoredRollout(
+        rollout, NO_VERDICT_YET, num_sampled, {}, 0.0, is_repetitive=progress.is_repetitive
+    )
 
 
 def is_unfinished(generation: Generation) -> bool:

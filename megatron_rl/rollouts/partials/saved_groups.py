@@ -2,24 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import msgspec
 
 from megatron_rl.contracts.group import Group, sampled_tokens
 from megatron_rl.contracts.rollout import Rollout
-from megatron_rl.rollouts import codec
-from megatron_rl.rollouts.messages import MAX_PART_BYTES, GroupRequest, SavedRollout
+from megatron_rl.rollouts.messages import GroupRequest
+from megatron_rl.rollouts.recording.format import SavedRollout
+from megatron_rl.rollouts.recording.reader import read_saved_rollout
 from megatron_rl.rollouts.store import RolloutStore
 
 
 @dataclass(frozen=True)
 class SavedGroup:
-    """The state of a group in a checkpoint. rollouts: those of `group.rollouts`, in their order."""
+    """The state of a group in a checkpoint.
+
+    rollouts: the places of those of `group.rollouts`, in their order.
+    """
 
     group: Group
-    rollouts: Sequence[Rollout]
+    rollouts: tuple[SavedRollout, ...]
 
     @property
     def is_finished(self) -> bool:
@@ -29,19 +33,6 @@ class SavedGroup:
     def num_tokens(self) -> int:
         """The tokens that engines sampled for it."""
         return sampled_tokens(self.group)
-
-    def messages(self) -> Iterator[SavedRollout]:
-        """Yield the rollouts for a collector. Those of long responses are sent in parts."""
-        for rollout in self.rollouts:
-            data = codec.encode(rollout)
-            starts = range(0, len(data), MAX_PART_BYTES)
-            for start in starts:
-                yield SavedRollout(
-                    self.group.group_id,
-                    rollout.sample_index,
-                    data[start : start + MAX_PART_BYTES],
-                    is_last=start == starts[-1],
-                )
 
     def fits(self, request: GroupRequest) -> bool:
         """Return True if it is a group of this request."""
@@ -60,17 +51,19 @@ class SavedGroup:
 class SavedGroups:
     """Groups of a checkpoint that wait until their step begins again.
 
-    store: of rank 0, for the rollouts of finished groups. log: writes a line for people.
+    load: reads a rollout, given its place and the id of its prompt. Raises ValueError.
+    log: writes a line for people.
     """
 
     def __init__(
         self,
         groups: Iterable[SavedGroup] = (),
-        store: RolloutStore | None = None,
+        load: Callable[[SavedRollout, str], Rollout] = read_saved_rollout,
         log: Callable[[str], None] | None = None,
     ) -> None:
         self._groups = {start.group.group_id: start for start in groups}
-        self._store = store or RolloutStore(node=0)
+        self._load = load
+        self._store = RolloutStore(node=0)  # of rank 0
         self._log = log
         self._num_misfits = 0
 
@@ -80,11 +73,10 @@ class SavedGroups:
         if start is None or start.fits(request):
             return start
         self._num_misfits += 1
-        if self._log is not None:
-            self._log(
-                f"{start.num_tokens} tokens of group {request.group_id} in the checkpoint do not "
-                "fit the settings of this run: the group is sampled anew"
-            )
+        self._write_log(
+            f"{start.num_tokens} tokens of group {request.group_id} in the checkpoint do not fit "
+            "the settings of this run: the group is sampled anew"
+        )
         return None
 
     def count_misfits(self) -> int:
@@ -99,17 +91,30 @@ class SavedGroups:
         self._groups.clear()
         return num_tokens
 
-    def store(self, start: SavedGroup) -> Group:
-        """Store a finished group's rollouts, where the ranks of all nodes can read them."""
-        locations = self._store.put(start.group.group_id, start.rollouts)
+    def store(self, start: SavedGroup) -> Group | None:
+        """Store what there is of a group in this process.
+
+        Returns None if its checkpoint was removed meanwhile.
+        """
+        group = start.group
+        try:
+            rollouts = [self._load(saved, group.prompt.id) for saved in start.rollouts]
+        except ValueError as error:
+            self._write_log(f"warning: group {group.group_id} is not saved again: {error}")
+            return None
+        locations = self._store.put(group.group_id, rollouts)
         refs = [
             msgspec.structs.replace(ref, location=location)
-            for ref, location in zip(start.group.rollouts, locations, strict=True)
+            for ref, location in zip(group.rollouts, locations, strict=True)
         ]
-        return msgspec.structs.replace(start.group, rollouts=tuple(refs))
+        return msgspec.structs.replace(group, rollouts=tuple(refs))
+
+    def _write_log(self, text: str) -> None:
+        if self._log is not None:
+            self._log(text)
 
     def release(self, group_ids: Iterable[str]) -> None:
-        """Free the rollouts of finished groups. Others are not known here."""
+        """Free what `store` has stored."""
         self._store.release(group_ids)
 
 

@@ -86,6 +86,16 @@ class RolloutRecord(msgspec.Struct, frozen=True, kw_only=True):
     is_repetitive: bool = False
 
 
+class SavedRollout(msgspec.Struct, frozen=True):
+    """The place of a recorded rollout: its entry in a part.
+
+    part: absolute path of the part without a file extension.
+    """
+
+    part: str
+    record: RolloutRecord
+
+
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a part: a prompt with its rollouts on one node.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -21,6 +21,7 @@ from megatron_rl.rollouts.recording.format import (
     BatchRecord,
     GroupRecord,
     RolloutRecord,
+    SavedRollout,
 )
 from megatron_rl.rollouts.store import make_rollout_ref
 
@@ -64,11 +65,51 @@ def read_groups(directory: Path) -> list[tuple[Group, list[Rollout]]]:
 
     The references in the groups have no location. Raises `RecordingUnreadable`.
     """
+    return [
+        (group, [rollout for _, rollout in rollouts])
+        for group, rollouts in _read_groups(directory, load_file)
+    ]
+
+
+def read_groups_without_routes(
+    directory: Path,
+) -> list[tuple[Group, list[tuple[SavedRollout, Rollout]]]]:
+    """Read the groups of a complete batch in order, each with its rollouts and their places.
+
+    Their routes, which are many times larger than the rest, have the right shape and type, but are
+    not read. Raises `RecordingUnreadable`.
+    """
+    return _read_groups(directory, _load_without_routes)
+
+
+def read_saved_rollout(saved: SavedRollout, prompt_id: str) -> Rollout:
+    """Read one rollout. Raises `RecordingUnreadable`."""
+    file = Path(saved.part).with_suffix(".safetensors")
+    record = saved.record
+    try:
+        with safe_open(file, "np") as arrays:
+            tokens = slice(*record.tokens)
+            rows = {name: arrays.get_slice(name)[tokens] for name in ("tokens", "logprobs")}
+            if record.routes is not None:
+                rows["routes"] = arrays.get_slice("routes")[slice(*record.routes)]
+                record = msgspec.structs.replace(record, routes=(0, len(rows["routes"])))
+        record = msgspec.structs.replace(record, tokens=(0, len(rows["tokens"])))
+        return _make_rollout(record, prompt_id, rows)
+    except (OSError, KeyError, ValueError, SafetensorError) as error:
+        raise RecordingUnreadable(f"{file} is damaged: {error}") from error
+
+
+_Arrays = dict[str, np.ndarray]
+_GroupRollouts = tuple[Group, list[tuple[SavedRollout, Rollout]]]
+
+
+def _read_groups(directory: Path, load: Callable[[Path], _Arrays]) -> list[_GroupRollouts]:
+    """Read the groups of a complete batch in order. load: reads the arrays of a part."""
     record = read_batch_record(directory)
-    groups: dict[int, tuple[Group, list[Rollout]]] = {}
+    groups: dict[int, _GroupRollouts] = {}
     try:
         for name in record.parts:
-            for index, group, rollouts in _read_part(directory / name):
+            for index, group, rollouts in _read_part(directory / name, load):
                 other_part = groups.get(index)
                 part = (group, rollouts)
                 groups[index] = part if other_part is None else _merge(index, other_part, part)
@@ -79,6 +120,17 @@ def read_groups(directory: Path) -> list[tuple[Group, list[Rollout]]]:
     return [groups[index] for index in range(record.groups)]
 
 
+def _load_without_routes(file: Path) -> _Arrays:
+    with safe_open(file, "np") as arrays:
+        loaded_arrays = {name: arrays.get_tensor(name) for name in ("tokens", "logprobs")}
+        if "routes" in arrays.keys():  # noqa: SIM118
+            routes = arrays.get_slice("routes")
+            # All elements are one, so that they take no memory
+            element = np.zeros((), routes[0:0].dtype)
+            loaded_arrays["routes"] = np.broadcast_to(element, routes.get_shape())
+    return loaded_arrays
+
+
 def _check_last_line(file: Path) -> None:
     with file.open("rb") as stream:
         if stream.seek(0, os.SEEK_END):
@@ -87,20 +139,26 @@ def _check_last_line(file: Path) -> None:
             raise ValueError(f"{file.name} has no complete last line")
 
 
-def _read_part(stem: Path) -> Iterator[tuple[int, Group, list[Rollout]]]:
-    arrays = load_file(stem.with_suffix(".safetensors"))
+def _read_part(
+    stem: Path, load: Callable[[Path], _Arrays]
+) -> Iterator[tuple[int, Group, list[tuple[SavedRollout, Rollout]]]]:
+    arrays = load(stem.with_suffix(".safetensors"))
+    part = str(stem.absolute())
     for line in stem.with_suffix(".jsonl").read_bytes().splitlines():
         record = msgspec.json.decode(line, type=GroupRecord)
-        rollouts = [_make_rollout(r, record.prompt.id, arrays) for r in record.rollouts]
+        rollouts = [
+            (SavedRollout(part, r), _make_rollout(r, record.prompt.id, arrays))
+            for r in record.rollouts
+        ]
         refs = [
             make_rollout_ref(
                 rollout,
-                verdict=r.verdict,
-                num_generated=r.num_generated,
-                repetition=r.repetition,
-                is_repetitive=r.is_repetitive,
+                verdict=saved.record.verdict,
+                num_generated=saved.record.num_generated,
+                repetition=saved.record.repetition,
+                is_repetitive=saved.record.is_repetitive,
             )
-            for r, rollout in zip(record.rollouts, rollouts, strict=True)
+            for saved, rollout in rollouts
         ]
         group = Group(
             group_id=record.group_id,
@@ -117,9 +175,7 @@ def _read_part(stem: Path) -> Iterator[tuple[int, Group, list[Rollout]]]:
         yield record.index, group, rollouts
 
 
-def _merge(
-    index: int, first: tuple[Group, list[Rollout]], second: tuple[Group, list[Rollout]]
-) -> tuple[Group, list[Rollout]]:
+def _merge(index: int, first: _GroupRollouts, second: _GroupRollouts) -> _GroupRollouts:
     """Merge the parts of a group that two nodes have written, in the order of their samples."""
     refs = first[0].rollouts + second[0].rollouts
     pairs = sorted(
@@ -133,7 +189,7 @@ def _merge(
     return group, [rollout for _, rollout in pairs]
 
 
-def _make_rollout(record: RolloutRecord, prompt_id: str, arrays: dict[str, np.ndarray]) -> Rollout:
+def _make_rollout(record: RolloutRecord, prompt_id: str, arrays: _Arrays) -> Rollout:
     start, stop = record.tokens
     is_in_range = start <= stop <= len(arrays["tokens"])
     if not is_in_range or sum(s.tokens for s in record.segments) != stop - start:

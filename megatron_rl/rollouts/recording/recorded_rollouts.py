@@ -13,19 +13,29 @@ import msgspec
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group, RolloutLocation
 from megatron_rl.contracts.rollout import Rollout
-from megatron_rl.contracts.routes import RouteError, RouteShape, validate_stored_routes
+from megatron_rl.contracts.routes import (
+    RouteError,
+    Routes,
+    RouteShape,
+    require_stored_shape,
+    validate_stored_routes,
+)
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
 from megatron_rl.rollouts.messages import VersionBudget
 from megatron_rl.rollouts.partials.saved_groups import SavedGroup
-from megatron_rl.rollouts.recording.format import BATCH_FILE
+from megatron_rl.rollouts.recording.format import BATCH_FILE, BatchRecord, SavedRollout
 from megatron_rl.rollouts.recording.reader import (
     RecordingUnreadable,
     check_batch,
     read_batch_record,
     read_groups,
+    read_groups_without_routes,
+    read_saved_rollout,
 )
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.store import RolloutStore
+
+CheckRoutes = Callable[[Routes, RouteShape, int], Routes | None]
 
 _OTHER_MODEL = (
     "model.path is not the model that recorded it. Give the model of the recording, or record again"
@@ -42,27 +52,44 @@ class UnfitRollout(ValueError):
     """A recorded rollout cannot be trained on by this model."""
 
 
-def fit_rollout(rollout: Rollout, routes: RouteShape | None, vocab_size: int) -> Rollout:
+def fit_rollout(
+    rollout: Rollout,
+    routes: RouteShape | None,
+    vocab_size: int | None,
+    check_routes: CheckRoutes = validate_stored_routes,
+) -> Rollout:
     """Check a recorded rollout against a model and return it as that model trains on it.
 
     This is the only check of recorded tokens and routes: later a rank would fail on an index out of
     range, or train other experts.
 
-    routes, vocab_size: of the model; routes None: drop the recorded routes.
+    routes, vocab_size: of the model; routes None: drop the recorded routes; vocab_size None: any
+    token. check_routes: raises
+    `RouteError`, or returns the routes to keep.
     Raises `UnfitRollout`.
     """
     name = f"rollout {rollout.rollout_id}"
-    if not _is_in_vocabulary(rollout, vocab_size):
+    if vocab_size is not None and not _is_in_vocabulary(rollout, vocab_size):
         raise UnfitRollout(f"{name}: a token id is outside 0..{vocab_size - 1}; {_OTHER_MODEL}")
     if routes is None:
         return replace(rollout, routes=None)
     if rollout.routes is None:
         raise UnfitRollout(f"{name}: no routes were recorded. Use train.replay=trainer or off")
     try:
-        kept_routes = validate_stored_routes(rollout.routes, routes, rollout.num_tokens - 1)
+        kept_routes = check_routes(rollout.routes, routes, rollout.num_tokens - 1)
     except RouteError as error:
         raise UnfitRollout(f"{name}: {error}; {_OTHER_MODEL}") from error
     return replace(rollout, routes=kept_routes)
+
+
+def load_rollout(
+    saved: SavedRollout, prompt_id: str, routes: RouteShape | None, vocab_size: int | None
+) -> Rollout:
+    """Read a rollout from its place as a model trains on it.
+
+    routes, vocab_size: as in `fit_rollout`. Raises `RecordingUnreadable` and `UnfitRollout`.
+    """
+    return fit_rollout(read_saved_rollout(saved, prompt_id), routes, vocab_size)
 
 
 def load_batch(
@@ -72,11 +99,7 @@ def load_batch(
 
     routes, vocab_size: as in `fit_rollout`. Raises `RecordingUnreadable` and `UnfitRollout`.
     """
-    record = read_batch_record(directory)
-    if record.is_open:
-        raise RecordingUnreadable(
-            f"{directory} holds rollouts of a step that was not sampled whole"
-        )
+    record = _read_complete(directory)
     recorded_groups = read_groups(directory)
     rollouts_by_group = [
         [_fit(rollout, directory, routes, vocab_size) for rollout in rollouts]
@@ -86,6 +109,33 @@ def load_batch(
         _with_locations(group, store.put(group.group_id, rollouts))
         for (group, _), rollouts in zip(recorded_groups, rollouts_by_group, strict=True)
     )
+    return _make_batch(record, groups)
+
+
+def load_batch_without_rollouts(
+    directory: Path, routes: RouteShape | None, vocab_size: int
+) -> tuple[RolloutBatch, list[SavedGroup]]:
+    """Read a recorded batch whose rollouts stay where they are. Its groups have no locations.
+
+    routes, vocab_size: as in `fit_rollout`. Raises `RecordingUnreadable` and `UnfitRollout`.
+    """
+    record = _read_complete(directory)
+    saved_groups = load_open_groups(directory, routes, vocab_size)
+    batch = _make_batch(record, tuple(saved.group for saved in saved_groups))
+    parts = {group.group_id: group for group in batch.all_groups}
+    return replace(batch, parts=parts), saved_groups
+
+
+def _read_complete(directory: Path) -> BatchRecord:
+    record = read_batch_record(directory)
+    if record.is_open:
+        raise RecordingUnreadable(
+            f"{directory} holds rollouts of a step that was not sampled whole"
+        )
+    return record
+
+
+def _make_batch(record: BatchRecord, groups: tuple[Group, ...]) -> RolloutBatch:
     surplus_start = len(groups) - record.num_surplus
     stopped_start = surplus_start - record.num_stopped
     return RolloutBatch(
@@ -107,23 +157,31 @@ def load_batch(
 def load_open_groups(
     directory: Path, routes: RouteShape | None, vocab_size: int
 ) -> list[SavedGroup]:
-    """Read what a checkpoint has of the groups of an open step.
+    """Read what a checkpoint has of the groups of a step, and where their rollouts are.
+
+    The experts in their routes are checked where they are read, with `load_rollout`.
 
     routes, vocab_size: as in `fit_rollout`. Raises `RecordingUnreadable` and `UnfitRollout`.
     """
-    return [
-        SavedGroup(
-            # The clock of the collector that measured these has ended
-            msgspec.structs.replace(group, generated_at=0.0, scored_at=0.0),
-            [_fit(rollout, directory, routes, vocab_size) for rollout in rollouts],
-        )
-        for group, rollouts in read_groups(directory)
-    ]
+    groups = []
+    for group, rollouts in read_groups_without_routes(directory):
+        for _, rollout in rollouts:
+            _fit(rollout, directory, routes, vocab_size, require_stored_shape)
+        # The clock of the collector that measured these has ended
+        timeless_group = msgspec.structs.replace(group, generated_at=0.0, scored_at=0.0)
+        groups.append(SavedGroup(timeless_group, tuple(saved for saved, _ in rollouts)))
+    return groups
 
 
-def _fit(rollout: Rollout, directory: Path, routes: RouteShape | None, vocab_size: int) -> Rollout:
+def _fit(
+    rollout: Rollout,
+    directory: Path,
+    routes: RouteShape | None,
+    vocab_size: int,
+    check_routes: CheckRoutes = validate_stored_routes,
+) -> Rollout:
     try:
-        return fit_rollout(rollout, routes, vocab_size)
+        return fit_rollout(rollout, routes, vocab_size, check_routes)
     except UnfitRollout as error:
         raise UnfitRollout(f"{directory}, {error}") from error
 

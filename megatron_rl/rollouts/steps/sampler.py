@@ -171,7 +171,7 @@ class RolloutSampler:
         return self._without_lost_groups(self._repeat(batch, lost_parts))
 
     def replace_lost(self, batch: RolloutBatch) -> RolloutBatch:
-        """Replace the groups of a finished batch whose rollouts are gone."""
+        """Replace the groups of a finished batch whose rollouts are gone, or in a checkpoint."""
         return self._without_lost_groups(batch)
 
     def state(self) -> SelectorState:
@@ -261,24 +261,21 @@ class RolloutSampler:
     def _repeat(self, batch: RolloutBatch, part_ids: Sequence[str]) -> RolloutBatch:
         """Request parts of groups again and put them into the batch.
 
-        The tokens of the lost ones are in the batch's count already. Under other weights, the new
+        Those that are still in a checkpoint are read from there, and do not count as repeated. The
+        tokens of the lost ones are in the batch's count already. Under other weights, the new
         ones may be more or less.
         """
-        self.queue.request_again(part_ids)
+        num_repeated = self.queue.request_again(part_ids)
         new_parts = {part.group_id: part for part in self._arrivals(set(part_ids))}
-        self._num_repeated += len(part_ids)
+        self._num_repeated += num_repeated
         num_new = sum(map(sampled_tokens, new_parts.values()))
         num_lost = sum(sampled_tokens(batch.parts[part_id]) for part_id in part_ids)
         self._num_tokens += num_new - num_lost
-        new_batch = batch.with_parts(new_parts, num_repeated=len(part_ids))
+        new_batch = batch.with_parts(new_parts, num_repeated=num_repeated)
         return replace(new_batch, generated_tokens=batch.generated_tokens + num_new - num_lost)
 
     def _submit(self, sampling: StepSampling, requests: Sequence[RolloutRequest]) -> None:
-        parameters = Sampling(
-            max_new_tokens=self.settings.max_new_tokens,
-            temperature=self.settings.temperature,
-            stop_token_ids=self.stop_token_ids,
-        )
+        parameters = sampling_of(self.settings, self.stop_token_ids)
         self.queue.submit(
             [
                 GroupRequest(
@@ -293,3 +290,12 @@ class RolloutSampler:
                 for part_id, request in sampling.register(requests).items()
             ]
         )
+
+
+def sampling_of(settings: RolloutSettings, stop_token_ids: tuple[int, ...]) -> Sampling:
+    """Return how the responses of training steps are sampled."""
+    return Sampling(
+        max_new_tokens=settings.max_new_tokens,
+        temperature=settings.temperature,
+        stop_token_ids=stop_token_ids,
+    )

@@ -43,7 +43,7 @@ class StepSource(Protocol):
         ...
 
     def replace_lost(self, batch: RolloutBatch) -> RolloutBatch:
-        """Replace the groups of a finished batch whose rollouts are gone."""
+        """Replace the groups of a finished batch whose rollouts are gone, or in a checkpoint."""
         ...
 
     def count_tokens(self) -> int:
@@ -141,7 +141,7 @@ class StepsAhead:
         open_steps: Collection[int] = (),
         last_step: int = sys.maxsize,
     ) -> None:
-        """Continue with the batches of a checkpoint.
+        """Continue with the batches of a checkpoint. Their rollouts are there until `take`.
 
         open_steps: those that were open there. last_step: of the run, no later one is sampled.
         """
@@ -175,9 +175,11 @@ class StepsAhead:
         Raises what prevents it, such as `TooManyRejected`, also for a batch that was sampled ahead.
         """
         self._states_before.pop(step, None)
+        # Also of later steps: those of a checkpoint are read before it may be removed
+        self._replace_lost(source)
         batch = self._batches.pop(step, None)
         if batch is not None:
-            return source.replace_lost(batch)
+            return batch
         if step in self._failures:
             raise self._failures.pop(step)
         if step not in source.open_steps:
@@ -229,6 +231,9 @@ class StepsAhead:
         self.complete(source, lambda: not stop_source.stop_requested)
         if stop_source.stop_requested:
             return
+        self._replace_lost(source)
+
+    def _replace_lost(self, source: StepSource) -> None:
         self._batches = {step: source.replace_lost(batch) for step, batch in self._batches.items()}
 
     def drop(self, source: StepSource) -> tuple[list[str], int]:

@@ -16,12 +16,12 @@ from megatron_rl.rollouts.recording.format import BatchRecord, batch_directory
 from megatron_rl.rollouts.recording.reader import RecordingUnreadable
 from megatron_rl.rollouts.recording.recorded_rollouts import (
     UnfitRollout,
-    load_batch,
+    load_batch_without_rollouts,
     load_open_groups,
 )
 from megatron_rl.rollouts.recording.writer import write_batch, write_parts
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
-from megatron_rl.rollouts.store import RolloutGone, RolloutStore, read_rollout
+from megatron_rl.rollouts.store import RolloutGone, read_rollout
 from megatron_rl.training.batch_recording import groups_on_node
 
 _FOLDER = "rollouts"
@@ -85,20 +85,18 @@ def _read_local_batch(batch: BatchAhead, node: int) -> LocalBatch:
 
 
 def load_batches(
-    checkpoint: Path,
-    steps: Sequence[int],
-    store: RolloutStore,
-    routes: RouteShape | None,
-    vocab_size: int,
-) -> dict[int, RolloutBatch]:
-    """Load the batches of a checkpoint into a store, by step.
+    checkpoint: Path, steps: Sequence[int], routes: RouteShape | None, vocab_size: int
+) -> dict[int, tuple[RolloutBatch, list[SavedGroup]]]:
+    """Load the batches of a checkpoint, by step, and where their rollouts are.
 
     routes, vocab_size: of the model. Raises ValueError when they are damaged, or another model has
     sampled them.
     """
     try:
         return {
-            step: load_batch(batch_directory(checkpoint / _FOLDER, step), store, routes, vocab_size)
+            step: load_batch_without_rollouts(
+                batch_directory(checkpoint / _FOLDER, step), routes, vocab_size
+            )
             for step in steps
         }
     except (RecordingUnreadable, UnfitRollout) as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import partial
 
 from megatron_rl.config.curriculum import phases_of
 from megatron_rl.config.evaluations import best_metric
@@ -16,8 +17,9 @@ from megatron_rl.prompts.selection.factory import credit_warning, open_selector
 from megatron_rl.records.run_directory import STOP_FILE
 from megatron_rl.rollouts.evaluation import Evaluation
 from megatron_rl.rollouts.partials.saved_groups import SavedGroups
+from megatron_rl.rollouts.recording.recorded_rollouts import load_rollout
 from megatron_rl.rollouts.steps.on_update import open_steps_ahead
-from megatron_rl.rollouts.steps.sampler import RolloutSampler
+from megatron_rl.rollouts.steps.sampler import RolloutSampler, sampling_of
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 from megatron_rl.run.checkpoints.best import BestCheckpoint
 from megatron_rl.run.checkpoints.manager import CheckpointManager
@@ -95,13 +97,19 @@ class TrainingMode:
             routes = route_shape(self.setup.shape) if c.train.replay == "rollout" else None
             vocab_size = self.setup.shape.vocab_size
             with explained_load_errors(point.checkpoint):
-                batches = load_batches(
-                    point.checkpoint, position.steps_ahead, connections.store, routes, vocab_size
-                )
+                batches = load_batches(point.checkpoint, position.steps_ahead, routes, vocab_size)
                 groups = load_open_steps(point.checkpoint, position.open_steps, routes, vocab_size)
-            steps_ahead.restore(batches, position.open_steps, c.train.total_steps)
-            log = self.setup.progress.log
-            connections.queue.restore(SavedGroups(groups, connections.store, log))
+            steps_ahead.restore(
+                {step: batch for step, (batch, _) in batches.items()},
+                position.open_steps,
+                c.train.total_steps,
+            )
+            load = partial(load_rollout, routes=routes, vocab_size=vocab_size)
+            queue = connections.queue
+            queue.restore(SavedGroups(groups, load, self.setup.progress.log))
+            sampling = sampling_of(c.rollout, self.setup.stop_token_ids)
+            for _, saved_groups in batches.values():
+                queue.hold_saved(saved_groups, sampling)
 
     def _log_prompts(self) -> None:
         prompts = self.setup.run_data.training_prompts

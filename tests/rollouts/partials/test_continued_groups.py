@@ -2,7 +2,7 @@
 
 import asyncio
 import base64
-from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,9 +19,8 @@ from megatron_rl.rollouts.messages import (
     FromCollector,
     GroupDone,
     GroupRequest,
-    Partials,
+    Partial,
     Release,
-    SavedRollout,
     Settle,
     SetVersion,
     StorePartials,
@@ -32,6 +31,7 @@ from megatron_rl.rollouts.partials.saved_groups import SavedGroup
 from megatron_rl.rollouts.store import RolloutGone, RolloutStore, read_rollout
 from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine
 from tests.support.rollouts import assert_equal
+from tests.support.saved_groups import save_group
 from tests.support.scripted_model import EOS, PROMPT, TOKENIZER
 
 SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
@@ -83,7 +83,7 @@ class TrackedEngine:
 class Desk:
     """A collector and what it sends."""
 
-    def __init__(self, url: str, environment: EnvironmentSettings | None) -> None:
+    def __init__(self, url: str, environment: EnvironmentSettings | None = None) -> None:
         self.outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
         self.collector = Collector(0, configuration(url, environment=environment), self.outbox.put)
 
@@ -99,18 +99,23 @@ class Desk:
         await self.tell(Settle(number))
         await self.hear()
         await self.tell(StorePartials(number))
-        partials = await self.hear()
-        assert isinstance(partials, Partials) and partials.number == number
-        (group,) = partials.groups
+        partial = await self.hear()
+        assert isinstance(partial, Partial) and partial.number == number
+        group = partial.group
+        assert group is not None
+        assert await self.hear() == Partial(number, None)
         return group, [read_rollout(ref) for ref in group.rollouts]
 
 
 async def finish(
-    engine: TrackedEngine, environment: EnvironmentSettings | None, versions: range, *messages: Any
+    engine: TrackedEngine,
+    environment: EnvironmentSettings | None,
+    versions: range,
+    request: GroupRequest,
 ) -> tuple[Group, list[Rollout]]:
     """Sample a group to its end, under some versions one after the other.
 
-    saved: messages before the request. Returns the group and its rollouts.
+    Returns the group and its rollouts.
     """
     async with fake_engine(engine) as url:
         desk = Desk(url, environment)
@@ -118,7 +123,7 @@ async def finish(
             engine.version = version
             await desk.tell(SetVersion(version))
             if version == versions[0]:
-                await desk.tell(*messages)
+                await desk.tell(request)
             await desk.tell(Settle(version + 1))
             message = await desk.hear()
             if version != versions[-1]:
@@ -139,10 +144,11 @@ def assert_same(one: list[Rollout], other: list[Rollout]) -> None:
 async def begin(
     engine: TrackedEngine,
     environment: EnvironmentSettings | None,
+    folder: Path,
     request: GroupRequest = REQUEST,
     num_versions: int = 1,
 ) -> SavedGroup:
-    """Sample a group under the first versions, and return what there is of it."""
+    """Sample a group under the first versions, and save what there is of it in a folder."""
     async with fake_engine(engine) as url:
         desk = Desk(url, environment)
         for version in range(num_versions):
@@ -152,7 +158,7 @@ async def begin(
                 await desk.tell(request)
             group, rollouts = await desk.store(version + 1)
         await desk.collector.close()
-    return SavedGroup(group, rollouts)
+    return save_group(folder, group, rollouts)
 
 
 async def resume(
@@ -163,12 +169,15 @@ async def resume(
     request: GroupRequest = REQUEST,
 ) -> tuple[Group, list[Rollout]]:
     """Sample a group to its end with another collector."""
-    request = msgspec.structs.replace(request, start=partial.group)
-    return await finish(engine, environment, versions, *partial.messages(), request)
+    request = msgspec.structs.replace(request, start=partial.group, saved=partial.rollouts)
+    return await finish(engine, environment, versions, request)
 
 
 async def sample_twice(
-    engines: list[TrackedEngine], environment: EnvironmentSettings | None, num_versions: int
+    engines: list[TrackedEngine],
+    environment: EnvironmentSettings | None,
+    num_versions: int,
+    folder: Path,
 ) -> tuple[SavedGroup, list[tuple[Group, list[Rollout]]]]:
     """Sample a group with the first engine, and again with the two others, one after the other.
 
@@ -176,33 +185,9 @@ async def sample_twice(
     groups.
     """
     whole = await finish(engines[0], environment, range(3), REQUEST)
-    partial = await begin(engines[1], environment, num_versions=num_versions)
+    partial = await begin(engines[1], environment, folder, num_versions=num_versions)
     second = await resume(engines[2], environment, range(num_versions - 1, 3), partial)
     return partial, [whole, second]
-
-
-async def receive(messages: Sequence[SavedRollout]) -> list[Rollout]:
-    """Return the rollouts that a collector has received."""
-    desk = Desk("http://127.0.0.1:1", None)
-    await desk.tell(*messages)
-    rollouts = desk.collector._saved_rollouts["g"]
-    await desk.collector.close()
-    return [rollouts[index] for index in sorted(rollouts)]
-
-
-def test_long_rollouts_of_a_checkpoint_are_sent_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A message has at most 64 MiB."""
-    engines = [TrackedEngine(WHOLE) for _ in range(3)]
-    monkeypatch.setattr("megatron_rl.rollouts.partials.saved_groups.MAX_PART_BYTES", 100)
-    partial, groups = asyncio.run(sample_twice(engines, None, 2))
-    messages = list(partial.messages())
-    assert len(messages) > 2 * len(partial.rollouts)
-    assert max(len(message.data) for message in messages) == 100
-    assert sum(message.is_last for message in messages) == len(partial.rollouts)
-    assert_same(asyncio.run(receive(messages)), list(partial.rollouts))
-    (whole, whole_rollouts), (second, resumed_rollouts) = groups
-    assert_same(resumed_rollouts, whole_rollouts)
-    assert without_times(second) == without_times(whole)
 
 
 def test_a_collector_that_cannot_store_open_rollouts_says_why(
@@ -234,10 +219,10 @@ def test_a_collector_that_cannot_store_open_rollouts_says_why(
 )
 @pytest.mark.parametrize("num_versions", [1, 2])
 def test_another_collector_continues_a_group_bit_for_bit(
-    environment: EnvironmentSettings | None, script: list[int], num_versions: int
+    environment: EnvironmentSettings | None, script: list[int], num_versions: int, tmp_path: Path
 ) -> None:
     engines = [TrackedEngine(script) for _ in range(3)]
-    partial, groups = asyncio.run(sample_twice(engines, environment, num_versions))
+    partial, groups = asyncio.run(sample_twice(engines, environment, num_versions, tmp_path))
     (whole, whole_rollouts), (second, resumed_rollouts) = groups
     assert_stored(partial, 3 * 2 * num_versions)
     assert_same(resumed_rollouts, whole_rollouts)
@@ -251,7 +236,7 @@ def test_another_collector_continues_a_group_bit_for_bit(
 def assert_stored(partial: SavedGroup, num_tokens: int) -> None:
     """Check that three rollouts are open in the middle."""
     assert partial.group.open_samples == (0, 1, 2)
-    assert [rollout.finish_reason for rollout in partial.rollouts] == ["abort"] * 3
+    assert [saved.record.finish_reason for saved in partial.rollouts] == ["abort"] * 3
     assert partial.fits(REQUEST) and not partial.is_finished
     assert partial.num_tokens == num_tokens
 
@@ -261,7 +246,7 @@ def without_times(group: Group) -> Group:
     return msgspec.structs.replace(group, generated_at=0.0, scored_at=0.0, rollouts=())
 
 
-def test_a_turn_that_has_ended_is_not_sampled_again() -> None:
+def test_a_turn_that_has_ended_is_not_sampled_again(tmp_path: Path) -> None:
     """The calculator plays it again, and the second turn goes on."""
     rest = [*TOKENIZER.encode("b123456"), EOS]
     script = [*CALL, *SUM, *rest]
@@ -270,7 +255,7 @@ def test_a_turn_that_has_ended_is_not_sampled_again() -> None:
     next_engine = TrackedEngine(script)
 
     async def run() -> tuple[SavedGroup, list[Rollout]]:
-        partial = await begin(engine, CALCULATOR, request)
+        partial = await begin(engine, CALCULATOR, tmp_path, request)
         _, second = await resume(next_engine, CALCULATOR, range(2), partial, request)
         return partial, second
 
@@ -283,7 +268,9 @@ def test_a_turn_that_has_ended_is_not_sampled_again() -> None:
     assert [segment.version for segment in second[0].segments] == [0, 0, 0, 0, 1]
 
 
-def test_finished_rollouts_keep_their_verdicts_and_rejected_ones_stay_rejected() -> None:
+def test_finished_rollouts_keep_their_verdicts_and_rejected_ones_stay_rejected(
+    tmp_path: Path,
+) -> None:
     """Rollout 0 is finished, rollout 1 was rejected and rollout 2 is open."""
 
     async def run() -> None:
@@ -301,11 +288,10 @@ def test_finished_rollouts_keep_their_verdicts_and_rejected_ones_stay_rejected()
             rejected_tokens={"engine": 4},
             open_samples=(2,),
         )
-        partial = SavedGroup(saved_group, whole_rollouts[:1])
+        partial = save_group(tmp_path, saved_group, whole_rollouts[:1])
         assert partial.fits(REQUEST)
-        request = msgspec.structs.replace(REQUEST, start=saved_group)
         next_engine = TrackedEngine(WHOLE)
-        group, rollouts = await finish(next_engine, None, range(3), *partial.messages(), request)
+        group, rollouts = await resume(next_engine, None, range(3), partial)
         assert_same(rollouts, [whole_rollouts[0], whole_rollouts[2]])
         assert [r.verdict.reward for r in group.rollouts] == [
             0.25,
@@ -318,7 +304,9 @@ def test_finished_rollouts_keep_their_verdicts_and_rejected_ones_stay_rejected()
     asyncio.run(run())
 
 
-def test_tokens_that_the_environment_does_not_ask_for_are_counted_as_rejected() -> None:
+def test_tokens_that_the_environment_does_not_ask_for_are_counted_as_rejected(
+    tmp_path: Path,
+) -> None:
     """The prompt of the run has changed since, so its episodes read other tokens."""
 
     async def run() -> None:
@@ -329,13 +317,56 @@ def test_tokens_that_the_environment_does_not_ask_for_are_counted_as_rejected() 
             group, rollouts = await desk.store()
             await desk.collector.close()
         other_prompt = msgspec.structs.replace(PROMPT, token_ids=PROMPT.token_ids[::-1])
-        request = msgspec.structs.replace(REQUEST, prompt=other_prompt, start=group)
-        partial = SavedGroup(group, rollouts)
-        assert not partial.fits(msgspec.structs.replace(REQUEST, prompt=other_prompt))
+        request = msgspec.structs.replace(REQUEST, prompt=other_prompt)
+        partial = save_group(tmp_path, group, rollouts)
+        assert not partial.fits(request)
         next_engine = TrackedEngine(WHOLE)
-        second, _ = await finish(next_engine, None, range(3), *partial.messages(), request)
+        second, _ = await resume(next_engine, None, range(3), partial, request)
         assert second.rejected_tokens == {NOT_RESTORED: 6}
         assert next_engine.num_sampled == 3 * len(WHOLE)
+
+    asyncio.run(run())
+
+
+def test_a_finished_group_is_read_and_no_engine_is_asked(tmp_path: Path) -> None:
+    async def run() -> None:
+        whole, rollouts = await finish(TrackedEngine(WHOLE), None, range(3), REQUEST)
+        saved = save_group(tmp_path, whole, rollouts)
+        assert saved.is_finished
+        desk = Desk("http://127.0.0.1:1")
+        await desk.tell(
+            msgspec.structs.replace(REQUEST, start=saved.group, saved=saved.rollouts), Settle(1)
+        )
+        messages = [await desk.hear(), await desk.hear()]
+        (answer,) = [message for message in messages if isinstance(message, GroupDone)]
+        assert answer.generated_tokens == saved.num_tokens
+        assert_same([read_rollout(ref) for ref in answer.group.rollouts], rollouts)
+        assert [ref.verdict for ref in answer.group.rollouts] == [r.verdict for r in whole.rollouts]
+        # Of another clock, so that there is no time between them
+        assert (answer.group.generated_at, answer.group.scored_at) == (0.0, 0.0)
+        assert without_times(answer.group) == without_times(whole)
+        await desk.collector.close()
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize("is_open", [True, False])
+def test_rollouts_whose_checkpoint_was_removed_are_sampled_anew(
+    tmp_path: Path, is_open: bool
+) -> None:
+    """The group goes on as if it had none, and their tokens are counted."""
+
+    async def run() -> None:
+        whole, whole_rollouts = await finish(TrackedEngine(WHOLE), None, range(3), REQUEST)
+        saved = save_group(tmp_path, whole, whole_rollouts)
+        if is_open:
+            saved = await begin(TrackedEngine(WHOLE), None, tmp_path)
+        Path(saved.rollouts[0].part).with_suffix(".safetensors").unlink()
+        engine = TrackedEngine(WHOLE)
+        group, rollouts = await resume(engine, None, range(3), saved)
+        assert_same(rollouts, whole_rollouts)
+        assert group.rejected_tokens == {NOT_RESTORED: saved.num_tokens}
+        assert engine.num_sampled == 3 * len(WHOLE)
 
     asyncio.run(run())
 
@@ -367,7 +398,7 @@ def test_evaluations_are_not_stored() -> None:
             desk = Desk(url, None)
             await desk.tell(msgspec.structs.replace(REQUEST, evaluation=True))
             await desk.tell(StorePartials(3))
-            assert await desk.hear() == Partials(3, ())
+            assert await desk.hear() == Partial(3, None)
             await desk.collector.close()
 
     asyncio.run(run())

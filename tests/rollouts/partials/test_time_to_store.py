@@ -98,7 +98,7 @@ def test_a_collector_that_hangs_takes_no_more_time_than_there_is(
     assert connections.store_partials(idle, stop_source) == StoredPartials((), 0)
     seconds = time.monotonic() - start - comes_later
     assert 1.4 < seconds < 9  # of the 70 s of another checkpoint
-    (limit,) = re.findall(r"did not store their open rollouts within (\d+\.\d) s", lines[-1])
+    (limit,) = re.findall(r"did not store all of their open rollouts within (\d+\.\d) s", lines[-1])
     assert 0.5 < float(limit) < 9
 
 

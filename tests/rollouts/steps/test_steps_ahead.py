@@ -6,7 +6,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -53,6 +53,7 @@ class SimulatedQueue:
     num_lifts: int = 0
     engines_left_out: tuple[str, ...] = ()
     lost_ids: set[str] = field(default_factory=set)
+    saved_ids: set[str] = field(default_factory=set)  # of groups that a checkpoint has
     deliveries: Counter[str] = field(default_factory=Counter)
     checkpoint: SavedGroups = field(default_factory=SavedGroups)
     _ready: list[Group] = field(default_factory=list)  # that have arrived
@@ -93,10 +94,19 @@ class SimulatedQueue:
     def lost_groups(self, group_ids: Sequence[str]) -> list[str]:
         return [group_id for group_id in group_ids if group_id in self.lost_ids]
 
-    def request_again(self, group_ids: Sequence[str]) -> None:
-        self.num_repeated += len(group_ids)
+    def request_again(self, group_ids: Sequence[str]) -> int:
+        num_repeated = len(set(group_ids) - self.saved_ids)
+        self.num_repeated += num_repeated
         self.lost_ids -= set(group_ids)
+        self.saved_ids -= set(group_ids)
         self.submit([self._delivered_requests.pop(group_id) for group_id in group_ids])
+        return num_repeated
+
+    def hold_saved(self, other: SimulatedQueue, group_ids: Sequence[str]) -> None:
+        """Hold delivered groups of another queue as those of a checkpoint."""
+        self._delivered_requests |= {id_: other._delivered_requests[id_] for id_ in group_ids}
+        self.saved_ids |= set(group_ids)
+        self.lost_ids |= set(group_ids)
 
     def release(self, group_ids: Sequence[str]) -> None:
         for group_id in group_ids:
@@ -516,6 +526,28 @@ def test_prompts_of_dropped_batches_of_a_checkpoint_are_not_selected_again() -> 
     assert list(run.ahead.batches) == [2, 3, 4]
     run.ahead.drop(run.sampler)
     assert run.sampler.state() == first_run.sampler.state()
+
+
+def test_batches_of_a_checkpoint_are_all_read_when_the_first_is_taken() -> None:
+    """Later the checkpoint may be gone. That they are read is no repeated request."""
+    first_run = make_run("uniform", max_staleness=2, seed=0, continues=True)
+    first_run.ahead.begin_open(1, 3, 0, first_run.sampler)
+    first_run.ahead.complete(first_run.sampler)
+    batches = first_run.ahead.batches
+    ids = [id_ for batch in batches.values() for id_ in batch.delivered_ids]
+    run = make_run("uniform", max_staleness=2, seed=0, continues=True)
+    run.queue.hold_saved(first_run.queue, ids)
+    run.ahead.restore(
+        {
+            step: replace(batch, parts={group.group_id: group for group in batch.all_groups})
+            for step, batch in batches.items()
+        }
+    )
+    batch = run.ahead.take(1, run.sampler)
+    assert run.queue.lost_ids == set() and set(run.queue.deliveries) == set(ids)
+    assert batch.metrics()["rollout/repeated"] == 0.0
+    assert batch.generated_tokens == batches[1].generated_tokens
+    assert [b.num_repeated for b in run.ahead.batches.values()] == [0, 0]
 
 
 def test_a_sampler_does_not_count_what_was_repeated_for_another_one() -> None:

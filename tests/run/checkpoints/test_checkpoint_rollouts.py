@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
+from safetensors.numpy import load_file, save_file
 
 from megatron_rl.contracts.commands import BatchAhead
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason, Rollout
 from megatron_rl.contracts.routes import RouteShape
-from megatron_rl.rollouts.recording.recorded_rollouts import BadRecording, RecordedRollouts
+from megatron_rl.rollouts.recording.recorded_rollouts import (
+    BadRecording,
+    RecordedRollouts,
+    UnfitRollout,
+    load_rollout,
+)
 from megatron_rl.rollouts.store import RolloutStore
 from megatron_rl.run.checkpoints.rollouts import (
     load_batches,
@@ -83,8 +91,8 @@ def write_checkpoint(root: Path, *, is_open: bool = True) -> list[Rollout]:
 def test_open_groups_are_loaded_as_they_were(tmp_path: Path) -> None:
     rollouts = write_checkpoint(tmp_path)
     (partial,) = load_open_steps(tmp_path, [5], SHAPE, 48)
-    for rollout, original in zip(partial.rollouts, rollouts, strict=True):
-        assert_equal(rollout, original)
+    for saved, original in zip(partial.rollouts, rollouts, strict=True):
+        assert_equal(load_rollout(saved, "p", SHAPE, 48), original)
     group = partial.group
     assert (group.open_samples, group.rejections) == ((1, 3), {"engine": 1})
     assert partial.num_tokens == 3 + 3 + 2
@@ -120,7 +128,7 @@ def test_damaged_open_rollouts_are_refused_by_name(
 def test_open_groups_are_no_batch_to_train_on(tmp_path: Path) -> None:
     write_checkpoint(tmp_path)
     with pytest.raises(ValueError, match="a step that was not sampled whole"):
-        load_batches(tmp_path, [5], RolloutStore(node=0), SHAPE, 48)
+        load_batches(tmp_path, [5], SHAPE, 48)
     rollouts = RecordedRollouts(
         tmp_path / "rollouts", node=0, batches=1, routes=SHAPE, vocab_size=48
     )
@@ -134,5 +142,61 @@ def test_recordings_of_an_older_version_have_no_open_groups(tmp_path: Path) -> N
     record = json.loads(file.read_text())
     del record["is_open"]
     file.write_text(json.dumps(record))
-    batches = load_batches(tmp_path, [5], RolloutStore(node=0), SHAPE, 48)
+    batches = load_batches(tmp_path, [5], SHAPE, 48)
     assert list(batches) == [5]
+
+
+def write_routes(root: Path, routes: np.ndarray) -> None:
+    """Write other routes into a checkpoint."""
+    (file,) = root.rglob("*.safetensors")
+    save_file({**load_file(file), "routes": routes}, file)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.int32])
+def test_routes_of_every_width_are_loaded_as_the_model_needs_them(
+    tmp_path: Path, dtype: type
+) -> None:
+    rollouts = write_checkpoint(tmp_path)
+    routes = np.concatenate([rollout.routes for rollout in rollouts if rollout.routes is not None])
+    write_routes(tmp_path, routes.astype(dtype))
+    for num_experts, kept_dtype in ((128, np.uint8), (300, np.uint16)):
+        shape = msgspec.structs.replace(SHAPE, num_experts=num_experts)
+        (partial,) = load_open_steps(tmp_path, [5], shape, 48)
+        for saved, original in zip(partial.rollouts, rollouts, strict=True):
+            rollout = load_rollout(saved, "p", shape, 48)
+            assert rollout.routes is not None and rollout.routes.dtype == kept_dtype
+            assert np.array_equal(rollout.routes, original.routes)
+
+
+@pytest.mark.parametrize("expert", [-1, 8, 300, 2**20])
+def test_experts_that_are_not_there_are_found_where_a_rollout_is_read(
+    tmp_path: Path, expert: int
+) -> None:
+    rollouts = write_checkpoint(tmp_path)
+    routes = np.concatenate([rollout.routes for rollout in rollouts if rollout.routes is not None])
+    routes = routes.astype(np.int32)
+    routes[-1, -1, -1] = expert
+    write_routes(tmp_path, routes)
+    (partial,) = load_open_steps(tmp_path, [5], SHAPE, 48)
+    load_rollout(partial.rollouts[0], "p", SHAPE, 48)
+    with pytest.raises(UnfitRollout, match="expert id outside"):
+        load_rollout(partial.rollouts[1], "p", SHAPE, 48)
+
+
+def test_rank_0_reads_no_routes(tmp_path: Path) -> None:
+    """Routes may be a hundred times larger than the rest."""
+    write_checkpoint(tmp_path)
+    write_routes(tmp_path, np.zeros((2**22, 3, 2), np.uint8))  # 24 MiB
+    tracemalloc.start()
+    load_open_steps(tmp_path, [5], SHAPE, 48)
+    load_batches_of_closed_step(tmp_path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**21
+
+
+def load_batches_of_closed_step(root: Path) -> None:
+    """Load the open step as if it were sampled whole."""
+    (file,) = root.rglob("batch.json")
+    file.write_text(file.read_text().replace('"is_open": true', '"is_open": false'))
+    assert list(load_batches(root, [5], SHAPE, 48)) == [5]
