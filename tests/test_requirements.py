@@ -1,7 +1,10 @@
 """Pinned versions are in the ranges that the packages which need them declare."""
 
 import importlib.metadata
+import os
 import re
+import subprocess
+import venv
 from pathlib import Path
 
 import pytest
@@ -12,6 +15,18 @@ REQUIREMENTS = Path(__file__).resolve().parents[1] / "requirements"
 # SGLang's extra declares 0.1.2, but its code imports checkpoint_engine.device_utils, which only
 # later versions have. sglang_bridge/weights/ipc speaks the protocol of the pinned one.
 OUTSIDE = {("sglang", "checkpoint-engine")}
+
+RESOLVER_SECONDS = 50
+# Of a machine with its own packages
+LOCAL_PACKAGES = ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_INDEX_URL", "PIP_CONSTRAINT")
+NETWORK_PROBLEMS = (
+    "(from versions: none)",
+    "connection broken",
+    "Could not fetch URL",
+    "timed out",
+    "Max retries",
+    "ProxyError",
+)
 
 
 def pins(name: str) -> dict[str, str]:
@@ -48,3 +63,28 @@ def test_triton_of_the_gpu_image_is_what_its_torch_declares() -> None:
     versions = pins("gpu-constraints.txt")
     assert versions["torch"] == "2.14.1"
     assert versions["triton"].startswith("3.8.")
+
+
+@pytest.mark.slow
+def test_pip_resolves_all_pins_from_the_ordinary_index(tmp_path: Path) -> None:
+    """On a machine without local wheels and with an empty pip configuration.
+
+    pip reads metadata alone, which takes a minute on a quick network. It keeps what it has read, so
+    that a later run gets further.
+    """
+    venv.create(tmp_path / "venv", with_pip=True)
+    options = {"PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0", "PIP_DEFAULT_TIMEOUT": "10"}
+    kept = {name: value for name, value in os.environ.items() if name not in LOCAL_PACKAGES}
+    script = [str(REQUIREMENTS / "install.sh"), str(tmp_path / "venv"), "--dry-run"]
+    process = subprocess.run(
+        ["timeout", str(RESOLVER_SECONDS), *script],
+        env=kept | options,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if process.returncode == 124:
+        pytest.skip(f"the network is slow: pip has not resolved the pins in {RESOLVER_SECONDS} s")
+    if any(word in process.stderr for word in NETWORK_PROBLEMS):
+        pytest.skip(f"there is no package index: {process.stderr.splitlines()[0][:200]}")
+    assert process.returncode == 0, process.stderr
