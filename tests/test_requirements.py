@@ -19,14 +19,6 @@ OUTSIDE = {("sglang", "checkpoint-engine")}
 RESOLVER_SECONDS = 50
 # Of a machine with its own packages
 LOCAL_PACKAGES = ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_INDEX_URL", "PIP_CONSTRAINT")
-NETWORK_PROBLEMS = (
-    "(from versions: none)",
-    "connection broken",
-    "Could not fetch URL",
-    "timed out",
-    "Max retries",
-    "ProxyError",
-)
 
 
 def pins(name: str) -> dict[str, str]:
@@ -73,7 +65,7 @@ def test_pip_resolves_all_pins_from_the_ordinary_index(tmp_path: Path) -> None:
     that a later run gets further.
     """
     venv.create(tmp_path / "venv", with_pip=True)
-    options = {"PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "0", "PIP_DEFAULT_TIMEOUT": "10"}
+    options = {"PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "1", "PIP_DEFAULT_TIMEOUT": "10"}
     kept = {name: value for name, value in os.environ.items() if name not in LOCAL_PACKAGES}
     script = [str(REQUIREMENTS / "install.sh"), str(tmp_path / "venv"), "--dry-run"]
     process = subprocess.run(
@@ -85,6 +77,6 @@ def test_pip_resolves_all_pins_from_the_ordinary_index(tmp_path: Path) -> None:
     )
     if process.returncode == 124:
         pytest.skip(f"the network is slow: pip has not resolved the pins in {RESOLVER_SECONDS} s")
-    if any(word in process.stderr for word in NETWORK_PROBLEMS):
-        pytest.skip(f"there is no package index: {process.stderr.splitlines()[0][:200]}")
+    if "Retrying" in process.stderr:
+        pytest.skip(f"the network is absent or fails: {process.stderr.splitlines()[0][:200]}")
     assert process.returncode == 0, process.stderr
