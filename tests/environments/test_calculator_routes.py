@@ -24,7 +24,15 @@ from megatron_rl.rollouts.episode_runner import EpisodeRunner
 from megatron_rl.rollouts.messages import FromCollector, GroupRequest
 from megatron_rl.rollouts.partials.progress import ScoredRollout
 from megatron_rl.training.micro_batches import Batcher, MicroBatch
-from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine, reply
+from tests.support.fake_engine import (
+    LAYERS,
+    TOPK,
+    Answer,
+    Reply,
+    configuration,
+    fake_engine,
+    reply,
+)
 from tests.support.scripted_model import EOS, PROMPT, TOKENIZER
 
 # The first two responses end with a call, which the calculator answers with 03 and 11
@@ -47,6 +55,25 @@ def rows_of(turn: int, num_inputs: int) -> npt.NDArray[np.int32]:
     return np.stack([first, (first + 1 + turn) % EXPERTS], axis=-1).astype(np.int32)
 
 
+async def play_with(answer: Answer) -> Rollout:
+    """Play an episode with an engine that answers so."""
+
+    async def ignore(message: FromCollector) -> None:
+        pass
+
+    async with fake_engine(answer) as url:
+        settings = configuration(url, environment=EnvironmentSettings(name="calculator"))
+        sampling = Sampling(max_new_tokens=64, temperature=1.0, stop_token_ids=(EOS,))
+        request = GroupRequest(group_id="g", prompt=PROMPT, num_samples=1, sampling=sampling)
+        with ThreadPoolExecutor(1) as threads:
+            runner = EpisodeRunner(settings, ignore, threads)
+            runner.announce(request, [0])
+            result = await runner.run(request, 0)
+            await runner.close()
+        assert isinstance(result, ScoredRollout), result
+        return result.rollout
+
+
 @cache
 def play() -> tuple[Rollout, tuple[tuple[int, ...], ...], tuple[int, ...]]:
     """Play an episode of three turns.
@@ -65,23 +92,7 @@ def play() -> tuple[Rollout, tuple[tuple[int, ...], ...], tuple[int, ...]]:
         encoded_rows = base64.b64encode(rows.tobytes()).decode()
         return reply(request, text, routed_experts=encoded_rows, weight_version=str(3 + turn))
 
-    async def ignore(message: FromCollector) -> None:
-        pass
-
-    async def run() -> Rollout:
-        async with fake_engine(answer) as url:
-            settings = configuration(url, environment=EnvironmentSettings(name="calculator"))
-            sampling = Sampling(max_new_tokens=64, temperature=1.0, stop_token_ids=(EOS,))
-            request = GroupRequest(group_id="g", prompt=PROMPT, num_samples=1, sampling=sampling)
-            with ThreadPoolExecutor(1) as threads:
-                runner = EpisodeRunner(settings, ignore, threads)
-                runner.announce(request, [0])
-                result = await runner.run(request, 0)
-                await runner.close()
-            assert isinstance(result, ScoredRollout), result
-            return result.rollout
-
-    return asyncio.run(run()), tuple(requests), tuple(num_rows)
+    return asyncio.run(play_with(answer)), tuple(requests), tuple(num_rows)
 
 
 def whole_text() -> list[int]:

@@ -55,13 +55,7 @@ def required_bytes(
             weight_bytes = parameters * BYTES[c.run.save_dtype or c.model.dtype]
             sizes["run.save_weights=true"] = 2 * weight_bytes
         if c.run.checkpoint_every:
-            # The oldest checkpoint is removed once the new one is complete
-            num_kept = c.run.keep_checkpoints + (c.run.keep_best is not None)
-            num_new = max(1, num_kept + 1 - reusable_checkpoints)
-            sizes["run.checkpoint_every"] = num_new * checkpoint_bytes(c, shape)
-            rollout_bytes = _rollouts_ahead_bytes(c, shape)
-            if rollout_bytes:
-                sizes["rollout.max_staleness"] = num_new * rollout_bytes
+            sizes |= _checkpoint_sizes(c, shape, reusable_checkpoints)
         if c.logger.save_rollouts_every:
             every = c.logger.save_rollouts_every
             num_saved = max(0, c.train.total_steps // every - steps_done // every)
@@ -105,6 +99,21 @@ def _sends_weights(c: Configuration) -> bool:
 def _recording_bytes(c: Configuration, shape: ModelShape) -> int:
     """The size of all recordings of mode=rollout_only, with stopped and surplus groups."""
     return c.train.total_steps * _batch_bytes(c, shape, budget=_sampling_budget(c))
+
+
+def _checkpoint_sizes(c: Configuration, shape: ModelShape, num_reusable: int) -> dict[str, int]:
+    """The sizes of all new checkpoints, by configuration key.
+
+    num_reusable: the checkpoints on the disk that new ones replace.
+    """
+    # The oldest checkpoint is removed once the new one is complete
+    num_kept = c.run.keep_checkpoints + (c.run.keep_best is not None)
+    num_new = max(1, num_kept + 1 - num_reusable)
+    sizes = {"run.checkpoint_every": num_new * checkpoint_bytes(c, shape)}
+    rollout_bytes = _rollouts_ahead_bytes(c, shape)
+    if rollout_bytes:
+        sizes["rollout.max_staleness"] = num_new * rollout_bytes
+    return sizes
 
 
 def _sampling_budget(c: Configuration) -> float:
