@@ -45,7 +45,7 @@ from megatron_rl.rollouts.messages import (
 from megatron_rl.rollouts.partials.progress import GroupProgress, ScoredRollout
 from megatron_rl.rollouts.recording.reader import RecordingUnreadable
 from megatron_rl.rollouts.recording.recorded_rollouts import UnfitRollout, load_rollout
-from megatron_rl.rollouts.repetition import repetition, sampled_token_ids
+from megatron_rl.rollouts.repetition import repetition_of
 from megatron_rl.rollouts.store import GroupWriter, RolloutStore, make_rollout_ref
 
 _ALIVE_INTERVAL_SECONDS = 1.0
@@ -364,15 +364,11 @@ class Collector:
             return [self._store_result(writer, result) for result in results]
 
     def _store_result(self, writer: GroupWriter, result: ScoredRollout) -> RolloutRef:
-        share = 0.0
-        ngram = self._credit.repetition_ngram
-        if ngram is not None:
-            share = repetition(sampled_token_ids(result.rollout), ngram)
         return make_rollout_ref(
             result.rollout,
             verdict=result.verdict,
             num_generated=result.num_generated,
-            repetition=share,
+            repetition=repetition_of(result.rollout, self._credit.repetition_ngram),
             is_repetitive=result.is_repetitive,
             location=writer.add(result.rollout),
         )

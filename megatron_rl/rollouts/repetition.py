@@ -82,10 +82,15 @@ class RepetitionStop:
         return is_over
 
 
-def sampled_token_ids(rollout: Rollout) -> npt.NDArray[np.int32]:
-    """Return the tokens that the policy sampled, int32 [n]."""
+def repetition_of(rollout: Rollout, ngram: int | None) -> float:
+    """Return the repetition in the tokens that the policy sampled, 0 without an n-gram length.
+
+    ngram: `credit.repetition_ngram`.
+    """
+    if ngram is None:
+        return 0.0
     tokens = [s.tokens for s in rollout.segments if s.logprobs is not None]
-    return np.concatenate([np.empty(0, np.int32), *tokens])
+    return repetition(np.concatenate([np.empty(0, np.int32), *tokens]), ngram)
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:

@@ -126,6 +126,7 @@ def open_recording(c: Configuration) -> RecordedRollouts:
         batches=c.train.total_steps,
         routes=route_shape(shape) if c.train.replay == "rollout" else None,
         vocab_size=shape.vocab_size,
+        ngram=c.credit.repetition_ngram,
     )
 
 

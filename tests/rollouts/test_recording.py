@@ -179,6 +179,7 @@ def open_recording(
         batches=batches,
         routes=routes if has_replay else None,
         vocab_size=shape.vocab_size,
+        ngram=None,
     )
 
 

@@ -18,5 +18,5 @@ def save_group(directory: Path, group: Group, rollouts: Sequence[Rollout]) -> Sa
         step=0, groups=1, generated_tokens=0, engines_left_out=0, parts=tuple(names), is_open=True
     )
     write_batch(directory, record)
-    (saved_group,) = load_open_groups(directory, None, 10**6)
+    (saved_group,) = load_open_groups(directory, None, 10**6, ngram=None)
     return saved_group

@@ -255,7 +255,7 @@ def test_requested_batches_are_recorded_and_can_be_trained_on(
     assert folders(tmp_path) == ([batch_directory(tmp_path, 3).name] if is_due else [])
     if is_due:
         recording = RecordedRollouts(
-            tmp_path, node=0, batches=1, routes=None, vocab_size=SHAPE.vocab_size
+            tmp_path, node=0, batches=1, routes=None, vocab_size=SHAPE.vocab_size, ngram=None
         )
         assert [len(group.rollouts) for group in recording.sample(1).groups] == [3, 3]
 

@@ -32,6 +32,7 @@ from megatron_rl.rollouts.recording.reader import (
     read_groups_without_routes,
     read_saved_rollout,
 )
+from megatron_rl.rollouts.repetition import repetition_of
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.store import RolloutStore
 
@@ -93,11 +94,17 @@ def load_rollout(
 
 
 def load_batch(
-    directory: Path, store: RolloutStore, routes: RouteShape | None, vocab_size: int
+    directory: Path,
+    store: RolloutStore,
+    routes: RouteShape | None,
+    vocab_size: int,
+    *,
+    ngram: int | None,
 ) -> RolloutBatch:
     """Read a recorded batch into a store, where the ranks of all nodes can read it.
 
-    routes, vocab_size: as in `fit_rollout`. Raises `RecordingUnreadable` and `UnfitRollout`.
+    routes, vocab_size: as in `fit_rollout`. ngram: `credit.repetition_ngram` of this run, by which
+    repetitions are measured anew. Raises `RecordingUnreadable` and `UnfitRollout`.
     """
     record = _read_complete(directory)
     recorded_groups = read_groups(directory)
@@ -106,21 +113,23 @@ def load_batch(
         for _, rollouts in recorded_groups
     ]
     groups = tuple(
-        _with_locations(group, store.put(group.group_id, rollouts))
+        _with_locations(
+            _with_repetitions(group, rollouts, ngram), store.put(group.group_id, rollouts)
+        )
         for (group, _), rollouts in zip(recorded_groups, rollouts_by_group, strict=True)
     )
     return _make_batch(record, groups)
 
 
 def load_batch_without_rollouts(
-    directory: Path, routes: RouteShape | None, vocab_size: int
+    directory: Path, routes: RouteShape | None, vocab_size: int, *, ngram: int | None
 ) -> tuple[RolloutBatch, list[SavedGroup]]:
     """Read a recorded batch whose rollouts stay where they are. Its groups have no locations.
 
-    routes, vocab_size: as in `fit_rollout`. Raises `RecordingUnreadable` and `UnfitRollout`.
+    routes, vocab_size, ngram: as in `load_batch`. Raises `RecordingUnreadable` and `UnfitRollout`.
     """
     record = _read_complete(directory)
-    saved_groups = load_open_groups(directory, routes, vocab_size)
+    saved_groups = load_open_groups(directory, routes, vocab_size, ngram=ngram)
     batch = _make_batch(record, tuple(saved.group for saved in saved_groups))
     parts = {group.group_id: group for group in batch.all_groups}
     return replace(batch, parts=parts), saved_groups
@@ -155,13 +164,13 @@ def _make_batch(record: BatchRecord, groups: tuple[Group, ...]) -> RolloutBatch:
 
 
 def load_open_groups(
-    directory: Path, routes: RouteShape | None, vocab_size: int
+    directory: Path, routes: RouteShape | None, vocab_size: int, *, ngram: int | None
 ) -> list[SavedGroup]:
     """Read what a checkpoint has of the groups of a step, and where their rollouts are.
 
     The experts in their routes are checked where they are read, with `load_rollout`.
 
-    routes, vocab_size: as in `fit_rollout`. Raises `RecordingUnreadable` and `UnfitRollout`.
+    routes, vocab_size, ngram: as in `load_batch`. Raises `RecordingUnreadable` and `UnfitRollout`.
     """
     groups = []
     for group, rollouts in read_groups_without_routes(directory):
@@ -169,7 +178,8 @@ def load_open_groups(
             _fit(rollout, directory, routes, vocab_size, require_stored_shape)
         # The clock of the collector that measured these has ended
         timeless_group = msgspec.structs.replace(group, generated_at=0.0, scored_at=0.0)
-        groups.append(SavedGroup(timeless_group, tuple(saved for saved, _ in rollouts)))
+        measured_group = _with_repetitions(timeless_group, [r for _, r in rollouts], ngram)
+        groups.append(SavedGroup(measured_group, tuple(saved for saved, _ in rollouts)))
     return groups
 
 
@@ -193,6 +203,7 @@ class RecordedRollouts:
     node: the node of this process.
     batches: number of complete batches that the run needs.
     routes, vocab_size: of the model that is trained; routes None: routes are not replayed.
+    ngram: as in `load_batch`.
     Raises `BadRecording` when there are fewer than `batches` complete batches, or when one of
     their files is missing or truncated.
     """
@@ -205,6 +216,7 @@ class RecordedRollouts:
         batches: int,
         routes: RouteShape | None,
         vocab_size: int,
+        ngram: int | None,
     ) -> None:
         path = Path(directory).expanduser().resolve()
         self._root = path / "recorded" if (path / "recorded").is_dir() else path
@@ -223,6 +235,7 @@ class RecordedRollouts:
         self._store = RolloutStore(node)
         self._routes = routes
         self._vocab_size = vocab_size
+        self._ngram = ngram
         self._position = 0
         self._num_tokens = 0  # of batches since the last `count_tokens`
         self._digest = hashlib.sha256(
@@ -270,7 +283,11 @@ class RecordedRollouts:
         """Return the next batch. Raises `BadRecording`."""
         try:
             batch = load_batch(
-                self._batches[self._position], self._store, self._routes, self._vocab_size
+                self._batches[self._position],
+                self._store,
+                self._routes,
+                self._vocab_size,
+                ngram=self._ngram,
             )
         except (RecordingUnreadable, UnfitRollout) as error:
             raise BadRecording(f"rollout.recording: {error}") from error
@@ -338,6 +355,14 @@ def _is_in_vocabulary(rollout: Rollout, vocab_size: int) -> bool:
         for segment in rollout.segments
         if len(segment.tokens)
     )
+
+
+def _with_repetitions(group: Group, rollouts: Sequence[Rollout], ngram: int | None) -> Group:
+    refs = [
+        msgspec.structs.replace(ref, repetition=repetition_of(rollout, ngram))
+        for ref, rollout in zip(group.rollouts, rollouts, strict=True)
+    ]
+    return msgspec.structs.replace(group, rollouts=tuple(refs))
 
 
 def _with_locations(group: Group, locations: Sequence[RolloutLocation]) -> Group:

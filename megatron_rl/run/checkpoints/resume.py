@@ -58,6 +58,7 @@ _PATH_KEYS = (
 _STALENESS = "rollout.max_staleness"
 _TEMPERATURE = "rollout.temperature"
 _LENGTH = "rollout.max_new_tokens"
+_TRUNCATED = "rollout.train_truncated"
 _ON_UPDATE = "rollout.on_update"
 _SOURCES = "data.sources."
 # Sections whose keys the user chooses: a key that is missing differs from any value
@@ -186,13 +187,14 @@ class ResumePoint:
         """Raise `CheckpointOfOtherRun` if rollouts of later steps were sampled with other settings.
 
         changes: the changed settings by key. The trainer computes log-probabilities at the present
-        temperature, so rollouts of another one would have wrong ratios. A group needs one scorer.
+        temperature, so rollouts of another one would have wrong ratios. Whether a token receives a
+        loss is stored with it. A group needs one scorer.
         The base value of a key that the first phase of the curriculum sets is never used.
         """
         assert self.state is not None
         position = self.state.position
         steps = [*position.steps_ahead, *position.open_steps]
-        keys = [_TEMPERATURE] if steps else []
+        keys = [_TEMPERATURE, _TRUNCATED] if steps else []
         if position.open_steps:
             keys.append(_LENGTH)
             keys += [key for key in changes if _is_fixed(key, _VERDICT_KEYS)]

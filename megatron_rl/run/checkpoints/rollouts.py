@@ -85,17 +85,22 @@ def _read_local_batch(batch: BatchAhead, node: int) -> LocalBatch:
 
 
 def load_batches(
-    checkpoint: Path, steps: Sequence[int], routes: RouteShape | None, vocab_size: int
+    checkpoint: Path,
+    steps: Sequence[int],
+    routes: RouteShape | None,
+    vocab_size: int,
+    *,
+    ngram: int | None,
 ) -> dict[int, tuple[RolloutBatch, list[SavedGroup]]]:
     """Load the batches of a checkpoint, by step, and where their rollouts are.
 
-    routes, vocab_size: of the model. Raises ValueError when they are damaged, or another model has
-    sampled them.
+    routes, vocab_size: of the model. ngram: as in `load_batch`. Raises ValueError when they are
+    damaged, or another model has sampled them.
     """
     try:
         return {
             step: load_batch_without_rollouts(
-                batch_directory(checkpoint / _FOLDER, step), routes, vocab_size
+                batch_directory(checkpoint / _FOLDER, step), routes, vocab_size, ngram=ngram
             )
             for step in steps
         }
@@ -104,19 +109,24 @@ def load_batches(
 
 
 def load_open_steps(
-    checkpoint: Path, steps: Sequence[int], routes: RouteShape | None, vocab_size: int
+    checkpoint: Path,
+    steps: Sequence[int],
+    routes: RouteShape | None,
+    vocab_size: int,
+    *,
+    ngram: int | None,
 ) -> list[SavedGroup]:
     """Load what a checkpoint has of the groups of open steps.
 
-    routes, vocab_size: of the model. Raises ValueError when they are damaged, or another model has
-    sampled them.
+    routes, vocab_size: of the model. ngram: as in `load_batch`. Raises ValueError when they are
+    damaged, or another model has sampled them.
     """
     try:
         return [
             group
             for step in steps
             for group in load_open_groups(
-                batch_directory(checkpoint / _FOLDER, step), routes, vocab_size
+                batch_directory(checkpoint / _FOLDER, step), routes, vocab_size, ngram=ngram
             )
         ]
     except (RecordingUnreadable, UnfitRollout) as error:

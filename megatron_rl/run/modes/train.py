@@ -97,8 +97,13 @@ class TrainingMode:
             routes = route_shape(self.setup.shape) if c.train.replay == "rollout" else None
             vocab_size = self.setup.shape.vocab_size
             with explained_load_errors(point.checkpoint):
-                batches = load_batches(point.checkpoint, position.steps_ahead, routes, vocab_size)
-                groups = load_open_steps(point.checkpoint, position.open_steps, routes, vocab_size)
+                ngram = c.credit.repetition_ngram
+                batches = load_batches(
+                    point.checkpoint, position.steps_ahead, routes, vocab_size, ngram=ngram
+                )
+                groups = load_open_steps(
+                    point.checkpoint, position.open_steps, routes, vocab_size, ngram=ngram
+                )
             steps_ahead.restore(
                 {step: batch for step, (batch, _) in batches.items()},
                 position.open_steps,

@@ -439,7 +439,13 @@ SAMPLED_AHEAD = [
     ({"open_steps": (6, 7)}, "rollout.temperature=0.7", True),
     ({"open_steps": (6, 7)}, "rollout.max_new_tokens=99", True),
     ({"steps_ahead": (6,)}, "rollout.max_new_tokens=99", False),
+    ({"steps_ahead": (6,)}, "rollout.train_truncated=False", True),
+    ({"open_steps": (6, 7)}, "rollout.train_truncated=False", True),
+    ({"steps_ahead": (6,)}, "credit.repetition_ngram=3", False),
+    ({"open_steps": (6, 7)}, "credit.repetition_ngram=3", False),
+    ({"open_steps": (6, 7)}, "credit.shaping=0.25", False),
     ({}, "rollout.temperature=0.7", False),
+    ({}, "rollout.train_truncated=False", False),
 ]
 
 
