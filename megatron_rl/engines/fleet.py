@@ -138,7 +138,7 @@ class Fleet:
             self._count_tokens_of(serving, have_sampled=have_sampled)
 
     def _announce_leaves(self, serving: dict[str, Member]) -> bool:
-        """Tell collectors which engines serve no longer. Returns True if one has left for good."""
+        """Tell collectors which engines serve no longer. Returns True if there are any."""
         has_left = False
         for name, (url, epoch) in list(self._announced_engines.items()):
             member = serving.get(name)
@@ -146,7 +146,7 @@ class Fleet:
                 del self._announced_engines[name]
                 self._queue.remove_engine(url)
                 self._log(f"engine {name} ({url}) serves no longer: {self._reason(name)}")
-                has_left |= self.members[name].state is MemberState.GONE
+                has_left = True
         return has_left
 
     def _announce_joins(self, serving: dict[str, Member]) -> bool:

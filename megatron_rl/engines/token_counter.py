@@ -53,6 +53,7 @@ class TokenCounter:
         self._log = log
         self._written_problems: set[tuple[str, str]] = set()
         self._counted_tokens = 0
+        self._has_foreign_requests = False  # at the next reading
         self._counts = self._read()
 
     def set_engines(self, engines: Sequence[CountingEngine], *, have_sampled: bool = True) -> None:
@@ -65,8 +66,13 @@ class TokenCounter:
         self._counts = None if have_sampled else self._read()
 
     def restart(self) -> None:
-        """Begin comparisons anew: tokens that were sampled are known to nobody."""
+        """Begin comparisons anew: tokens that a collector has received are known to nobody.
+
+        The next reading begins none: the engines may still work on requests of that collector, and
+        end those whose connection is closed within seconds.
+        """
         self._counts = None
+        self._has_foreign_requests = True
 
     def compare(self, counted_tokens: int) -> TokenComparison | None:
         """Compare the tokens since the last comparison. Returns None where a counter is missing.
@@ -82,7 +88,10 @@ class TokenCounter:
         counted_tokens = self._counted_tokens
         self._counts = counts
         self._counted_tokens = 0
-        if earlier_counts is None:
+        if self._has_foreign_requests:
+            self._has_foreign_requests = False
+            self._counts = None
+        if earlier_counts is None or self._counts is None:
             return None
         restarted_urls = [url for url, count in counts.items() if count < earlier_counts[url]]
         if restarted_urls:

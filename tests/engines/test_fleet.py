@@ -523,7 +523,7 @@ def test_tokens_are_counted_on_the_engines_that_serve() -> None:
     fleet.update()
     fleet.join()
     fleet.fleet.handle_lost_collector(0, 0, "killed")
-    assert counter.calls == [2, "2 after sampling", "restart"]
+    assert counter.calls == [2, "1 after sampling", "2 after sampling", "restart"]
 
 
 def test_tokens_are_counted_on_the_others_after_an_engine_has_left_for_good() -> None:
@@ -532,6 +532,19 @@ def test_tokens_are_counted_on_the_others_after_an_engine_has_left_for_good() ->
     fleet = ScriptedFleet(token_counter=token_counter)
     fleet.sync(0)
     fleet.report_engine(0, 0, state=ProcessState.GIVEN_UP)
+    fleet.update()
+    assert counter.calls == [2, "1 after sampling"]
+
+
+def test_tokens_are_counted_on_the_others_as_soon_as_an_engine_ends() -> None:
+    """The counter of its next server begins with those of a warm-up, and may not go backwards."""
+    counter = Counter()
+    token_counter: TokenCounter = counter  # type: ignore[assignment]
+    fleet = ScriptedFleet(token_counter=token_counter)
+    fleet.sync(0)
+    fleet.report_engine(0, 0, state=ProcessState.STARTING)
+    fleet.update()
+    assert counter.calls == [2, "1 after sampling"]
     fleet.update()
     assert counter.calls == [2, "1 after sampling"]
 

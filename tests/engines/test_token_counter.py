@@ -151,11 +151,30 @@ def test_comparisons_begin_anew_after_tokens_that_nobody_counted() -> None:
     counter, _ = counter_of(engine)
     engine.reading = 1000
     counter.restart()
-    assert counter.compare(5) is None
-    engine.reading = 1004
+    assert counter.compare(5) is None  # its last request is still running
+    engine.reading = 1000 + 3 + 10
+    assert counter.compare(10) is None
+    engine.reading += 4
     comparison = counter.compare(4)
     assert comparison is not None
     assert (comparison.engine_tokens, comparison.uncounted_tokens) == (4, 0)
+
+
+def test_the_requests_of_a_collector_that_ended_run_on_while_an_engine_joins() -> None:
+    engine = CountingEngine("http://a", 0)
+    joining_engine = CountingEngine("http://b", 8)
+    counter, _ = counter_of(engine)
+    engine.reading = 20
+    counter.restart()
+    counter.set_engines([engine, joining_engine])
+    assert counter.compare(5) is None
+    engine.reading = 23  # the last request of the collector has ended
+    joining_engine.reading = 18
+    assert counter.compare(10) is None
+    joining_engine.reading = 28
+    comparison = counter.compare(10)
+    assert comparison is not None
+    assert (comparison.engine_tokens, comparison.uncounted_tokens) == (10, 0)
 
 
 def test_a_run_may_begin_without_an_engine() -> None:
