@@ -245,8 +245,9 @@ class Episode:
         if len(tokens) > budget:
             raise RolloutRejected(
                 "too_long",
-                f"prompt {self.prompt.id}: the demonstration has {len(tokens)} tokens, "
-                f"room for {budget}. Raise rollout.max_new_tokens",
+                f"prompt {self.prompt.id}: its demonstration has {self._num_added + len(tokens)} "
+                f"tokens, and rollout.max_new_tokens={self._rules.sampling.max_new_tokens}. Raise "
+                "it, or shorten the demonstration",
             )
         self._builder.demonstrate(tokens)
         self._end_turn(self._tokenizer.decode(tokens), FinishReason.STOP)
@@ -288,8 +289,12 @@ class Episode:
     @property
     def _budget(self) -> int:
         """Number of tokens that may follow."""
-        num_tokens = len(self._builder.tokens) - len(self.prompt.token_ids)
-        return self._rules.sampling.max_new_tokens - num_tokens
+        return self._rules.sampling.max_new_tokens - self._num_added
+
+    @property
+    def _num_added(self) -> int:
+        """Number of tokens after the prompt."""
+        return len(self._builder.tokens) - len(self.prompt.token_ids)
 
     def _end_empty_turn(self) -> Response:
         """Respond with nothing. Raises `RolloutRejected` for an environment that never ends."""

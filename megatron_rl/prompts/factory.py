@@ -50,6 +50,8 @@ CheckAnswer = Callable[[str], None]
 _MAX_CHARACTERS = 65_536  # of an id or a reference answer
 _MAX_RESPONSE_CHARACTERS = 2**20
 _QUICK_CHARACTERS = 10_000  # a text of so many is encoded at once, to name its number of tokens
+# Raises ValueError for a prompt whose demonstration cannot train
+CheckDemonstration = Callable[[Prompt], None]
 _QUESTION_FIELDS = tuple(field.name for field in fields(Question))
 
 
@@ -59,7 +61,7 @@ def open_prompts(
     check_answer: CheckAnswer | None = None,
     *,
     render: Render = refuse_messages,
-    demonstration: bool = False,
+    check_demonstration: CheckDemonstration | None = None,
 ) -> PromptSource:
     """Open the source of prompts.
 
@@ -73,12 +75,13 @@ def open_prompts(
 
     check_answer: rows whose answer it refuses are bad rows (`Scorer.check_answer`).
     render: renders rows with messages.
-    demonstration: training rows without a demonstration are bad rows.
+    check_demonstration: training rows without a demonstration are bad rows, and those that it
+    refuses with a ValueError.
 
     Raises `PromptDataError`, which names the key, or the file and line, and the remedy. Raises
     `PluginError` if a user-defined source cannot be loaded.
     """
-    opener = _Opener(settings, tokenizer, check_answer, render, demonstration)
+    opener = _Opener(settings, tokenizer, check_answer, render, check_demonstration)
     rates: dict[str, PassRate] = {}
     if settings.source != "mixture":
         split = opener.split(settings, "data")
@@ -206,13 +209,13 @@ class _Opener:
         tokenizer: Tokenizer,
         check_answer: CheckAnswer | None,
         render: Render,
-        demonstration: bool,
+        check_demonstration: CheckDemonstration | None,
     ) -> None:
         self.bad_rows = BadRows(settings.on_bad_row)
         self._tokenizer = tokenizer
         self._check_answer = check_answer
         self._render = render
-        self._demonstration = demonstration
+        self._check_demonstration = check_demonstration
 
     def split(self, settings: DataSettings, section: str) -> Split:
         """Read or generate the questions of a source. section: that of its keys, for messages."""
@@ -243,7 +246,7 @@ class _Opener:
         train = builder.build(
             split.train,
             f"{train_key}: no usable training prompt",
-            demonstration=self._demonstration,
+            check_demonstration=self._check_demonstration,
         )
         eval_key = _name_key(settings, section, "eval_path", "num_eval")
         return train, builder.build(split.held_out, f"{eval_key}: no usable held-out prompt")
@@ -280,12 +283,16 @@ class _PromptBuilder:
     source: str = ""
 
     def build(
-        self, questions: Iterable[Question], failure: str, *, demonstration: bool = False
+        self,
+        questions: Iterable[Question],
+        failure: str,
+        *,
+        check_demonstration: CheckDemonstration | None = None,
     ) -> list[Prompt]:
         """Return the prompts of all usable questions.
 
-        failure: the beginning of the message if there are none. demonstration: questions without a
-        demonstration are bad rows. Raises `PromptDataError`.
+        failure: the beginning of the message if there are none. check_demonstration: as in
+        `open_prompts`. Raises `PromptDataError`.
         """
         max_characters = self.max_tokens * self.tokenizer.longest_token
         checked_rows = CheckedRows(self.bad_rows)
@@ -296,8 +303,9 @@ class _PromptBuilder:
                 if self.check_answer is not None:
                     self.check_answer(question.answer)
                 prompt = self._tokenize(question)
-                if demonstration:
-                    self._check_demonstration(question, prompt)
+                if check_demonstration is not None:
+                    _require_demonstration(question)
+                    check_demonstration(prompt)
             except ValueError as error:
                 checked_rows.add_bad(question.origin, str(error))
             else:
@@ -339,16 +347,6 @@ class _PromptBuilder:
                     f"`{name}` has {len(value)} characters; at most {limit} are allowed"
                 )
 
-    def _check_demonstration(self, question: Question, prompt: Prompt) -> None:
-        """Check that a demonstration has tokens, and ends once."""
-        if question.demonstration_problem:
-            raise ValueError(question.demonstration_problem)
-        if not question.demonstration:
-            raise ValueError(
-                "it has no response, and environment=demonstration needs one to learn from"
-            )
-        self.tokenizer.encode_response(question.demonstration, prompt.token_ids[-1])
-
     def _tokenize(self, question: Question) -> Prompt:
         token_ids = self.tokenizer.encode(question.text)
         if not 0 < len(token_ids) <= self.max_tokens:
@@ -365,6 +363,15 @@ class _PromptBuilder:
             difficulty=question.difficulty,
             demonstration=question.demonstration,
             source=self.source,
+        )
+
+
+def _require_demonstration(question: Question) -> None:
+    if question.demonstration_problem:
+        raise ValueError(question.demonstration_problem)
+    if not question.demonstration:
+        raise ValueError(
+            "it has no response, and environment=demonstration needs one to learn from"
         )
 
 

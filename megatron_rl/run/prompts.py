@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from megatron_rl.config.curriculum import phases_of
 from megatron_rl.config.evaluations import HELD_OUT
-from megatron_rl.config.schema import Configuration
+from megatron_rl.config.schema import Configuration, EnvironmentSettings
 from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.environments.demonstration import Demonstration
+from megatron_rl.environments.environment import open_environment
 from megatron_rl.models.chat_template import ChatTemplate
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts, open_set
@@ -21,18 +24,36 @@ def build_prompts(c: Configuration) -> PromptSource:
 
     Raises `PromptDataError`.
     """
+    phases = [phase.configuration for phase in phases_of(c)]
+    tokenizer = Tokenizer.from_directory(c.model.path)
     prompts = open_prompts(
         c.data,
-        Tokenizer.from_directory(c.model.path),
+        tokenizer,
         open_answer_check(c.reward),
         render=ChatTemplate(Path(c.model.path)).prompt,
-        demonstration=c.environment.name == "demonstration",
+        check_demonstration=_demonstration_check(
+            c.environment,
+            tokenizer,
+            # Each phase may train each prompt
+            min(configuration.rollout.max_new_tokens for configuration in phases or [c]),
+        ),
     )
     # Every phase must have enough prompts. The run's own range comes last, and stays.
-    for configuration in (*(phase.configuration for phase in phases_of(c)), c):
+    for configuration in (*phases, c):
         prompts.set_pass_rate_range(configuration.data.pass_rate_range)
         prompts.require(c.rollout.prompts_per_step)
     return prompts
+
+
+def _demonstration_check(
+    settings: EnvironmentSettings, tokenizer: Tokenizer, max_new_tokens: int
+) -> Callable[[Prompt], None] | None:
+    """Return the check of the environment that demonstrates, None for another one."""
+    if settings.name != "demonstration":
+        return None
+    environment = open_environment(settings)
+    assert isinstance(environment, Demonstration)
+    return lambda prompt: environment.check(prompt, tokenizer, max_new_tokens)
 
 
 def build_sets(c: Configuration) -> dict[str, tuple[Prompt, ...]]:

@@ -178,8 +178,16 @@ def read_demonstration(
     bad_rows = BadRows("fail")
     questions = read_jsonl(file, bad_rows, key="k", render=ChatTemplate(directory).prompt)
     split = keep_apart([], questions, bad_rows)
-    builder = _PromptBuilder(Tokenizer.from_directory(directory), 64, None, bad_rows, split)
-    return directory, partial(builder.build, questions, "none")
+    tokenizer = Tokenizer.from_directory(directory)
+    builder = _PromptBuilder(tokenizer, 64, None, bad_rows, split)
+
+    def build(*, demonstration: bool = False) -> list[Prompt]:
+        check = partial(Demonstration().check, tokenizer=tokenizer, max_new_tokens=64)
+        return builder.build(
+            questions, "none", check_demonstration=check if demonstration else None
+        )
+
+    return directory, build
 
 
 @KEYS

@@ -1,6 +1,6 @@
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
@@ -11,6 +11,8 @@ import pytest
 from megatron_rl.config.schema import DataSettings
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.plugins import PluginError
+from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.environments.demonstration import Demonstration
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts, open_set
 from megatron_rl.prompts.question import PromptDataError, Question
@@ -18,6 +20,7 @@ from megatron_rl.prompts.source import PromptSource
 from megatron_rl.rewards import ExactMatch
 from tests.support.character_tokenizer import write_character_tokenizer
 from tests.support.processor_time import processor_seconds
+from tests.support.scripted_model import ScriptedModel, open_episode
 
 
 @pytest.fixture(scope="module")
@@ -248,10 +251,10 @@ def test_a_file_whose_rows_are_all_bad_is_named_once(
         eval_path=held_out,
         max_prompt_tokens=options.get("max_prompt_tokens", 8),
     )
-    demonstration = "demonstration" in options
+    check = check_demonstration(tokenizer) if "demonstration" in options else None
     words = rf"(?s)^data\.train_path=.*no usable training prompt.*bad rows: 9\).*line 1: .*{reason}"
     with pytest.raises(PromptDataError, match=words) as error:
-        open_prompts(settings, tokenizer, CHECK_ANSWER, demonstration=demonstration)
+        open_prompts(settings, tokenizer, CHECK_ANSWER, check_demonstration=check)
     message = str(error.value)
     assert "on_bad_row" not in message and " 0 " not in message
     assert message.count(reason) == 1
@@ -288,7 +291,82 @@ def test_rows_without_response_are_bad_rows_if_demonstrations_are_needed(
     settings = DataSettings(source="jsonl", train_path=path, num_eval=1)
     words = r"t\.jsonl line 5: .*environment=demonstration.*data\.on_bad_row=skip"
     with pytest.raises(PromptDataError, match=words):
-        open_prompts(settings, tokenizer, demonstration=True)
+        open_prompts(settings, tokenizer, check_demonstration=check_demonstration(tokenizer))
+
+
+def check_demonstration(
+    tokenizer: Tokenizer, *, max_new_tokens: int = 8, with_calls: bool = False
+) -> Callable[[Prompt], None]:
+    environment = Demonstration(with_calls=with_calls)
+    return lambda prompt: environment.check(prompt, tokenizer, max_new_tokens)
+
+
+@pytest.mark.parametrize(
+    ("response", "with_calls", "num_tokens", "limit"),
+    [
+        ("2", False, 2, 1),  # with its end-of-sequence token
+        ("2345678", False, 8, 7),
+        ("2345678", False, 8, 8),
+        ("3+8=11", True, 8, 7),  # the call with its end, the result, and the end of an empty rest
+        ("3+8=11", True, 8, 8),
+        ("1+3=04b3+8=11", True, 16, 15),
+        ("1+3=04b3+8=11", True, 16, 16),
+        ("3+8=11", False, 7, 7),
+        ("12" * 500, False, 1001, 1000),
+        ("12" * 500, False, 1001, 1001),
+    ],
+)
+def test_demonstrations_that_are_too_long_are_bad_rows(
+    tokenizer: Tokenizer,
+    tmp_path: Path,
+    response: str,
+    with_calls: bool,
+    num_tokens: int,
+    limit: int,
+) -> None:
+    """Their length is that of an episode's tokens, and the row is named while the data is read."""
+    row = {"prompt": "5+1=", "answer": "6", "response": response}
+    path = write(tmp_path / "t.jsonl", json.dumps(row))
+    held_out = write(tmp_path / "e.jsonl", '{"prompt": "3=", "answer": 4}')
+    settings = DataSettings(source="jsonl", train_path=path, eval_path=held_out)
+    check = check_demonstration(tokenizer, max_new_tokens=limit, with_calls=with_calls)
+    if num_tokens <= limit:
+        (prompt,) = open_prompts(settings, tokenizer, check_demonstration=check).train
+        model = ScriptedModel([])
+        episode = open_episode(model, routes=None, prompt=prompt, tokenizer=tokenizer, budget=limit)
+        Demonstration(with_calls=with_calls).demonstrate(episode)
+        assert episode.rollout().num_tokens == len(prompt.token_ids) + num_tokens
+        return
+    words = (
+        rf"t\.jsonl line 1: .*demonstration has {num_tokens} tokens, and "
+        rf"rollout\.max_new_tokens={limit}\. Raise it, or shorten"
+    )
+    with pytest.raises(PromptDataError, match=words):
+        open_prompts(settings, tokenizer, check_demonstration=check)
+
+
+@pytest.mark.parametrize(
+    ("response", "words"),
+    [
+        ("3+8=12", r"another result than 11 after '3\+8='"),
+        ("é", "no token for 'é'"),
+        ("3+8=11é", "no token for 'é'"),
+    ],
+)
+def test_demonstrations_that_no_episode_can_play_are_bad_rows(
+    tokenizer: Tokenizer, tmp_path: Path, response: str, words: str
+) -> None:
+    rows = [{"prompt": "5+1=", "answer": "6", "response": text} for text in ("6", response)]
+    rows[1]["prompt"] = "4+2="
+    path = write(tmp_path / "t.jsonl", *map(json.dumps, rows))
+    held_out = write(tmp_path / "e.jsonl", '{"prompt": "3=", "answer": 4}')
+    settings = DataSettings(source="jsonl", train_path=path, eval_path=held_out)
+    check = check_demonstration(tokenizer, with_calls=True)
+    with pytest.raises(PromptDataError, match=rf"t\.jsonl line 2: .*{words}"):
+        open_prompts(settings, tokenizer, check_demonstration=check)
+    settings = DataSettings(source="jsonl", train_path=path, eval_path=held_out, on_bad_row="skip")
+    (prompt,) = open_prompts(settings, tokenizer, check_demonstration=check).train
+    assert prompt.demonstration == "6"
 
 
 class FixedQuestions:
