@@ -92,7 +92,9 @@ class Tokenizer:
 
         Control tokens are those that the tokenizer marks as special, and others such as `<|name|>`.
         """
-        return self._control_names.sub(lambda match: _QUOTE + match[0], text)
+        # A mark in the text itself would end the quotation.
+        unmarked_text = text.replace(_QUOTE, "\ufffd")
+        return self._control_names.sub(lambda match: _QUOTE + match[0], unmarked_text)
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Return the token ids of a text, without adding special tokens.

@@ -82,9 +82,9 @@ _SEVERAL = re.compile(
 _CONTINUATION = re.compile(r"(?:[0-9]\.?[eE][+-]?|[0-9][.,:^'\u2019_])\Z")
 _THOUSANDS = re.compile(r"(?<![0-9])[0-9]{1,3}[^\S\n]\Z")
 _WORD = re.compile(r"(?<![A-Za-z\\])[A-Za-z]{2,}")
-# What follows one of several values in brackets: `4, x)`
+# What follows one of several values in brackets: `4, x)`. `++`: a command is read in one way alone.
 _FURTHER_VALUES = re.compile(
-    r"[^\S\n]*[,;](?:\\[A-Za-z]+|[A-Za-z](?![A-Za-z])|\\[^A-Za-z)\]}]|[^A-Za-z\\)\]}])*\\?[)\]}]"
+    r"[^\S\n]*[,;](?:\\[A-Za-z]++|[A-Za-z](?![A-Za-z])|\\[^A-Za-z)\]}]|[^A-Za-z\\)\]}])*\\?[)\]}]"
 )
 _EXPRESSION = re.compile(
     rf"[({{\[^]|[{_LETTER}]|[^\S\n]*[-\u2212\u2013+*\xd7\xf7\xb7\u22c5\u2219\u2217/\u2044<>\u2264"

@@ -65,6 +65,16 @@ def open_tokenizer(kind: Any, folder: Path) -> Tokenizer:
     return Tokenizer.from_directory(folder)
 
 
+@pytest.mark.parametrize("count", range(1, 5))
+@pytest.mark.parametrize("name", CONTROL)
+def test_marks_in_a_text_make_no_control_token(name: str, count: int, tmp_path: Path) -> None:
+    tokenizer = open_tokenizer(byte_level, tmp_path)
+    (control,) = tokenizer.encode(name)
+    ids = tokenizer.encode(tokenizer.quote("4" + "\ufdd0" * count + name))
+    assert control not in ids
+    assert tokenizer.decode(ids) == "4" + "\ufffd" * count + name
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", CONTROL)
 def test_quoted_names_are_text(kind: Any, name: str, tmp_path: Path) -> None:

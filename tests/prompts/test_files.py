@@ -282,6 +282,17 @@ def test_readme_says_which_files_a_split_has(tmp_path: Path) -> None:
     assert len(read(location_of(folder, "dev"))) == 1
 
 
+def test_an_id_in_two_files_of_one_name_is_used_twice(tmp_path: Path) -> None:
+    for folder, prompt in (("algebra", "1+1="), ("geometry", "2+2=")):
+        (tmp_path / folder).mkdir()
+        row = {"prompt": prompt, "answer": "1", "id": "a"}
+        (tmp_path / folder / "train.jsonl").write_text(json.dumps(row) + "\n")
+    text = "- config_name: a\n  data_files:\n    train: '*/train.jsonl'"
+    (tmp_path / "README.md").write_text(readme(text))
+    with pytest.raises(PromptDataError, match=r"geometry/train\.jsonl.*already used in algebra/"):
+        read(location_of(tmp_path))
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

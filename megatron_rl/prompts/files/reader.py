@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,8 +56,10 @@ def read_questions(
     rows = Rows(location.name, CheckedRows(bad_rows), render, id_key=f"data.{location.side}")
     files = location.files
     number = 0
+    # Files of different folders may have the same name.
+    parent = os.path.commonpath([file.parent for file in files])
     for file in files:
-        place = f"{file.name} " if len(files) > 1 else ""
+        place = f"{file.relative_to(parent)} " if len(files) > 1 else ""
         if _is_table(file):
             number = _add_table(rows, file, number, place)
         else:
