@@ -30,6 +30,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
 
     data: identity of the data set, see `identity_of`.
     samples: number of responses sampled for each prompt.
+    temperature, max_new_tokens, top_p: of their sampling. A file without top_p does not say it.
     reward, environment: settings that decide which responses are correct, see `judge_of`.
     date: ISO date of the start.
     """
@@ -39,6 +40,7 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     samples: Count
     temperature: float
     max_new_tokens: Count
+    top_p: float | None = None
     reward: dict[str, Any]
     environment: dict[str, Any]
     date: str

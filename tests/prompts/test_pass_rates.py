@@ -29,6 +29,7 @@ HEADER = Header(
     samples=4,
     temperature=1.0,
     max_new_tokens=8,
+    top_p=1.0,
     reward={"name": "r"},
     environment={},
     date="2026-11-22",
@@ -139,6 +140,19 @@ def test_an_interrupted_profile_with_other_settings_is_refused(tmp_path: Path) -
     PassRateFile(path, HEADER)
     with pytest.raises(PromptDataError, match=r"other settings \(temperature\)\. Remove it"):
         PassRateFile(path, msgspec.structs.replace(HEADER, temperature=0.5))
+
+
+def test_a_file_that_does_not_say_top_p_is_read_but_not_continued(tmp_path: Path) -> None:
+    path = write_rates(tmp_path / "rates.jsonl")
+    header, _, lines = path.read_text().partition("\n")
+    fields = json.loads(header)
+    del fields["top_p"]
+    old = f"{json.dumps(fields)}\n{lines}"
+    path.write_text(old)
+    assert list(read_pass_rates(path, SETTINGS).values()) == RATES
+    path.with_name("rates.jsonl.part").write_text(old)
+    with pytest.raises(PromptDataError, match=r"other settings \(top_p\)\. Remove it"):
+        read_part(path, HEADER)
 
 
 @pytest.mark.parametrize(

@@ -167,8 +167,16 @@ def test_a_profile_of_another_attempt_is_refused_and_nothing_is_written(tmp_path
     assert not (tmp_path / "rates.jsonl.part").exists()
     PassRateFile(tmp_path / "rates.jsonl", profile_header(c))
     read_data(c)
-    with pytest.raises(PromptDataError, match=r"rates\.jsonl\.part belongs to"):
-        read_data(compose(settings(tmp_path, *mode, "rollout.temperature=0.5")))
+    for override, name in (
+        ("rollout.temperature=0.5", "temperature"),
+        ("eval.temperature=0.5", "temperature"),
+        ("rollout.max_new_tokens=5", "max_new_tokens"),
+        ("eval.max_new_tokens=5", "max_new_tokens"),
+        ("eval.top_p=0.5", "top_p"),
+    ):
+        words = rf"rates\.jsonl\.part belongs to .* other settings \({name}\)"
+        with pytest.raises(PromptDataError, match=words):
+            read_data(compose(settings(tmp_path, *mode, override)))
 
 
 def test_rates_of_another_judge_are_warned_about(tmp_path: Path) -> None:
