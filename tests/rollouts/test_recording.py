@@ -19,9 +19,12 @@ from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
+from megatron_rl.records.durable_files import write_synced
+from megatron_rl.rollouts.recording import writer
 from megatron_rl.rollouts.recording.format import BatchRecord, batch_directory
 from megatron_rl.rollouts.recording.reader import (
     RecordingUnreadable,
+    check_batch,
     read_batch_record,
     read_groups,
 )
@@ -346,6 +349,38 @@ def test_incomplete_files_are_refused_before_the_first_step(
     ):
         open_recording(tmp_path, 2)
     assert open_recording(tmp_path, 1).num_batches == 3, "the run needs the first batch alone"
+
+
+@pytest.mark.parametrize("file_of_death", ["node-0-00000.safetensors", "node-0-00000.jsonl"])
+def test_a_batch_is_incomplete_from_the_first_file_of_a_second_attempt_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file_of_death: str
+) -> None:
+    directory = batch_directory(tmp_path, 1)
+    write_rollouts(directory, [make_rollout(2, 3), make_rollout(2, 3)])
+
+    def die_at_file(file: Path, data: bytes) -> None:
+        if file.name == file_of_death:
+            raise KeyboardInterrupt
+        write_synced(file, data)
+
+    monkeypatch.setattr(writer, "write_synced", die_at_file)
+    with pytest.raises(KeyboardInterrupt):
+        write_rollouts(directory, [make_rollout(3, 4), make_rollout(1, 2)])
+    with pytest.raises(RecordingUnreadable, match=r"batch\.json cannot be read"):
+        check_batch(directory)
+    monkeypatch.undo()
+    rollouts = [make_rollout(3, 4), make_rollout(1, 2)]
+    write_rollouts(directory, rollouts)
+    for rollout_read, rollout in zip(read_rollouts(directory), rollouts, strict=True):
+        assert_equal(rollout_read, rollout)
+
+
+def test_a_batch_is_incomplete_once_any_node_begins_to_write_it_again(tmp_path: Path) -> None:
+    directory = batch_directory(tmp_path, 1)
+    write_rollouts(directory, [make_rollout(2, 3)])
+    write_parts(directory, 1, [])
+    with pytest.raises(RecordingUnreadable, match=r"batch\.json cannot be read"):
+        check_batch(directory)
 
 
 def test_a_part_ends_with_the_group_that_fills_it(tmp_path: Path) -> None:

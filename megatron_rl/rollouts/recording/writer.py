@@ -12,7 +12,7 @@ from safetensors.numpy import save
 
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.rollout import Rollout, Segment
-from megatron_rl.records.durable_files import write_synced
+from megatron_rl.records.durable_files import sync_folder, write_synced
 from megatron_rl.rollouts.recording.format import (
     BATCH_FILE,
     FORMAT,
@@ -35,10 +35,15 @@ def write_parts(
 ) -> list[str]:
     """Write one node's groups of a batch and return the names of the parts.
 
+    If an earlier attempt completed the batch, it becomes incomplete before a file is written:
+    otherwise files of two attempts could pass as one batch.
+
     groups: (place in the batch, group, its rollouts).
     part_bytes: size of the arrays at which a part ends and the next begins.
     """
     directory.mkdir(parents=True, exist_ok=True)
+    (directory / BATCH_FILE).unlink(missing_ok=True)
+    sync_folder(directory)
     part = _Part()
     names: list[str] = []
 
