@@ -33,6 +33,7 @@ _REASONING = (
     {"role": "assistant", "content": _ANSWER_TEXT, "reasoning_content": "probe thought"},
 )
 _EXCERPT = 24  # characters
+_MAX_TOKENS_BEFORE_END = 64  # that a template writes between a response and its end
 
 
 class TemplateRerenders(Failure, ValueError):
@@ -60,10 +61,14 @@ class ChatTurns:
         for role in self._roles:
             self._check_addition({"role": role, "content": _ADDITION_TEXT})
 
-    def tokens_from_end(self, messages: Sequence[ChatMessage]) -> tuple[int, ...]:
+    def tokens_from_end(
+        self, messages: Sequence[ChatMessage], *, at_most: int | None = None
+    ) -> tuple[int, ...]:
         """Return the tokens from the end of a response to the beginning of the next one.
 
         The first one is the end-of-sequence token, which the model has sampled.
+
+        at_most: of a text with more tokens, the first ones are enough, but more than `at_most`.
 
         Raises ValueError for other roles than those of the environment, and `UnknownText`.
         """
@@ -73,7 +78,7 @@ class ChatTurns:
                     f"the role {message.get('role')!r} is not one of the environment's chat_roles "
                     f"{self._roles}. Add it there, so that the chat template is checked for it"
                 )
-        return self._split_at_end(self._text_after_answer(messages))[1]
+        return self._split_at_end(self._text_after_answer(messages), at_most)[1]
 
     def _text_after_answer(self, messages: Sequence[ChatMessage]) -> str:
         text = self._render([_QUESTION, _ANSWER, *messages])
@@ -88,9 +93,10 @@ class ChatTurns:
             "Use a template that renders them, or add text with episode.observe"
         )
 
-    def _split_at_end(self, text: str) -> tuple[str, tuple[int, ...]]:
+    def _split_at_end(self, text: str, at_most: int | None = None) -> tuple[str, tuple[int, ...]]:
         """Return the text before the first end-of-sequence token, and the tokens from there on."""
-        ids = self._tokenizer.encode(text)
+        limit = None if at_most is None else at_most + _MAX_TOKENS_BEFORE_END
+        ids = self._tokenizer.encode(text, at_most=limit)
         eos_ids = self._tokenizer.eos_ids
         end = next((n for n, token in enumerate(ids) if token in eos_ids), None)
         if end is None:

@@ -189,9 +189,9 @@ class Episode:
         Raises `UnknownText`, and ValueError while a response is pending.
         """
         self._require_rest()
-        self._builder.observe(
-            list(self._tokenizer.encode_continuation(self._tokenizer.quote(text)))
-        )
+        limit = self._rules.sampling.max_new_tokens
+        text = self._tokenizer.quote(text)
+        self._builder.observe(list(self._tokenizer.encode_continuation(text, at_most=limit)))
         self._messages = None
 
     def observe_messages(self, messages: Sequence[Mapping[str, Any]]) -> None:
@@ -216,7 +216,8 @@ class Episode:
                 "text with episode.observe afterwards"
             )
         all_messages = [*self._messages, *messages]
-        end, *tokens = self._chat_turns.tokens_from_end(all_messages)
+        limit = self._rules.sampling.max_new_tokens
+        end, *tokens = self._chat_turns.tokens_from_end(all_messages, at_most=limit)
         if self.finish_reason is FinishReason.LENGTH or not all_messages:
             return
         if self._messages:

@@ -78,7 +78,7 @@ class Tokenizer:
         """One more than the largest id, including special tokens."""
         return max(self._vocabulary, default=-1) + 1
 
-    @property
+    @cached_property
     def longest_token(self) -> int:
         """Number of characters of the longest token, including special tokens."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)), default=0)
@@ -96,13 +96,21 @@ class Tokenizer:
         unmarked_text = text.replace(_QUOTE, "\ufffd")
         return self._control_names.sub(lambda match: _QUOTE + match[0], unmarked_text)
 
-    def encode(self, text: str) -> tuple[int, ...]:
+    def encode(self, text: str, *, at_most: int | None = None) -> tuple[int, ...]:
         """Return the token ids of a text, without adding special tokens.
 
         The names of control tokens become these tokens, except where `quote` has marked them.
 
+        at_most: of a text with more tokens, the first ones are enough, but more than `at_most`.
+        A megabyte of text takes seconds, in which no other thread runs.
+
         Raises `UnknownText` naming characters without a token.
         """
+        if at_most is not None:
+            beginning = text[: (at_most + 1) * self.longest_token]
+            # Some tokens take the white space around them.
+            if len(beginning) < len(text) and len(ids := self.encode(beginning)) > at_most:
+                return ids
         backend = self._backend
         input_text = text
         if _QUOTE in text:
@@ -121,21 +129,22 @@ class Tokenizer:
                 raise UnknownText(f"the tokenizer has no token for {names}")
         return tuple(ids)
 
-    def encode_continuation(self, text: str) -> tuple[int, ...]:
+    def encode_continuation(self, text: str, *, at_most: int | None = None) -> tuple[int, ...]:
         """Return the token ids of a text that follows another text.
 
         Tokenizers of SentencePiece put a space before a text that stands alone.
 
-        Raises as `encode` does.
+        at_most: as for `encode`. Raises as `encode` does.
         """
         if not self._adds_space or not text:
-            return self.encode(text)
+            return self.encode(text, at_most=at_most)
         for anchor in _ANCHORS:
             try:
                 beginning = self.encode(anchor)
             except UnknownText:
                 continue
-            ids = self.encode(anchor + text)
+            limit = None if at_most is None else at_most + len(beginning)
+            ids = self.encode(anchor + text, at_most=limit)
             if ids[: len(beginning)] == beginning:
                 return ids[len(beginning) :]
         raise UnknownText(f"the tokenizer cannot encode {text[:80]!r} without a space before it")

@@ -15,6 +15,7 @@ from megatron_rl.contracts.routes import RouteError, RouteShape
 from megatron_rl.environments.episode import Episode, Response
 from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.models.tokenizer import UnknownText
+from tests.support.processor_time import processor_seconds
 from tests.support.scripted_model import (
     EOS,
     PROMPT,
@@ -135,6 +136,17 @@ def test_budget_limits_sampled_and_observed_tokens() -> None:
     assert len(rollout.routes) == len(tokens_of(rollout)) - 1  # type: ignore[arg-type]
     assert rollout.finish_reason is FinishReason.LENGTH
     assert episode.text == ""
+
+
+def test_an_observation_far_beyond_the_budget_is_not_read_whole() -> None:
+    """A collector that encodes for 12 seconds counts as lost."""
+
+    def play() -> None:
+        _, episode, model = play_turns([Turn.saying("4")], "01+" * 4_000_000, budget=64)
+        assert len(model.requests) == 1
+        assert episode.finish_reason is FinishReason.LENGTH
+
+    assert processor_seconds(play) < 3.0
 
 
 def test_truncated_response_is_the_last() -> None:

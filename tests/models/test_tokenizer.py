@@ -55,6 +55,27 @@ def test_known_ids(tokenizer: Tokenizer) -> None:
     assert tokenizer.eos_ids == (1,)
 
 
+@pytest.mark.parametrize("length", [0, 1, 17, 18, 19, 100, 100_000])
+@pytest.mark.parametrize("at_most", [0, 5, 17])
+def test_a_text_with_more_tokens_is_read_up_to_there(
+    tokenizer: Tokenizer, length: int, at_most: int
+) -> None:
+    text = "0" * length
+    ids = tokenizer.encode(text)
+    first_ids = tokenizer.encode(text, at_most=at_most)
+    assert first_ids == ids[: len(first_ids)]
+    assert first_ids == ids or at_most < len(first_ids) <= (at_most + 1) * tokenizer.longest_token
+
+
+def test_white_space_that_a_token_takes_is_no_token(tmp_path: Path) -> None:
+    write_character_tokenizer(tmp_path)
+    backend = tokenizers.Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_tokens([tokenizers.AddedToken("<tag>", rstrip=True)])
+    tokenizer = Tokenizer(backend, [1])
+    text = "<tag>" + " " * 100 + "01"
+    assert tokenizer.encode(text, at_most=3) == tokenizer.encode(text)
+
+
 def test_longest_token_counts_special_tokens(tokenizer: Tokenizer) -> None:
     assert tokenizer.longest_token == max(len(tokenizer.decode([i])) for i in (0, 2, 3))
 
