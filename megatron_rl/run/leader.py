@@ -168,7 +168,7 @@ class Leader:
             step=step,
             version=None if self.weights is None else self.weights.version,
             weights_synced=self._is_synced,
-            selection=self.parts.rollouts.state(),
+            selection=self.steps_ahead.place(self.parts.rollouts),
             nonfinite=self._guards.nonfinite.count,
             guard=self._guards.state,
             accuracies=tuple(self._accuracies),
@@ -239,10 +239,7 @@ class Leader:
     def train_step(self, step: int, values: dict[str, float]) -> None:
         """Sample, credit, plan, train and sync. Adds the metrics of the step to `values`."""
         watch = Stopwatch()
-        with watch.section("rollout"), self._abortable():
-            batch, trouble = self._sample(step)
-        self._take_devices(watch)
-        batch, credit, plan, outcome = self._train_batch(step, batch, watch)
+        batch, credit, plan, outcome, trouble = self._train_batch(step, watch)
         self._expire_sync()
         with self._next_rollouts(watch):
             num_new_tokens = self._on_update.before_sync(self.parts.rollouts)
@@ -323,13 +320,18 @@ class Leader:
         try:
             return self.steps_ahead.take(step, self.parts.rollouts), None
         except NonFiniteResponses as failure:
-            # The engines may have had the weights of an earlier step
-            sampled_at = step - self.steps_ahead.max_staleness
-            trouble = self._guards.nonfinite.observe_responses(sampled_at, failure)
-            if trouble is None:
-                raise
+            trouble = self._observe_responses(step, failure)
             self.parts.rollouts.settle()
             return failure.batch, trouble
+
+    def _observe_responses(self, step: int, failure: NonFiniteResponses) -> Trouble:
+        """Return the reason to roll back after a step. Raises the failure if there is none."""
+        # The engines may have had the weights of an earlier step
+        sampled_at = step - self.steps_ahead.max_staleness
+        trouble = self._guards.nonfinite.observe_responses(sampled_at, failure)
+        if trouble is None:
+            raise failure
+        return trouble
 
     def _roll_back(self, step: int, trouble: Trouble, values: dict[str, float]) -> None:
         """Go on from the weights of a good checkpoint. Prompts, beliefs and phases stay."""
@@ -343,23 +345,31 @@ class Leader:
             values["account/unfinished"] = float(num_dropped)
 
     def _train_batch(
-        self, step: int, batch: RolloutBatch, watch: Stopwatch
-    ) -> tuple[RolloutBatch, BatchCredit, StepPlan, TrainOutcome]:
-        """Credit, plan and train a batch. Rollouts that are gone are sampled again first.
+        self, step: int, watch: Stopwatch
+    ) -> tuple[RolloutBatch, BatchCredit, StepPlan, TrainOutcome, Trouble | None]:
+        """Sample, credit, plan and train a batch. Rollouts that are gone are sampled again.
 
-        Returns the batch that was trained, with its credit, plan and outcome.
+        Returns the batch that was trained, with its credit, plan and outcome, and a reason to roll
+        back after it.
         """
+        with watch.section("rollout"), self._abortable():
+            batch, trouble = self._sample(step)
+        self._take_devices(watch)
         while True:
             with watch.section("credit"):
                 credit = self.parts.credit.assign(step, batch.groups, batch.stopped_groups)
                 plan = self._plan(step, credit)
             result = self._train(plan)
             if isinstance(result, TrainOutcome):
-                return batch, credit, plan, result
+                return batch, credit, plan, result, trouble
             with watch.section("rollout"), self._abortable():
                 if self.engine.colocated:
                     self.send_weights({})
-                batch = self.parts.rollouts.sample_again(batch, result.rollout_ids)
+                try:
+                    batch = self.parts.rollouts.sample_again(step, batch, result.rollout_ids)
+                except NonFiniteResponses as failure:
+                    trouble = self._observe_responses(step, failure)
+                    batch = failure.batch
             self._take_devices(watch)
 
     def _take_devices(self, watch: Stopwatch) -> None:

@@ -19,8 +19,13 @@ class RolloutSource(StepSource, Protocol):
 
     def sample(self, step: int) -> RolloutBatch: ...
 
-    def sample_again(self, batch: RolloutBatch, rollout_ids: Sequence[str]) -> RolloutBatch:
-        """Replace groups of a batch whose rollouts are gone."""
+    def sample_again(
+        self, step: int, batch: RolloutBatch, rollout_ids: Sequence[str]
+    ) -> RolloutBatch:
+        """Replace groups of a batch whose rollouts are gone.
+
+        Raises `TooManyRejected` or `UserClassFailed`.
+        """
         ...
 
     def state(self) -> SelectorState:

@@ -458,7 +458,7 @@ def test_rollouts_that_ranks_could_not_read_are_sampled_again(
     idle = answer_requests(peer, answer, requests)
     sampler = RolloutSampler(synced_queue(hub), SETTINGS, FixedPrompts(PROMPTS, 2), (1,), idle)
     batch = sampler.sample(4)
-    new_batch = sampler.sample_again(batch, ["step-4-1/0", "unknown"])
+    new_batch = sampler.sample_again(4, batch, ["step-4-1/0", "unknown"])
     assert [request.group_id for request in requests] == [
         "step-4-0",
         "step-4-1",

@@ -11,7 +11,7 @@ from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.rollouts.queue import CollectorRefused
 from megatron_rl.rollouts.recording.recorded_rollouts import BadRecording
 from megatron_rl.rollouts.rejections import UserClassFailed
-from megatron_rl.rollouts.rollout_batch import TooManyRejected
+from megatron_rl.rollouts.rollout_batch import RolloutBatch, TooManyRejected
 from megatron_rl.run.checkpoints.saving import SaveResult
 from tests.support.checkpoint_managers import FakeRanks, make_manager
 from tests.support.groups import group
@@ -76,6 +76,43 @@ def test_failed_rollouts_of_a_later_step_end_the_run_once_the_steps_before_are_t
         "sample step-4",
         "sample step-5",
     ]
+
+
+def test_what_was_trained_before_rollouts_that_are_sampled_again_in_vain_is_saved(
+    tmp_path: Path,
+) -> None:
+    ranks = FakeRanks()
+    parts = ScriptedParts(lost_rollouts=[(), (), ("r1",)], on_sample_again=fail_at(3))
+    manager = make_manager(ranks, checkpoint_every=9)
+    with pytest.raises(TooManyRejected):
+        lead(parts, tmp_path, steps=9, checkpoints=manager)
+    assert parts.calls[-2:] == ["train 3", "sample again r1"]
+    assert ranks.steps == [2]
+    position = ranks.states[0].position.selection.prompts.position
+    assert position == 2, "the prompts of step 3 are sampled again"
+
+
+def test_a_checkpoint_holds_no_later_step_that_is_sampled_again_in_vain(tmp_path: Path) -> None:
+    """The rollouts of step 4 are lost before the checkpoint of step 3."""
+
+    class LossyParts(ScriptedParts):
+        def replace_lost(self, step: int, batch: RolloutBatch) -> RolloutBatch:
+            if step == 4:
+                raise TooManyRejected("batch step-4")
+            return batch
+
+    current = group(1.0, 0.0, name="g")
+    rollouts = [msgspec.structs.replace(r, tokens_by_version=()) for r in current.rollouts]
+    current = msgspec.structs.replace(current, rollouts=tuple(rollouts))
+    ranks = FakeRanks()
+    manager = make_manager(ranks, checkpoint_every=3)
+    parts = LossyParts(groups=[current])
+    with pytest.raises(TooManyRejected, match="step-4"):
+        lead(parts, tmp_path, steps=9, max_staleness=1, checkpoints=manager)
+    assert ranks.steps == [3]
+    state = ranks.states[0].position
+    assert state.selection.prompts.position == 3, "the prompts of step 4 are sampled again"
+    assert state.steps_ahead == ()
 
 
 def test_a_save_in_the_background_ends_before_a_run_with_failed_rollouts(tmp_path: Path) -> None:

@@ -54,7 +54,8 @@ class ScriptedParts:
     """All parts of a step in one object: notes each call in `calls`, and metrics by step.
 
     finite, accuracies: the outcome of each update and evaluation. num_lost: responses lost in each
-    evaluation. on_sample, on_train: called with the step. on_measure: called with the label.
+    evaluation. on_sample, on_sample_again, on_train: called with the step. on_measure: called with
+    the label.
     lost_rollouts: those that are gone at each attempt to train.
     norms: of the gradients of each trained step. One above the limit is a spike. Empty: no norm.
     """
@@ -64,6 +65,7 @@ class ScriptedParts:
     groups: Sequence[Group] = ()
     num_lost: int = 0
     on_sample: Callable[[int], object] = ignore
+    on_sample_again: Callable[[int], object] = ignore
     on_train: Callable[[int], object] = ignore
     on_measure: Callable[[str], object] = ignore
     lost_rollouts: Sequence[tuple[str, ...]] = ()
@@ -137,7 +139,7 @@ class ScriptedParts:
         self._num_tokens = 0
         return num_tokens
 
-    def replace_lost(self, batch: RolloutBatch) -> RolloutBatch:
+    def replace_lost(self, step: int, batch: RolloutBatch) -> RolloutBatch:
         return batch
 
     def refresh(self) -> None:
@@ -161,8 +163,11 @@ class ScriptedParts:
         parts = {group.group_id: group for group in self._groups}
         return RolloutBatch(self._groups, 8, delivered_ids=tuple(parts), parts=parts)
 
-    def sample_again(self, batch: RolloutBatch, rollout_ids: Sequence[str]) -> RolloutBatch:
+    def sample_again(
+        self, step: int, batch: RolloutBatch, rollout_ids: Sequence[str]
+    ) -> RolloutBatch:
         self.calls.append(f"sample again {','.join(rollout_ids)}")
+        self.on_sample_again(step)
         return batch.with_parts({}, num_repeated=len(rollout_ids))
 
     def measure(self, label: str) -> Accuracy:

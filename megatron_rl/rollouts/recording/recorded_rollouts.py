@@ -315,11 +315,13 @@ class RecordedRollouts:
     def settle(self) -> None:
         """Do nothing: the position counts the batches that were read."""
 
-    def replace_lost(self, batch: RolloutBatch) -> RolloutBatch:
+    def replace_lost(self, step: int, batch: RolloutBatch) -> RolloutBatch:
         """Return the batch: this process holds its rollouts, so they cannot be gone."""
         return batch
 
-    def sample_again(self, batch: RolloutBatch, rollout_ids: Sequence[str]) -> RolloutBatch:
+    def sample_again(
+        self, step: int, batch: RolloutBatch, rollout_ids: Sequence[str]
+    ) -> RolloutBatch:
         """Raise `BadRecording`: this process holds the rollouts, so they cannot be gone."""
         raise BadRecording(f"recorded rollouts are gone: {', '.join(rollout_ids)}")
 

@@ -13,7 +13,7 @@ from megatron_rl.prompts.selection.selector import RolloutRequest, Selector
 from megatron_rl.rollouts.messages import GroupRequest, VersionBudget
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
-from megatron_rl.rollouts.steps.step_sampling import StepSampling
+from megatron_rl.rollouts.steps.step_sampling import StepSampling, label_of
 
 
 class _CannotContinue(Exception):
@@ -152,11 +152,13 @@ class RolloutSampler:
         """Let the responses of all open steps be sampled to their end."""
         self.queue.lift_budgets()
 
-    def sample_again(self, batch: RolloutBatch, rollout_ids: Sequence[str]) -> RolloutBatch:
+    def sample_again(
+        self, step: int, batch: RolloutBatch, rollout_ids: Sequence[str]
+    ) -> RolloutBatch:
         """Replace the groups of these rollouts, which are gone, and others that are gone too.
 
         The requests have the same ids and seeds, so deterministic engines that hold the same
-        weights give the same groups.
+        weights give the same groups. Raises `TooManyRejected` or `UserClassFailed`.
         """
         ids = set(rollout_ids)
         lost_parts = [
@@ -168,11 +170,14 @@ class RolloutSampler:
             raise CollectorFailed(
                 f"rollouts are gone that no request of the batch has sampled: {sorted(ids)[:4]}"
             )
-        return self._without_lost_groups(self._repeat(batch, lost_parts))
+        return self._require_repeated(step, batch, self._repeat(batch, lost_parts))
 
-    def replace_lost(self, batch: RolloutBatch) -> RolloutBatch:
-        """Replace the groups of a finished batch whose rollouts are gone, or in a checkpoint."""
-        return self._without_lost_groups(batch)
+    def replace_lost(self, step: int, batch: RolloutBatch) -> RolloutBatch:
+        """Replace the groups of a finished batch whose rollouts are gone, or in a checkpoint.
+
+        Raises `TooManyRejected` or `UserClassFailed`.
+        """
+        return self._require_repeated(step, batch, batch)
 
     def state(self) -> SelectorState:
         """Return the selector's state, before the first step that is open or has failed, if any."""
@@ -256,6 +261,18 @@ class RolloutSampler:
     def _without_lost_groups(self, batch: RolloutBatch) -> RolloutBatch:
         while lost_parts := self.queue.lost_groups(batch.delivered_ids):
             batch = self._repeat(batch, lost_parts)
+        return batch
+
+    def _require_repeated(
+        self, step: int, old_batch: RolloutBatch, batch: RolloutBatch
+    ) -> RolloutBatch:
+        """Return a batch without lost groups. Raises what `RolloutBatch.require` does.
+
+        old_batch: was usable. Groups that are read from a checkpoint are those of that batch.
+        """
+        batch = self._without_lost_groups(batch)
+        if batch.num_repeated > old_batch.num_repeated:
+            batch.require(label_of(step), self.settings.max_rejected_share)
         return batch
 
     def _repeat(self, batch: RolloutBatch, part_ids: Sequence[str]) -> RolloutBatch:

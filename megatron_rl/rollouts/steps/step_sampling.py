@@ -35,7 +35,7 @@ class StepSampling:
     @property
     def label(self) -> str:
         """The name of the step in the ids of its groups."""
-        return f"step-{self.step}"
+        return label_of(self.step)
 
     @property
     def requested_ids(self) -> Collection[str]:
@@ -85,6 +85,11 @@ class StepSampling:
         """Return the ids of all parts, in the order of the groups in the result."""
         groups = result.groups + result.stopped_groups + result.surplus_groups
         return tuple(id_ for group in groups for id_ in self._part_ids[group.group_id])
+
+
+def label_of(step: int) -> str:
+    """Return the name of a step in the ids of its groups."""
+    return f"step-{step}"
 
 
 def _part_id(label: str, request: RolloutRequest) -> str:

@@ -12,7 +12,8 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.rollouts.messages import VersionBudget
 from megatron_rl.rollouts.partials.time_to_store import StopSource
-from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.rejections import UserClassFailed
+from megatron_rl.rollouts.rollout_batch import RolloutBatch, TooManyRejected
 
 
 class StepSource(Protocol):
@@ -42,8 +43,11 @@ class StepSource(Protocol):
         """Drop the steps that are open or have failed. Returns their tokens that have arrived."""
         ...
 
-    def replace_lost(self, batch: RolloutBatch) -> RolloutBatch:
-        """Replace the groups of a finished batch whose rollouts are gone, or in a checkpoint."""
+    def replace_lost(self, step: int, batch: RolloutBatch) -> RolloutBatch:
+        """Replace the groups of a finished batch whose rollouts are gone, or in a checkpoint.
+
+        Raises `TooManyRejected` or `UserClassFailed`.
+        """
         ...
 
     def count_tokens(self) -> int:
@@ -126,7 +130,7 @@ class StepsAhead:
     def batches_after(self, step: int) -> dict[int, RolloutBatch]:
         """Return the batches of the next steps, up to one that is open or has failed."""
         batches: dict[int, RolloutBatch] = {}
-        while step + 1 in self._batches:
+        while step + 1 in self._batches and step + 1 not in self._failures:
             step += 1
             batches[step] = self._batches[step]
         return batches
@@ -134,6 +138,11 @@ class StepsAhead:
     def state_before(self, step: int) -> SelectorState | None:
         """Return the place among the prompts before a step with a batch, if it is known."""
         return self._states_before.get(step)
+
+    def place(self, source: StepSource) -> SelectorState:
+        """Return the place among the prompts before the first step that is open or has failed."""
+        failed_steps = self._failures.keys() & self._states_before.keys()
+        return self._states_before[min(failed_steps)] if failed_steps else source.state()
 
     def restore(
         self,
@@ -178,10 +187,10 @@ class StepsAhead:
         # Also of later steps: those of a checkpoint are read before it may be removed
         self._replace_lost(source)
         batch = self._batches.pop(step, None)
-        if batch is not None:
-            return batch
         if step in self._failures:
             raise self._failures.pop(step)
+        if batch is not None:
+            return batch
         if step not in source.open_steps:
             source.begin_step(step)
         batch = source.finish_step()
@@ -234,7 +243,12 @@ class StepsAhead:
         self._replace_lost(source)
 
     def _replace_lost(self, source: StepSource) -> None:
-        self._batches = {step: source.replace_lost(batch) for step, batch in self._batches.items()}
+        """Replace lost groups of all batches. A batch that cannot be used fails its own step."""
+        for step in sorted(self._batches.keys() - self._failures.keys()):
+            try:
+                self._batches[step] = source.replace_lost(step, self._batches[step])
+            except (TooManyRejected, UserClassFailed) as failure:
+                self._failures[step] = failure  # `drop` needs the batch, to release its groups
 
     def drop(self, source: StepSource) -> tuple[list[str], int]:
         """Drop all batches and open steps. Their prompts are selected again.

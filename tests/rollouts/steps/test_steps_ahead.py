@@ -56,6 +56,7 @@ class SimulatedQueue:
     saved_ids: set[str] = field(default_factory=set)  # of groups that a checkpoint has
     deliveries: Counter[str] = field(default_factory=Counter)
     checkpoint: SavedGroups = field(default_factory=SavedGroups)
+    rejects: bool = False  # all rollouts of the groups that are sampled
     _ready: list[Group] = field(default_factory=list)  # that have arrived
     _outstanding: dict[str, GroupRequest] = field(default_factory=dict)
     _delivered_requests: dict[str, GroupRequest] = field(default_factory=dict)
@@ -162,6 +163,11 @@ class SimulatedQueue:
         refs = tuple(
             self._rollout(request, number) for number in range(first, first + request.num_samples)
         )
+        if self.rejects:
+            rejections = {"engine": len(refs)}
+            return Group(
+                group_id=group_id, prompt=request.prompt, rollouts=(), rejections=rejections
+            )
         return Group(group_id=group_id, prompt=request.prompt, rollouts=refs)
 
     def _rollout(self, request: GroupRequest, number: int) -> RolloutRef:
@@ -198,7 +204,7 @@ class SimulatedRun:
             if fault == "collector ends" and self.queue.held_ids:
                 lost_id = self.queue.order.choice(self.queue.held_ids)
                 self.queue.lost_ids.add(lost_id)
-            self._train(step, self._with_all_rollouts(batch))
+            self._train(step, self._with_all_rollouts(step, batch))
             if self.continues:
                 self.queue.version += 1
                 if fault == "checkpoint":
@@ -245,12 +251,12 @@ class SimulatedRun:
         self.ahead = StepsAhead(settings.max_staleness, continues_responses=True)
         self.ahead.restore(batches, tuple(open_groups))
 
-    def _with_all_rollouts(self, batch: RolloutBatch) -> RolloutBatch:
+    def _with_all_rollouts(self, step: int, batch: RolloutBatch) -> RolloutBatch:
         lost_ids = self.queue.lost_groups(batch.delivered_ids)
         if not lost_ids:
             return batch
         rollouts = [r.rollout_id for i in lost_ids for r in batch.parts[i].rollouts]
-        return self.sampler.sample_again(batch, rollouts)
+        return self.sampler.sample_again(step, batch, rollouts)
 
     def _wait_and_sync(self, fault: str) -> None:
         self.queue.serves = fault != "no engine"
@@ -440,6 +446,70 @@ def test_a_batch_that_cannot_be_used_is_an_error_of_its_own_step(
         run.ahead.take(2, run.sampler)
     run.sampler.settle()
     assert run.sampler.state() != state
+
+
+def lose(run: SimulatedRun, batch: RolloutBatch, num_groups: int) -> list[str]:
+    """Lose the first groups of a batch. What is sampled from then on is rejected."""
+    lost_ids = batch.delivered_ids[:num_groups]
+    run.queue.lost_ids = set(lost_ids)
+    run.queue.rejects = True
+    return [rollout.rollout_id for id_ in lost_ids for rollout in batch.parts[id_].rollouts]
+
+
+@pytest.mark.parametrize("num_lost", [2, 3, 4])
+@pytest.mark.parametrize("replaces", [False, True], ids=["sample_again", "replace_lost"])
+def test_groups_that_are_sampled_again_may_not_be_rejected_too_often(
+    num_lost: int, replaces: bool
+) -> None:
+    """Half of the rollouts may be rejected."""
+    run = make_run("uniform", max_staleness=0, seed=0)
+    batch = run.sampler.sample(1)
+    rollout_ids = lose(run, batch, num_lost)
+
+    def replace_groups() -> RolloutBatch:
+        if replaces:
+            return run.sampler.replace_lost(1, batch)
+        return run.sampler.sample_again(1, batch, rollout_ids)
+
+    if num_lost == 2:
+        assert replace_groups().rejections == {"engine": 8}
+        return
+    with pytest.raises(TooManyRejected, match="batch step-1"):
+        replace_groups()
+
+
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_batch_that_is_sampled_again_in_vain_is_an_error_of_its_own_step(saves: bool) -> None:
+    """A checkpoint finds it, or an earlier step that is taken."""
+    run = make_run("uniform", max_staleness=2, seed=0, continues=True)
+    run.ahead.begin_open(1, 9, 0, run.sampler)
+    run.ahead.take(1, run.sampler)
+    run.ahead.complete(run.sampler)
+    state = run.ahead.state_before(3)
+    lost_batch = run.ahead.batches[3]
+    lose(run, lost_batch, 4)
+    if saves:
+        run.ahead.complete_for_save(run.sampler, ScriptedStop())
+        assert list(run.ahead.batches_after(1)) == [2]
+    run.ahead.take(2, run.sampler)
+    assert run.ahead.batches_after(2) == {}
+    assert run.ahead.place(run.sampler) == state != run.sampler.state()
+    with pytest.raises(TooManyRejected, match="step-3"):
+        run.ahead.take(3, run.sampler)
+    assert 3 not in run.ahead.batches
+
+
+def test_groups_of_a_batch_that_is_sampled_again_in_vain_are_dropped() -> None:
+    run = make_run("uniform", max_staleness=2, seed=0, continues=True)
+    run.ahead.begin_open(1, 9, 0, run.sampler)
+    batch = run.ahead.take(1, run.sampler)
+    run.queue.release(batch.delivered_ids)
+    run.ahead.complete(run.sampler)
+    state = run.ahead.state_before(2)
+    lose(run, run.ahead.batches[2], 4)
+    run.ahead.complete_for_save(run.sampler, ScriptedStop())
+    run._drop()
+    assert run.sampler.state() == state
 
 
 def test_steps_after_one_that_failed_are_selected_again_by_a_resumed_run(

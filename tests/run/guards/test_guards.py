@@ -321,6 +321,20 @@ def test_responses_with_nan_roll_back_to_weights_that_engines_did_not_have(tmp_p
     assert len(parts.released_groups) == 6
 
 
+def test_responses_with_nan_that_are_sampled_again_roll_back(tmp_path: Path) -> None:
+    class NanAgainParts(Parts):
+        def sample_again(
+            self, step: int, batch: RolloutBatch, rollout_ids: Sequence[str]
+        ) -> RolloutBatch:
+            batch = super().sample_again(step, batch, rollout_ids)
+            raise NonFiniteResponses(f"batch step-{step}: NaN", batch)
+
+    parts = NanAgainParts(lost_rollouts=[(), (), (), (), ("r1",)])
+    run(parts, tmp_path, 6, every=1, guard=GuardSettings(nonfinite="rollback"))
+    assert parts.metrics[5]["guard/rolled_back_to"] == 3
+    assert len(parts.released_groups) == 6
+
+
 @pytest.mark.parametrize("action", ["skip", "stop"])
 def test_responses_with_nan_end_the_run_without_rollback(tmp_path: Path, action: Any) -> None:
     parts = NanParts()

@@ -214,7 +214,7 @@ class _SimulatedSource:
         tokens = sum(response.num_tokens for response in self.responses[step])
         return RolloutBatch(groups=(), generated_tokens=tokens)
 
-    def replace_lost(self, batch: RolloutBatch) -> RolloutBatch:
+    def replace_lost(self, step: int, batch: RolloutBatch) -> RolloutBatch:
         return batch
 
     def count_tokens(self) -> int:
