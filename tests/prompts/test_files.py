@@ -314,6 +314,52 @@ def test_readmes_that_name_no_files_are_refused(tmp_path: Path, text: str, words
         read(location_of(folder))
 
 
+ROW = '{"prompt": "1+1=", "answer": "2"}\n'
+# Files that are there, data_files of README.md ("" without README.md), words of the error
+INCOMPLETE_FOLDERS = {
+    "part": ("train-00000-of-00003.jsonl train-00002-of-00003.jsonl", "", "train-00001-of-00003"),
+    "part of the hub": ("train-00000-of-00002-0a1b.jsonl", "", "1 of 2"),
+    "part from 1 on": ("train-00002-of-00002.jsonl", "", "train-00001-of-00002"),
+    "part that README.md names": ("a-00000-of-00002.jsonl", "a-*", "a-00001-of-00002"),
+    "compressed": ("train-0.jsonl train-1.jsonl.gz", "", "train-1.jsonl.gz"),
+    "compressed without a split": ("one.jsonl two.parquet.zst", "", "two.parquet.zst"),
+    "json": ("train-0.jsonl train-1.json", "", "train-1.json"),
+    "csv": ("train.jsonl train_more.csv", "", "train_more.csv"),
+    "compressed that README.md names": ("a.jsonl b.jsonl.gz", "*", "b.jsonl.gz"),
+}
+COMPLETE_FOLDERS = {
+    "parts": ("train-00000-of-00002.jsonl train-00001-of-00002.jsonl", ""),
+    "parts from 1 on": ("train-00001-of-00002.jsonl train-00002-of-00002.jsonl", ""),
+    "one part that README.md names": ("a-00000-of-00002.jsonl", "a-00000-of-00002.jsonl"),
+    "other split": ("train.jsonl test.csv test-00000-of-00002.jsonl", ""),
+    "descriptions": ("rows.jsonl dataset_infos.json LICENSE images.tar.gz notes.txt", ""),
+    "descriptions that README.md names": ("rows.jsonl dataset_infos.json", "*"),
+}
+
+
+def write_folder(folder: Path, names: str, data_files: str) -> DataLocation:
+    for name in names.split():
+        (folder / name).write_text(ROW)
+    if data_files:
+        (folder / "README.md").write_text(readme(f'- data_files: "{data_files}"'))
+    return location_of(folder, "train" if "train" in names else None)
+
+
+@pytest.mark.parametrize("case", INCOMPLETE_FOLDERS)
+def test_a_split_of_which_a_part_would_be_left_out_is_refused(tmp_path: Path, case: str) -> None:
+    names, data_files, words = INCOMPLETE_FOLDERS[case]
+    location = write_folder(tmp_path, names, data_files)
+    with pytest.raises(PromptDataError, match=f"^data.train_path=.*{words}.*(Copy|Convert)"):
+        read(location)
+
+
+@pytest.mark.parametrize("case", COMPLETE_FOLDERS)
+def test_files_of_other_kinds_and_splits_may_lie_beside_a_complete_split(
+    tmp_path: Path, case: str
+) -> None:
+    assert read(write_folder(tmp_path, *COMPLETE_FOLDERS[case]))
+
+
 def test_folders_without_data_are_refused(tmp_path: Path) -> None:
     (tmp_path / "gsm8k.py").write_text("raise SystemExit('this script was executed')")
     with pytest.raises(PromptDataError, match=r"holds no data set.*\.py.*are not executed"):

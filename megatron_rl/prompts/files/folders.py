@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from megatron_rl.prompts.files.completeness import refuse_missing_parts, refuse_unreadable
 from megatron_rl.prompts.question import PromptDataError
 
 SUFFIXES = (".parquet", ".jsonl")
@@ -63,12 +64,14 @@ def files_of_folder(folder: Path, split: str | None, key: str) -> list[Path]:
             return _saved_files(_child(folder, name, key), None, key)
         if (folder / "state.json").is_file():
             return _saved_files(folder, split, key)
-        files_by_split = _declared_files(folder, key) or _files_by_name(folder, key)
+        if files_by_split := _declared_files(folder, key):
+            files = files_by_split[_choose_split(list(files_by_split), split, key)]
+        else:
+            files = _named_files(folder, split, key)
     except OSError as error:
         raise PromptDataError(
             f"{key}: the folder cannot be read ({error.strerror}). Give this user access to it"
         ) from error
-    files = files_by_split[_choose_split(list(files_by_split), split, key)]
     suffixes = sorted({file.suffix for file in files})
     if len(suffixes) > 1:
         raise PromptDataError(
@@ -194,14 +197,29 @@ def _matches(folder: Path, patterns: Sequence[Any], key: str) -> list[Path]:
                 f"{key}: README.md names {text!r}, which is not in the folder. Copy these files "
                 "into a folder, and name that"
             )
-        matches = [path for path in folder.glob(text) if path.suffix in SUFFIXES]
+        paths = list(folder.glob(text))
+        matches = [path for path in paths if path.suffix in SUFFIXES]
         if not matches:
             raise PromptDataError(
                 f"{key}: README.md names {text!r}, but no Parquet or JSONL file matches. Copy the "
                 "whole data set"
             )
+        refuse_missing_parts(matches, key, pattern=text)
+        refuse_unreadable(matches, paths, key)
         files |= dict.fromkeys(sorted(matches, key=natural_order))
     return list(files)
+
+
+def _named_files(folder: Path, split: str | None, key: str) -> list[Path]:
+    """Return the files of a split that README.md does not declare."""
+    files_by_split = _files_by_name(folder, key)
+    files = files_by_split[_choose_split(list(files_by_split), split, key)]
+    refuse_missing_parts(files, key)
+    name = _split_in(files[0].relative_to(folder))
+    neighbors = (file for file in _visible_files(folder) if file.parent == files[0].parent)
+    others = (file for file in neighbors if _split_in(file.relative_to(folder)) == name)
+    refuse_unreadable(files, others, key)
+    return files
 
 
 def _files_by_name(folder: Path, key: str) -> dict[str, list[Path]]:
