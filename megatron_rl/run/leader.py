@@ -32,7 +32,7 @@ from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.records.run_records import RunRecords
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.evaluation import Evaluation
-from megatron_rl.rollouts.queue import CollectorFailed
+from megatron_rl.rollouts.queue import CollectorFailed, HoldTimedOut
 from megatron_rl.rollouts.recording.recorded_rollouts import BadRecording
 from megatron_rl.rollouts.rejections import UserClassFailed
 from megatron_rl.rollouts.rollout_batch import NonFiniteResponses, RolloutBatch, TooManyRejected
@@ -64,6 +64,7 @@ _ROLLOUT_FAILURES = (
     UserClassFailed,
     CollectorFailed,
     NoEngineLeft,
+    HoldTimedOut,
     BadRecording,
 )
 
@@ -110,6 +111,7 @@ class Leader:
     _unevaluated_metrics: dict[str, float] | None = None
     _uncompared_tokens: int = 0  # sampled for the next record before the checkpoint
     _num_in_flight: int = 0  # rollouts of later steps when the step had its own
+    _sync_failure: Failure | None = None  # of the rollouts, after the update
     _audit_obstacle_logged: bool = False
     _unchanged_weights: UnchangedWeightsAlarm = field(default_factory=UnchangedWeightsAlarm)
     _balance: ZeroVarianceBalanceAlarm = field(default_factory=ZeroVarianceBalanceAlarm)
@@ -195,8 +197,8 @@ class Leader:
         If open rollouts cannot be stored, the rest is saved before the run ends.
 
         point: the state after that step, None: the present one.
-        Raises `CheckpointNotSaved`, `CollectorFailed` and `NoEngineLeft`. The latter two do not
-        matter if the run has to stop.
+        Raises `CheckpointNotSaved`, `CollectorFailed`, `NoEngineLeft` and `HoldTimedOut`. The
+        latter three do not matter if the run has to stop.
         """
         assert self.checkpoints is not None
         watch = Stopwatch()
@@ -205,7 +207,7 @@ class Leader:
         try:
             with watch.section("checkpoint"):
                 open_groups = self._on_update.before_save(self.parts.rollouts, self.checkpoints)
-        except (CollectorFailed, NoEngineLeft) as error:
+        except (CollectorFailed, NoEngineLeft, HoldTimedOut) as error:
             failure = error
             text = f"the checkpoint of step {step} holds no open rollouts: {failure}"
             self.records.progress.log(f"warning: {text}")
@@ -241,8 +243,7 @@ class Leader:
         watch = Stopwatch()
         batch, credit, plan, outcome, trouble = self._train_batch(step, watch)
         self._expire_sync()
-        with self._next_rollouts(watch):
-            num_new_tokens = self._on_update.before_sync(self.parts.rollouts)
+        num_new_tokens = self._before_sync(watch)
         values |= batch.metrics() | credit.metrics() | self._ahead_metrics(batch)
         with watch.section("account"):
             values |= self._training_metrics(batch, credit, plan, outcome)
@@ -253,12 +254,32 @@ class Leader:
         if trouble is not None:
             with watch.section("rollback"):
                 self._roll_back(step, trouble, values)
-        self._sync_after_step(values, watch)
+        with self._save_before_sync_failure(step, values):
+            self._sync_after_step(values, watch)
         values |= watch.values()
         self.records.progress.log_step(step, values, is_sampled=self.weights is not None)
         self._report_alarms(values)
 
+    def _before_sync(self, watch: Stopwatch) -> int | None:
+        """Let no engine work. Returns the tokens that were sampled since the last call.
+
+        A failure is kept until the step has its metrics: the result is None then.
+        """
+        self._sync_failure = None
+        try:
+            with self._next_rollouts(watch):
+                return self._on_update.before_sync(self.parts.rollouts)
+        except _ROLLOUT_FAILURES as failure:
+            self._sync_failure = failure
+            return None
+
+    def _raise_sync_failure(self) -> None:
+        """Raise the failure that `_before_sync` has kept, if there is one."""
+        if self._sync_failure is not None:
+            raise self._sync_failure
+
     def _sync_after_step(self, values: dict[str, float], watch: Stopwatch) -> None:
+        self._raise_sync_failure()
         with watch.section("sync"):
             if self.sync.when == "step":
                 self.send_weights(values)
@@ -335,6 +356,7 @@ class Leader:
 
     def _roll_back(self, step: int, trouble: Trouble, values: dict[str, float]) -> None:
         """Go on from the weights of a good checkpoint. Prompts, beliefs and phases stay."""
+        self._raise_sync_failure()
         position = self._guards.roll_back(step, trouble, values)
         self._accuracies = deque(position.accuracies)  # those of weights that are lost do not count
         if self.curriculum is not None:
@@ -558,13 +580,31 @@ class Leader:
             self._accuracies = accuracies  # a resumed run evaluates the step again
             if self.curriculum is not None and not is_counted:
                 metrics |= self.curriculum.update(metrics)
-            self._save_unevaluated(step, metrics)
+            self._save_trained(step, metrics, f"the evaluation of step {step}")
             raise
 
-    def _save_unevaluated(self, step: int, metrics: dict[str, float]) -> None:
-        """Save a step whose evaluation failed."""
-        log = self.records.progress.log
-        log(f"the evaluation of step {step} failed: saving what the step has trained")
+    @contextlib.contextmanager
+    def _save_before_sync_failure(self, step: int, values: dict[str, float]) -> Iterator[None]:
+        """Save what a step has trained if the rollouts of later steps fail before its end.
+
+        values: the metrics of the step.
+        """
+        try:
+            yield
+        except _ROLLOUT_FAILURES:
+            metrics = dict(values)
+            if self.curriculum is not None:
+                metrics |= self.curriculum.update(metrics)
+            is_due = self.parts.evaluation is not None and self._is_evaluation_due(step)
+            self._save_trained(step, metrics if is_due else None, f"rollouts after step {step}")
+            raise
+
+    def _save_trained(self, step: int, metrics: dict[str, float] | None, subject: str) -> None:
+        """Save a step after which something failed.
+
+        metrics: of the step, if it is not evaluated yet. subject: what failed.
+        """
+        self.records.progress.log(f"{subject} failed: saving what the step has trained")
         self._unevaluated_metrics = metrics
         with self._logged_save_problems(step):
             if self.checkpoints is not None and self.checkpoints.settings.checkpoint_every:
@@ -679,13 +719,13 @@ class Leader:
         values["train/nonfinite"] = float(not outcome.finite)
         return values
 
-    def compare_with_engines(self, values: dict[str, float], counted_tokens: int) -> None:
+    def compare_with_engines(self, values: dict[str, float], counted_tokens: int | None) -> None:
         """Add the tokens that the engines counted since the last call, if they count.
 
-        counted_tokens: those that the run counted since then.
+        counted_tokens: those that the run counted since then. None: they are not known.
         """
         comparison = None
-        if self.token_counter is not None:
+        if self.token_counter is not None and counted_tokens is not None:
             comparison = self.token_counter.compare(counted_tokens)
         if comparison is not None:
             earlier_tokens = self._uncompared_tokens

@@ -1,17 +1,24 @@
 """A step whose rollouts fail: what the run trained before it is saved."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import msgspec
 import pytest
 
+from megatron_rl.config.schema import GuardSettings
 from megatron_rl.contracts.commands import Checkpoint, Command
 from megatron_rl.contracts.exit_codes import Failure
-from megatron_rl.rollouts.queue import CollectorRefused
+from megatron_rl.contracts.group import Group
+from megatron_rl.engines.fleet import NoEngineLeft
+from megatron_rl.engines.token_counter import TokenComparison
+from megatron_rl.rollouts.partials.time_to_store import StopSource
+from megatron_rl.rollouts.queue import CollectorRefused, HoldTimedOut
 from megatron_rl.rollouts.recording.recorded_rollouts import BadRecording
 from megatron_rl.rollouts.rejections import UserClassFailed
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, TooManyRejected
+from megatron_rl.rollouts.steps.steps_ahead import StepSource
 from megatron_rl.run.checkpoints.saving import SaveResult
 from tests.support.checkpoint_managers import FakeRanks, make_manager
 from tests.support.groups import group
@@ -113,6 +120,74 @@ def test_a_checkpoint_holds_no_later_step_that_is_sampled_again_in_vain(tmp_path
     state = ranks.states[0].position
     assert state.selection.prompts.position == 3, "the prompts of step 4 are sampled again"
     assert state.steps_ahead == ()
+
+
+@dataclass
+class FailingSync:
+    """Fails before or after the sync of one step."""
+
+    failure: Failure = field(default_factory=lambda: CollectorRefused("too many failures"))
+    step: int = 3
+    fails_before: bool = True
+    num_syncs: int = 0
+    is_quiet: bool = True
+    num_uncounted: int = 0
+
+    def before_sync(self, source: StepSource) -> int:
+        self.num_syncs += 1
+        if self.fails_before and self.num_syncs == self.step:
+            raise self.failure
+        return source.count_tokens()
+
+    def after_sync(self, source: StepSource) -> None:
+        if self.num_syncs == self.step:
+            raise self.failure
+
+    def before_save(
+        self, source: StepSource, stop_source: StopSource
+    ) -> Mapping[int, tuple[Group, ...]]:
+        return {}
+
+    def after_save(self) -> None:
+        """Do nothing: nothing is stored."""
+
+
+@pytest.mark.parametrize("every", [0, 1])
+@pytest.mark.parametrize("fails_before", [True, False])
+@pytest.mark.parametrize("failure", [CollectorRefused, NoEngineLeft, HoldTimedOut])
+def test_a_step_is_saved_although_rollouts_of_later_steps_fail_around_its_sync(
+    tmp_path: Path, failure: type[Failure], fails_before: bool, every: int
+) -> None:
+    """A resumed run makes up for the evaluation of the step."""
+    ranks = FakeRanks()
+    on_update = FailingSync(failure("down"), fails_before=fails_before)
+    parts = ScriptedParts(comparisons=[TokenComparison(8, 0)] * 9)
+    manager = make_manager(ranks, checkpoint_every=9)
+    evals = {"every": every}
+    with pytest.raises(failure):
+        lead(parts, tmp_path, steps=9, evals=evals, checkpoints=manager, on_update=on_update)
+    assert ranks.steps == [3]
+    assert list(parts.metrics) == [0, 1, 2, 3]
+    assert ("account/engine_tokens" in parts.metrics[3]) is not fails_before
+    assert parts.released_groups == ["g"] * 3
+    state = ranks.states[0].position
+    assert state.selection.prompts.position == 3
+    assert state.weights_synced is not fails_before
+    resumed_parts = ScriptedParts()
+    lead(resumed_parts, tmp_path, steps=4, evals=evals, resume_state=state)
+    calls = [call[:10] for call in resumed_parts.calls if call[:4] in ("samp", "eval")]
+    assert calls == [*["evaluate 3"][:every], "sample ste", "evaluate 4"]
+
+
+def test_weights_of_a_spike_are_not_saved_when_later_rollouts_fail(tmp_path: Path) -> None:
+    ranks = FakeRanks()
+    on_update = FailingSync(step=10)
+    parts = ScriptedParts(norms=[1.0] * 9 + [99.0])
+    guard = GuardSettings(spike="rollback")
+    manager = make_manager(ranks, checkpoint_every=9)
+    with pytest.raises(CollectorRefused):
+        lead(parts, tmp_path, steps=12, checkpoints=manager, on_update=on_update, guard=guard)
+    assert ranks.steps == [9]
 
 
 def test_a_save_in_the_background_ends_before_a_run_with_failed_rollouts(tmp_path: Path) -> None:
