@@ -109,8 +109,9 @@ class Tokenizer:
         if at_most is not None:
             beginning = text[: (at_most + 1) * self.longest_token]
             # Some tokens take the white space around them.
-            if len(beginning) < len(text) and len(ids := self.encode(beginning)) > at_most:
-                return ids
+            first_ids = self.encode(beginning)
+            if len(beginning) == len(text) or len(first_ids) > at_most:
+                return first_ids
         backend = self._backend
         input_text = text
         if _QUOTE in text:
