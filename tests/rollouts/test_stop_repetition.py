@@ -4,6 +4,7 @@ import asyncio
 import base64
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 
 import msgspec
 import numpy as np
@@ -29,6 +30,7 @@ from megatron_rl.rollouts.store import read_rollout
 from sglang_bridge.engine import Engine
 from sglang_bridge.generation import Generation, VersionSpan
 from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine
+from tests.support.saved_groups import save_group
 from tests.support.scripted_model import EOS, PROMPT
 
 FORM = RequestForm(api_key=None, longest_response=40, route_shape=(LAYERS, TOPK), vocab_size=48)
@@ -217,13 +219,16 @@ def stored_piece(tokens: list[int]) -> Generation:
 
 
 @pytest.mark.parametrize("num_open", [0, 1, 2])
-def test_what_was_cut_off_before_a_checkpoint_counts_as_repetitive_after_it(num_open: int) -> None:
+def test_what_was_cut_off_before_a_checkpoint_counts_as_repetitive_after_it(
+    num_open: int, tmp_path: Path
+) -> None:
     """A rollout that is cut off stays open until it has a verdict."""
     rollouts: list[Rollout] = []
     first = collect(InterruptedEngine(LOOP), SETTINGS, rollouts=rollouts)
-    start = msgspec.structs.replace(first.group, open_samples=(0, 1)[:num_open])
+    group = msgspec.structs.replace(first.group, open_samples=(0, 1)[:num_open])
+    saved_group = save_group(tmp_path, group, rollouts)
     engine = InterruptedEngine(LOOP)
-    answer = collect(engine, SETTINGS, saved_group=SavedGroup(start, rollouts))
+    answer = collect(engine, SETTINGS, saved_group=saved_group)
     assert [rollout.is_repetitive for rollout in answer.group.rollouts] == [True, True]
     assert [rollout.num_generated for rollout in answer.group.rollouts] == [12, 12]
     assert engine.num_sampled == 0
@@ -257,9 +262,9 @@ def collect(
                 evaluation=evaluation,
             )
             if saved_group is not None:
-                for saved_rollout in saved_group.messages():
-                    await collector.handle(saved_rollout)
-                request = msgspec.structs.replace(request, start=saved_group.group)
+                request = msgspec.structs.replace(
+                    request, start=saved_group.group, saved=saved_group.rollouts
+                )
             await collector.handle(request)
             message = await asyncio.wait_for(outbox.get(), 10)
             if rollouts is not None:
