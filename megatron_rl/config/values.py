@@ -32,7 +32,7 @@ PLUGIN_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 # A plain directory name without "..".
 NAME_PATTERN = r"^[A-Za-z0-9](?:[A-Za-z0-9_-]|\.[A-Za-z0-9_-])*\.?$"
 PluginName = Annotated[str, StringConstraints(pattern=PLUGIN_PATTERN)]
-Name = Annotated[Text, StringConstraints(pattern=NAME_PATTERN, max_length=128)]
+Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN, max_length=128), _NotBoolean]
 Options = dict[str, Any]
 # YAML reads a bare `off` as false.
 Off = BeforeValidator(lambda value: "off" if value == "false" else value)

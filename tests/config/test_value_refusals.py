@@ -139,6 +139,7 @@ TYPES = [
     ("rollout=x", "rollout=x", "group of keys"),
     ("algo.correction=tis", "algo.correction=tis", "group of keys"),
     ("run.name=a..b", "run.name=a..b", "'..'"),
+    (f"run.name={'a' * 129}", f"run.name={'a' * 129}", "at most 128 characters"),
     ("run.name=a/b", "run.name=a/b", "letters"),
     ("run.name=''", "run.name=''", "letters"),
     ("train.replay=none", "train.replay=none", ONE_OF),

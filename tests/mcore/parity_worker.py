@@ -178,6 +178,9 @@ def step_with_nan(models: Sequence[Any], optimizer: DistributedAdam, has_nan: bo
     before = [p.detach().clone() for model in models for p in model.parameters()]
     if has_nan:
         next(models[0].parameters()).main_grad.view(-1)[0] = float("nan")
+    # The reduction carries the NaN to the rank that updates this weight.
+    for model in models:
+        model.finish_grad_sync()
     is_applied = optimizer.step(loss_is_finite=True).is_applied
     after = [p.detach() for model in models for p in model.parameters()]
     is_unchanged = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
