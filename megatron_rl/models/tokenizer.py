@@ -93,7 +93,7 @@ class Tokenizer:
         Control tokens are those that the tokenizer marks as special, and others such as `<|name|>`.
         """
         # A mark in the text itself would end the quotation.
-        unmarked_text = text.replace(_QUOTE, "\ufffd")
+        unmarked_text = re.sub(_QUOTE, REPLACEMENT, text)
         return self._control_names.sub(lambda match: _QUOTE + match[0], unmarked_text)
 
     def encode(self, text: str, *, at_most: int | None = None) -> tuple[int, ...]:

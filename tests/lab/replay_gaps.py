@@ -46,7 +46,7 @@ if TYPE_CHECKING:
     from megatron_rl.models.shape import ModelShape
     from tests.lab.policy_gaps import Gap, Gaps
 
-MAIN_JOB = Path(__file__).resolve().parents[1] / "train_rl.py"
+MAIN_JOB = Path(__file__).resolve().parents[2] / "launch" / "train_rl.py"
 _REPLAY_NAMES = {"off": "off", "trainer": "R2 (trainer)", "rollout": "R3 (rollout)"}
 _FLOAT32 = ("model.dtype=float32", "train.total_steps=1")
 _COLUMNS = (
