@@ -111,7 +111,6 @@ class Leader:
     _unevaluated_metrics: dict[str, float] | None = None
     _uncompared_tokens: int = 0  # sampled for the next record before the checkpoint
     _num_in_flight: int = 0  # rollouts of later steps when the step had its own
-    _sync_failure: Failure | None = None  # of the rollouts, after the update
     _audit_obstacle_logged: bool = False
     _unchanged_weights: UnchangedWeightsAlarm = field(default_factory=UnchangedWeightsAlarm)
     _balance: ZeroVarianceBalanceAlarm = field(default_factory=ZeroVarianceBalanceAlarm)
@@ -243,7 +242,7 @@ class Leader:
         watch = Stopwatch()
         batch, credit, plan, outcome, trouble = self._train_batch(step, watch)
         self._expire_sync()
-        num_new_tokens = self._before_sync(watch)
+        num_new_tokens, failure = self._before_sync(watch)
         values |= batch.metrics() | credit.metrics() | self._ahead_metrics(batch)
         with watch.section("account"):
             values |= self._training_metrics(batch, credit, plan, outcome)
@@ -253,33 +252,30 @@ class Leader:
         trouble = self._guards.observe(plan, outcome, values) or trouble
         if trouble is not None:
             with watch.section("rollback"):
-                self._roll_back(step, trouble, values)
+                self._roll_back(step, trouble, values, failure)
         with self._save_before_sync_failure(step, values):
-            self._sync_after_step(values, watch)
+            self._sync_after_step(values, watch, failure)
         values |= watch.values()
         self.records.progress.log_step(step, values, is_sampled=self.weights is not None)
         self._report_alarms(values)
 
-    def _before_sync(self, watch: Stopwatch) -> int | None:
+    def _before_sync(self, watch: Stopwatch) -> tuple[int | None, Failure | None]:
         """Let no engine work. Returns the tokens that were sampled since the last call.
 
-        A failure is kept until the step has its metrics: the result is None then.
+        A failure is returned instead, and raised when the step has its metrics.
         """
-        self._sync_failure = None
         try:
             with self._next_rollouts(watch):
-                return self._on_update.before_sync(self.parts.rollouts)
+                return self._on_update.before_sync(self.parts.rollouts), None
         except _ROLLOUT_FAILURES as failure:
-            self._sync_failure = failure
-            return None
+            return None, failure
 
-    def _raise_sync_failure(self) -> None:
-        """Raise the failure that `_before_sync` has kept, if there is one."""
-        if self._sync_failure is not None:
-            raise self._sync_failure
-
-    def _sync_after_step(self, values: dict[str, float], watch: Stopwatch) -> None:
-        self._raise_sync_failure()
+    def _sync_after_step(
+        self, values: dict[str, float], watch: Stopwatch, failure: Failure | None
+    ) -> None:
+        """Send the weights. failure: raised instead; the one that `_before_sync` returned."""
+        if failure is not None:
+            raise failure
         with watch.section("sync"):
             if self.sync.when == "step":
                 self.send_weights(values)
@@ -354,9 +350,15 @@ class Leader:
             raise failure
         return trouble
 
-    def _roll_back(self, step: int, trouble: Trouble, values: dict[str, float]) -> None:
-        """Go on from the weights of a good checkpoint. Prompts, beliefs and phases stay."""
-        self._raise_sync_failure()
+    def _roll_back(
+        self, step: int, trouble: Trouble, values: dict[str, float], failure: Failure | None
+    ) -> None:
+        """Go on from the weights of a good checkpoint. Prompts, beliefs and phases stay.
+
+        failure: raised instead; the one that `_before_sync` returned.
+        """
+        if failure is not None:
+            raise failure
         position = self._guards.roll_back(step, trouble, values)
         self._accuracies = deque(position.accuracies)  # those of weights that are lost do not count
         if self.curriculum is not None:

@@ -49,11 +49,10 @@ class BatchObjective:
     def __call__(
         self, logprobs: torch.Tensor, entropies: torch.Tensor, denominators: Denominators
     ) -> LossResult:
+        result = self.objective(logprobs, denominators)
         if not self.has_old_policy:
             self.response.old_logprobs.copy_(logprobs.detach())
             self.response.old_entropies.copy_(entropies.detach())
-        result = self.objective(logprobs, denominators)
-        if not self.has_old_policy:
             sums = result.sums | {"policy/entropy": mean_of(entropies)}
             result = replace(result, sums=sums)
         if self.observe is not None:
