@@ -21,7 +21,7 @@ from tests.lab.simulate_selection import (
 
 pytestmark = pytest.mark.slow
 
-PRESETS = Path(__file__).parents[3] / "hydra_conf" / "selection"
+PRESETS = Path(__file__).parents[2] / "hydra_conf" / "selection"
 SKIP = "belief, skip=zero_variance"
 SHARP = "belief_sharp"
 

@@ -103,7 +103,7 @@ def replies(
     question.write_bytes(msgspec.json.encode(requests))
     parent = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT), "HOME": str(folder)}
     process = subprocess.run(
-        [sys.executable, str(Path(__file__).with_name("variants.py")), question, answer],
+        [sys.executable, "-m", "tests.lab.engine_rehearsal.variants", question, answer],
         env=build_environment(configuration.engine, server_place(configuration), parent),
         capture_output=True,
         text=True,

@@ -1,6 +1,6 @@
-"""Answer several engine requests in one process: `variants.py REQUESTS REPLIES`, JSON files.
+"""Answer several engine requests in one process: `python -m ...variants REQUESTS REPLIES`.
 
-Most of the time goes into importing SGLang.
+The arguments are JSON files. Most of the time goes into importing SGLang.
 """
 
 import sys
