@@ -1,6 +1,7 @@
 """Handles signals, and a file, that ask a run to save a checkpoint and end.
 
-SIGTERM and the first SIGINT (Ctrl-C) set a time limit. A second SIGINT ends the run at once.
+SIGTERM and the first SIGINT (Ctrl-C) set a time limit. A second Ctrl-C ends the run at once: its
+ranks receive another SIGINT, or SIGTERM under torchrun.
 SIGUSR1, which Slurm sends as a warning, and the file leave the time until the job's end. Without
 Slurm they set no limit.
 """
@@ -69,8 +70,9 @@ class StopRequest:
                 return True
             if number not in STOP_SIGNALS or not self._accepts_signals:
                 return False
-            # A second Ctrl-C ends the run at once
-            if number == signal.SIGINT and self.signal_name is not None:
+            # A second Ctrl-C, for which torchrun sends SIGTERM
+            is_second = self.signal_name is not None and number == signal.SIGINT
+            if is_second or self.is_interrupted:
                 return False
             # Slurm and torchrun both send SIGTERM: the second one does not extend the limit
             if not self._has_to_end:
@@ -89,6 +91,11 @@ class StopRequest:
         with self._lock:
             self._limit_by_job()
         return f"the file {self._file.name}"
+
+    @property
+    def is_interrupted(self) -> bool:
+        """True after a first signal that was SIGINT."""
+        return self.signal_name == signal.SIGINT.name
 
     @property
     def has_expired(self) -> bool:

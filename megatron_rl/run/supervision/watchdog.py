@@ -151,8 +151,7 @@ class Watchdog:
             for number in self._new_signals():
                 self._handle_signal(number)
             if self._stop is not None and self._stop.has_expired:
-                is_interrupt = self._stop.signal_name == signal.SIGINT.name
-                self._end_run(signal.SIGINT if is_interrupt else signal.SIGTERM)
+                self._end_run(signal.SIGTERM)
             if self._reporter.exit_code is not None:
                 self._enforce_deadline()
             elif time.monotonic() >= next_check:
@@ -174,7 +173,9 @@ class Watchdog:
             self._reporter.report_signal(number)
 
     def _end_run(self, number: int) -> None:
-        """End the run without a checkpoint."""
+        """End the run without a checkpoint. The reason is Ctrl-C if that was the first signal."""
+        if self._stop is not None and self._stop.is_interrupted:
+            number = signal.SIGINT
         self._stop = None
         _wake_main_thread()
         self._reporter.report_signal(number)

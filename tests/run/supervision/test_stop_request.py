@@ -3,8 +3,11 @@
 Each case is a process of its own.
 """
 
+import os
 import signal
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +16,8 @@ from megatron_rl.run.supervision.stop_request import (
     StopRequest,
     seconds_of_slurm_job,
 )
-from tests.run.supervision.test_watchdog import run_process
+from tests.run.supervision.test_watchdog import HEAD, ROOT, run_process
+from tests.support.torchrun import TORCHRUN
 
 REQUEST = """
 from megatron_rl.run.supervision.stop_request import StopRequest
@@ -78,6 +82,41 @@ def test_ctrl_c_saves_and_a_second_one_ends_the_run() -> None:
     with pytest.raises(StepAborted):
         stop.check_deadline()
     assert not stop.handle_signal(signal.SIGINT)
+
+
+def test_sigterm_after_ctrl_c_ends_the_run_as_a_second_ctrl_c() -> None:
+    """torchrun sends its ranks SIGINT after the first Ctrl-C, and SIGTERM after the second."""
+    code, errors, seconds = run_process(
+        REQUEST + "run_with_request(30.0, lambda stop: sleep())", signal.SIGINT, signal.SIGTERM
+    )
+    assert code == 130
+    assert "stopped (SIGINT)" in errors
+    assert seconds < 20
+
+
+@pytest.mark.distributed
+def test_a_second_ctrl_c_ends_the_ranks_of_torchrun(tmp_path: Path) -> None:
+    script = tmp_path / "train_rl.py"
+    script.write_text(HEAD + REQUEST + "run_with_request(60.0, lambda stop: sleep())")
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    job = subprocess.Popen(
+        [*TORCHRUN, "--standalone", "--nproc-per-node=2", str(script)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert job.stdout is not None
+    assert [job.stdout.readline() for _ in range(2)] == ["ready\n", "ready\n"]
+    job.send_signal(signal.SIGINT)
+    time.sleep(1.0)
+    assert job.poll() is None, "the first one leaves time to save"
+    start = time.monotonic()
+    job.send_signal(signal.SIGINT)
+    _, errors = job.communicate(timeout=100)
+    assert time.monotonic() - start < 25  # run.stop_within_s would be 60, torchrun's limit 30
+    assert "the run was stopped (SIGINT)" in errors
+    assert "Traceback" not in errors
 
 
 def test_the_time_that_is_left_begins_with_the_first_signal_that_limits_it() -> None:
