@@ -150,7 +150,12 @@ class Evaluation:
         ]
         self.queue.submit(requests)
         index_by_id = {request.group_id: index for index, request in enumerate(requests)}
-        groups = self.queue.as_completed(self.idle, is_wanted=index_by_id.__contains__)
+        try:
+            groups = list(self.queue.as_completed(self.idle, is_wanted=index_by_id.__contains__))
+        except Exception:
+            # A checkpoint may follow. It stores no responses of an evaluation
+            self.queue.withdraw(list(index_by_id))
+            raise
         return sorted(groups, key=lambda group: index_by_id[group.group_id])
 
 

@@ -64,7 +64,7 @@ class EngineCommands:
         return handlers
 
     def poll(self, command: Poll) -> None:
-        """Check the engines of this node. Raises what ended them, or `StepAborted`."""
+        """Check the engines of this node. Raises what ended them, or `WaitAborted`."""
         self.engines.check()
         self.stop.check_deadline()
 

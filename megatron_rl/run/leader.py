@@ -53,7 +53,7 @@ from megatron_rl.run.guards.trouble import Trouble
 from megatron_rl.run.samples.keeper import SampleKeeper
 from megatron_rl.run.step_parts import RolloutHolder, StepParts
 from megatron_rl.run.stopping import AccuracyUnknown, ending_key, is_accuracy_reached
-from megatron_rl.run.supervision.stop_request import StepAborted
+from megatron_rl.run.supervision.stop_request import WaitAborted
 from megatron_rl.training.dispatcher import Dispatcher
 from megatron_rl.training.worker import LostRollouts, TrainOutcome
 from sglang_bridge.errors import EngineError
@@ -259,19 +259,19 @@ class Leader:
         self.records.progress.log_step(step, values, is_sampled=self.weights is not None)
         self._report_alarms(values)
 
-    def _before_sync(self, watch: Stopwatch) -> tuple[int | None, Failure | None]:
+    def _before_sync(self, watch: Stopwatch) -> tuple[int | None, Failure | WaitAborted | None]:
         """Let no engine work. Returns the tokens that were sampled since the last call.
 
         A failure is returned instead, and raised when the step has its metrics.
         """
         try:
-            with self._next_rollouts(watch):
+            with self._next_rollouts(watch), self._abortable():
                 return self._on_update.before_sync(self.parts.rollouts), None
-        except _ROLLOUT_FAILURES as failure:
+        except (*_ROLLOUT_FAILURES, WaitAborted) as failure:
             return None, failure
 
     def _sync_after_step(
-        self, values: dict[str, float], watch: Stopwatch, failure: Failure | None
+        self, values: dict[str, float], watch: Stopwatch, failure: Failure | WaitAborted | None
     ) -> None:
         """Send the weights. failure: raised instead; the one that `_before_sync` returned."""
         if failure is not None:
@@ -279,7 +279,7 @@ class Leader:
         with watch.section("sync"):
             if self.sync.when == "step":
                 self.send_weights(values)
-        with self._next_rollouts(watch):
+        with self._next_rollouts(watch), self._abortable():
             self._on_update.after_sync(self.parts.rollouts)
 
     def _ahead_metrics(self, batch: RolloutBatch) -> dict[str, float]:
@@ -351,7 +351,11 @@ class Leader:
         return trouble
 
     def _roll_back(
-        self, step: int, trouble: Trouble, values: dict[str, float], failure: Failure | None
+        self,
+        step: int,
+        trouble: Trouble,
+        values: dict[str, float],
+        failure: Failure | WaitAborted | None,
     ) -> None:
         """Go on from the weights of a good checkpoint. Prompts, beliefs and phases stay.
 
@@ -487,7 +491,7 @@ class Leader:
 
     def _measure(self, step: int, values: dict[str, float], evaluation: Evaluation) -> None:
         watch = Stopwatch()
-        with watch.section("eval"):
+        with watch.section("eval"), self._abortable():
             accuracy = evaluation.measure(str(step))
         values |= accuracy.metrics() | watch.seconds
         self._count_evaluation(values, accuracy.tokens)
@@ -501,7 +505,7 @@ class Leader:
         self, step: int, name: str, values: dict[str, float], evaluation: Evaluation
     ) -> None:
         watch = Stopwatch()
-        with watch.section(f"eval/{name}"):
+        with watch.section(f"eval/{name}"), self._abortable():
             result = measure_set(name, evaluation, label=f"{step}-{name}")
         values |= result.metrics() | watch.seconds
         self._count_evaluation(values, result.accuracy.tokens)
@@ -541,24 +545,28 @@ class Leader:
         with self._stop_in_time(step), self._record(step) as values:
             self._enter_phase(step)
             self.train_step(step, values)
-            is_due = self.parts.evaluation is not None and self._is_evaluation_due(step)
-            is_last = step == self.train.total_steps
-            # After a stop request, the remaining time belongs to the checkpoint
-            is_postponed = is_due and not is_last and self._is_stop_requested()
-            if is_due and not is_postponed:
-                self.send_weights(values)
-                with self._save_on_failure(step, values, is_counted=False):
-                    self.evaluate(step, values)
+            is_postponed = not self._evaluate_if_due(step, values)
             if self.curriculum is not None:
                 values |= self.curriculum.update(values)
-            if is_postponed and self._ending_key(step):
+            is_last = step == self.train.total_steps
+            if is_postponed and not is_last and self._ending_key(step):
                 with self._save_on_failure(step, values, is_counted=True):
-                    self._evaluate_again(step, values)
-                is_postponed = False
+                    is_postponed = not self._evaluate_again(step, values)
             self._unevaluated_metrics = dict(values) if is_postponed else None
             if self.steps_ahead.is_used and self._ending_key(step):
                 num_rolled_back = values.get("account/unfinished", 0.0)
                 values["account/unfinished"] = num_rolled_back + self._drop_steps_ahead()
+
+    def _evaluate_if_due(self, step: int, values: dict[str, float]) -> bool:
+        """Evaluate a step if that is due. Returns False if a stop request prevents it."""
+        if self.parts.evaluation is None or not self._is_evaluation_due(step):
+            return True
+        # After a stop request, the remaining time belongs to the checkpoint
+        if step != self.train.total_steps and self._is_stop_requested():
+            return False
+        self.send_weights(values)
+        with self._save_on_failure(step, values, is_counted=False):
+            return self._evaluate_in_time(step, values)
 
     def _drop_steps_ahead(self) -> int:
         """Drop rollouts that no step will train. Returns their number of tokens."""
@@ -582,7 +590,8 @@ class Leader:
             self._accuracies = accuracies  # a resumed run evaluates the step again
             if self.curriculum is not None and not is_counted:
                 metrics |= self.curriculum.update(metrics)
-            self._save_trained(step, metrics, f"the evaluation of step {step}")
+            self._unevaluated_metrics = metrics
+            self._save_trained(step, f"the evaluation of step {step}")
             raise
 
     @contextlib.contextmanager
@@ -593,21 +602,19 @@ class Leader:
         """
         try:
             yield
-        except _ROLLOUT_FAILURES:
+        except (*_ROLLOUT_FAILURES, WaitAborted) as failure:
             metrics = dict(values)
             if self.curriculum is not None:
                 metrics |= self.curriculum.update(metrics)
             is_due = self.parts.evaluation is not None and self._is_evaluation_due(step)
-            self._save_trained(step, metrics if is_due else None, f"rollouts after step {step}")
+            self._unevaluated_metrics = metrics if is_due else None
+            if not isinstance(failure, WaitAborted):
+                self._save_trained(step, f"rollouts after step {step}")
             raise
 
-    def _save_trained(self, step: int, metrics: dict[str, float] | None, subject: str) -> None:
-        """Save a step after which something failed.
-
-        metrics: of the step, if it is not evaluated yet. subject: what failed.
-        """
+    def _save_trained(self, step: int, subject: str) -> None:
+        """Save a step after which something failed. subject: what failed."""
         self.records.progress.log(f"{subject} failed: saving what the step has trained")
-        self._unevaluated_metrics = metrics
         with self._logged_save_problems(step):
             if self.checkpoints is not None and self.checkpoints.settings.checkpoint_every:
                 self.checkpoints.save(self.save_point(step))
@@ -671,8 +678,8 @@ class Leader:
         if self._unevaluated_metrics is not None and not self._is_stop_requested():
             values = dict(self._unevaluated_metrics)
             try:
-                self._evaluate_again(step, values)
-                self._unevaluated_metrics = None
+                if self._evaluate_again(step, values):
+                    self._unevaluated_metrics = None
             finally:
                 self.records.metrics.write(step, values)
 
@@ -690,16 +697,33 @@ class Leader:
             self.send_weights(values)
             if self.parts.evaluation is None or not self._is_evaluation_due(0):
                 return
-            if self._is_stop_requested():
+            if self._is_stop_requested() or not self._evaluate_in_time(0, values):
                 self._unevaluated_metrics = dict(values)
-            else:
-                self.evaluate(0, values)
 
-    def _evaluate_again(self, step: int, values: dict[str, float]) -> None:
-        """Evaluate a step whose tokens the curriculum has counted."""
-        self.evaluate(step, values)
+    def _evaluate_again(self, step: int, values: dict[str, float]) -> bool:
+        """Evaluate a step whose tokens the curriculum has counted.
+
+        Returns False, and changes nothing, if a stop request aborts it.
+        """
+        if not self._evaluate_in_time(step, values):
+            return False
         if self.curriculum is not None and step:
             values |= self.curriculum.update(values | {"rollout/tokens": 0.0})
+        return True
+
+    def _evaluate_in_time(self, step: int, values: dict[str, float]) -> bool:
+        """Evaluate a step. Returns False, and changes nothing, if a stop request aborts it."""
+        accuracies = self._accuracies.copy()
+        metrics = dict(values)
+        try:
+            self.evaluate(step, values)
+        except WaitAborted:
+            self._accuracies = accuracies
+            values.clear()
+            values.update(metrics)
+            self.records.progress.log(f"a stop request aborted the evaluation of step {step}")
+            return False
+        return True
 
     def _training_metrics(
         self, batch: RolloutBatch, credit: BatchCredit, plan: StepPlan, outcome: TrainOutcome
@@ -781,7 +805,7 @@ class Leader:
             return
         if self.checkpoints.is_due(step, last=last):
             self._pending_metrics |= self._save(step, last=last)
-        if not last:
+        if not last or self._unevaluated_metrics is not None:
             self._exit_if_requested(step)  # the request may have come during the save
 
     def _exit_if_requested(self, step: int, point: SavePoint | None = None) -> None:
@@ -797,14 +821,17 @@ class Leader:
         self.checkpoints.raise_if_stop_requested()
 
     def _abortable(self) -> contextlib.AbstractContextManager[None]:
-        """Mark the time in which a stop request may abort the step."""
+        """Mark a wait for rollouts that a stop request may abort."""
         if self.checkpoints is None:
             return contextlib.nullcontext()
-        return self.checkpoints.abortable_step()
+        return self.checkpoints.abortable_wait()
 
     @contextlib.contextmanager
     def _stop_in_time(self, step: int) -> Iterator[None]:
-        """Save the state before a step that a stop request aborts, or whose rollouts fail."""
+        """Save a step that a stop request aborts, or the state before it if it has trained nothing.
+
+        The state before it is saved, too, if the rollouts of a step fail before it trains.
+        """
         if self.checkpoints is None:
             yield
             return
@@ -812,8 +839,11 @@ class Leader:
         self._is_untrained = True
         try:
             yield
-        except StepAborted:
-            self._exit_if_requested(step - 1, before)
+        except WaitAborted:
+            if self._is_untrained:
+                self._exit_if_requested(step - 1, before)
+            else:
+                self._exit_if_requested(step)
         except _ROLLOUT_FAILURES:
             if self._is_untrained:
                 self._save_before_failure(before, self.checkpoints)

@@ -6,6 +6,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +20,7 @@ from megatron_rl.rollouts.partials.time_to_store import StopSource
 from megatron_rl.rollouts.queue import CollectorFailed
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead, StepSource
 from megatron_rl.run.checkpoints.manager import StoppedAfterSave
-from megatron_rl.run.supervision.stop_request import StepAborted
+from megatron_rl.run.supervision.stop_request import StopRequest, WaitAborted
 from tests.support import leaders
 from tests.support.checkpoint_managers import FakeRanks, make_manager, make_stop_request
 from tests.support.groups import group
@@ -119,7 +120,7 @@ def test_a_stop_request_saves_open_rollouts_too(tmp_path: Path, aborts_step: boo
         if step == 3:
             stop.handle_signal(signal.SIGTERM)
             if aborts_step:
-                raise StepAborted
+                raise WaitAborted
 
     on_update = StoredResponses()
     with pytest.raises(StoppedAfterSave):
@@ -158,7 +159,7 @@ def test_open_steps_are_saved_with_the_phase_that_began_them(
     def on_sample(step: int) -> None:
         if step == 3:
             stop.handle_signal(signal.SIGTERM)
-            raise StepAborted
+            raise WaitAborted
 
     open_groups = {3: OPEN, 4: OPEN} if has_open_steps else {}
     with pytest.raises(StoppedAfterSave):
@@ -240,3 +241,57 @@ def test_open_rollouts_that_cannot_be_stored_prevent_no_checkpoint(
         )
     assert (ranks.steps, ranks.states[0].position.open_steps) == ([2], ())
     assert on_update.calls == ["stop", "free", "save", "free"]
+
+
+class SlowResponses(StoredResponses):
+    """Waits in vain for the responses of later steps, before or after a sync."""
+
+    def __init__(self, stop: StopRequest, now: list[float], place: str) -> None:
+        super().__init__(open_groups={})
+        self._stop = stop
+        self._now = now
+        self._place = place
+
+    def before_sync(self, source: StepSource) -> int:
+        if self._place == "before":
+            self._wait()
+        return super().before_sync(source)
+
+    def after_sync(self, source: StepSource) -> None:
+        if self._place == "after":
+            self._wait()
+
+    def _wait(self) -> None:
+        self._stop.handle_signal(signal.SIGTERM)
+        self._now[0] = 5.5
+        self._stop.check_deadline()
+
+
+@pytest.mark.parametrize("evals", [{}, {"every": 1}])
+@pytest.mark.parametrize("place", ["before", "after"])
+def test_a_stop_request_aborts_the_wait_for_later_steps_and_saves_the_trained_one(
+    tmp_path: Path, place: str, evals: dict[str, int]
+) -> None:
+    now = [0.0]
+    stop = make_stop_request(clock=lambda: now[0])
+    ranks = FakeRanks()
+    parts = ScriptedParts()
+    with pytest.raises(StoppedAfterSave, match="after step 1"):
+        lead(
+            parts,
+            tmp_path,
+            steps=9,
+            evals=evals,
+            checkpoints=make_manager(ranks, stop, checkpoint_every=100),
+            on_update=SlowResponses(stop, now, place),
+        )
+    assert ranks.steps == [1]
+    assert parts.metrics[1]["rollout/tokens"] == 8
+    position = ranks.states[0].position
+    assert (position.unevaluated_metrics is not None) == bool(evals)
+    options: dict[str, Any] = {"steps": 2, "evals": evals, "resume_state": position}
+    resumed = lead(ScriptedParts(), tmp_path, on_update=StoredResponses(), **options)
+    assert resumed.calls[0] == "sync 1"
+    assert "sample step-1" not in resumed.calls
+    if evals:
+        assert resumed.metrics[1]["eval/accuracy"] == 0.5

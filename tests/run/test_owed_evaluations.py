@@ -15,6 +15,7 @@ from megatron_rl.rollouts.evaluation import EvaluationFailed
 from megatron_rl.run.checkpoints.manager import StoppedAfterSave
 from megatron_rl.run.checkpoints.saving import SaveResult
 from megatron_rl.run.stopping import AccuracyUnknown
+from megatron_rl.run.supervision.stop_request import StopRequest
 from tests.support.checkpoint_managers import (
     FakeRanks,
     make_manager,
@@ -210,3 +211,106 @@ def test_the_accuracy_of_an_evaluation_whose_set_failed_counts_once(tmp_path: Pa
         )
     assert ranks.states[-1].position.unevaluated_metrics is not None
     assert ranks.states[-1].position.accuracies == ()
+
+
+def parts_that_stop(
+    stop: StopRequest, now: list[float], label_to_stop_at: str, **options: Any
+) -> ScriptedParts:
+    """Parts that get a SIGTERM while they measure `label_to_stop_at`, and wait for too long."""
+
+    def abort(label: str) -> None:
+        if label == label_to_stop_at:
+            stop.handle_signal(signal.SIGTERM)
+            now[0] = 5.5
+            stop.check_deadline()
+
+    parts = ScriptedParts(**options)
+    parts.on_measure = abort
+    return parts
+
+
+@pytest.mark.parametrize("step", [0, 1, 3, 9])
+def test_a_stop_request_aborts_an_evaluation_and_a_resumed_run_makes_up_for_it(
+    tmp_path: Path, step: int
+) -> None:
+    """Also that of step 0, which no checkpoint can hold, and that of the last step."""
+    now = [0.0]
+    stop = make_stop_request(clock=lambda: now[0])
+    ranks = FakeRanks()
+    parts = parts_that_stop(stop, now, str(step))
+    manager = make_manager(ranks, stop, checkpoint_every=100)
+    options: dict[str, Any] = {"steps": 9, "evals": EVERY_STEP}
+    with pytest.raises(StoppedAfterSave, match=f"after step {step}"):
+        lead(parts, tmp_path, checkpoints=manager, **options)
+    assert ranks.steps == [step]
+    state = ranks.states[-1].position
+    assert state.unevaluated_metrics is not None
+    assert len(state.accuracies) == step, "one for each evaluation that ended"
+    assert "eval/accuracy" not in parts.metrics[step]
+    resumed = lead(ScriptedParts(), tmp_path, resume_state=state, **options)
+    assert resumed.metrics[step]["eval/accuracy"] == 0.5
+    assert resumed.metrics[step]["sync/version"] == step
+    metrics = parts.metrics | resumed.metrics
+    assert [metrics[number]["eval/accuracy"] for number in range(10)] == [0.5] * 10
+    assert [metrics[number]["rollout/tokens"] for number in range(1, 10)] == [8] * 9
+
+
+def test_a_stop_request_aborts_the_second_set_of_an_evaluation(tmp_path: Path) -> None:
+    now = [0.0]
+    stop = make_stop_request(clock=lambda: now[0])
+
+    class SlowSet:
+        settings = EvalSettings(every=1)
+
+        def sample(self, label: str) -> Any:
+            stop.handle_signal(signal.SIGTERM)
+            now[0] = 5.5
+            stop.check_deadline()
+
+    ranks = FakeRanks()
+    manager = make_manager(ranks, stop)
+    sets: dict[str, Any] = {"slow": SlowSet()}
+    with pytest.raises(StoppedAfterSave, match="after step 0"):
+        lead(
+            ScriptedParts(),
+            tmp_path,
+            steps=9,
+            evals=EVERY_STEP,
+            sets=sets,
+            checkpoints=manager,
+        )
+    position = ranks.states[-1].position
+    assert position.unevaluated_metrics is not None
+    assert "eval/accuracy" not in position.unevaluated_metrics, "both sets are measured again"
+    assert position.accuracies == ()
+
+
+def test_an_owed_evaluation_that_a_stop_request_aborts_is_owed_on(tmp_path: Path) -> None:
+    state = position_of_a_stopped_run(tmp_path)
+    now = [0.0]
+    stop = make_stop_request(clock=lambda: now[0])
+    ranks = FakeRanks()
+    parts = parts_that_stop(stop, now, "3")
+    manager = make_manager(ranks, stop)
+    with pytest.raises(StoppedAfterSave, match="after step 3"):
+        lead(parts, tmp_path, steps=9, evals=EVERY_STEP, checkpoints=manager, resume_state=state)
+    assert ranks.states[-1].position.unevaluated_metrics == state.unevaluated_metrics
+    assert parts.metrics[3]["rollout/tokens"] == 8
+
+
+def test_tokens_of_a_phase_count_once_if_a_stop_request_aborts_its_evaluation(
+    tmp_path: Path,
+) -> None:
+    phases = phases_of(compose(["selection=belief", "eval.every=1", "curriculum=[{name: only}]"]))
+    now = [0.0]
+    stop = make_stop_request(clock=lambda: now[0])
+    ranks = FakeRanks()
+    options: dict[str, Any] = {"evals": EVERY_STEP, "phases": phases}
+    with pytest.raises(StoppedAfterSave):
+        manager = make_manager(ranks, stop)
+        parts = parts_that_stop(stop, now, "3")
+        lead(parts, tmp_path, steps=9, checkpoints=manager, **options)
+    state = ranks.states[-1].position
+    assert state.phase is not None and state.phase.tokens == 24
+    resumed_parts = lead(ScriptedParts(), tmp_path, steps=4, resume_state=state, **options)
+    assert resumed_parts.metrics[4]["phase/tokens"] == 32

@@ -184,13 +184,13 @@ class CheckpointManager:
             )
 
     @contextlib.contextmanager
-    def abortable_step(self) -> Iterator[None]:
-        """Allow a stop request to abort the step: it waits for rollouts and has trained nothing."""
-        self.stop.is_step_abortable = True
+    def abortable_wait(self) -> Iterator[None]:
+        """Allow a stop request to abort the wait for rollouts that follows."""
+        self.stop.is_wait_abortable = True
         try:
             yield
         finally:
-            self.stop.is_step_abortable = False
+            self.stop.is_wait_abortable = False
 
     def _report(self, result: SaveResult) -> dict[str, float]:
         """Log the result of a save; returns its metrics. Raises `CheckpointNotSaved`."""

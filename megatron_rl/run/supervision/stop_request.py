@@ -19,8 +19,8 @@ _JOB_END = "SLURM_JOB_END_TIME"  # seconds since 1970
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
 
-class StepAborted(Exception):
-    """A step that has trained nothing yet was aborted, because the time limit is near."""
+class WaitAborted(Exception):
+    """A wait for rollouts was aborted, because the time limit of a stop request is near."""
 
 
 class StopRequest:
@@ -31,7 +31,7 @@ class StopRequest:
 
     seconds: the time limit after a SIGTERM or SIGINT. seconds_of_job: returns the time until the
     job ends, None if it is not known. signal_name: the first signal, or None.
-    is_step_abortable: True while the current step has trained nothing.
+    is_wait_abortable: True while the run waits for rollouts.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class StopRequest:
         self._abort_time = 0.0  # a step that has trained nothing ends then
         self._file: Path | None = None
         self.signal_name: str | None = None
-        self.is_step_abortable = False
+        self.is_wait_abortable = False
 
     def watch_file(self, file: Path) -> None:
         """Treat a file as a request once it exists."""
@@ -108,11 +108,11 @@ class StopRequest:
         return None if self._deadline is None else max(0.0, self._deadline - self._clock())
 
     def check_deadline(self) -> None:
-        """Raise `StepAborted` in a step that has trained nothing, after half of the time limit."""
-        if not self.is_step_abortable or not self.source or self._deadline is None:
+        """Raise `WaitAborted` in a wait for rollouts, after half of the time limit."""
+        if not self.is_wait_abortable or not self.source or self._deadline is None:
             return
         if self._clock() > self._abort_time:
-            raise StepAborted
+            raise WaitAborted
 
     def _limit_by_job(self) -> None:
         seconds = self._seconds_of_job()

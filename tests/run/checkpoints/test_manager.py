@@ -17,7 +17,7 @@ from megatron_rl.contracts.run_state import PromptCursor, SelectorState
 from megatron_rl.run.checkpoints.manager import CheckpointNotSaved, SavePoint, StoppedAfterSave
 from megatron_rl.run.checkpoints.saving import SaveResult
 from megatron_rl.run.guards.nonfinite import NonFiniteRun
-from megatron_rl.run.supervision.stop_request import StepAborted, StopRequest
+from megatron_rl.run.supervision.stop_request import StopRequest, WaitAborted
 from tests.support.checkpoint_managers import (
     FakeRanks,
     make_manager,
@@ -156,7 +156,7 @@ def test_a_step_that_waits_for_rollouts_is_aborted_when_time_is_short(tmp_path: 
     with pytest.raises(StoppedAfterSave):
         lead(parts, tmp_path, steps=9, checkpoints=make_manager(ranks, stop))
     assert ranks.steps == [2, 3]
-    assert not stop.is_step_abortable, "the deadline must not abort the last save"
+    assert not stop.is_wait_abortable, "the deadline must not abort the last save"
     # The prompts of step 4 will be taken again
     assert ranks.states[-1].position.selection.prompts.position == 3
 
@@ -208,8 +208,8 @@ def test_a_step_that_trains_is_never_aborted() -> None:
     stop.handle_signal(signal.SIGTERM)
     now[0] = 9.0
     stop.check_deadline()
-    stop.is_step_abortable = True
-    with pytest.raises(StepAborted):
+    stop.is_wait_abortable = True
+    with pytest.raises(WaitAborted):
         stop.check_deadline()
     assert not stop.has_expired
     now[0] = 10.5

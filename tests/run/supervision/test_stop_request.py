@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.run.supervision.stop_request import (
-    StepAborted,
     StopRequest,
+    WaitAborted,
     seconds_of_slurm_job,
 )
 from tests.run.supervision.test_watchdog import HEAD, ROOT, run_process
@@ -77,9 +77,9 @@ def test_ctrl_c_saves_and_a_second_one_ends_the_run() -> None:
     stop.accept_signals()
     assert stop.handle_signal(signal.SIGINT)
     assert stop.signal_name == "SIGINT"
-    stop.is_step_abortable = True
+    stop.is_wait_abortable = True
     now[0] = 11.0
-    with pytest.raises(StepAborted):
+    with pytest.raises(WaitAborted):
         stop.check_deadline()
     assert not stop.handle_signal(signal.SIGINT)
 
@@ -152,7 +152,7 @@ def test_a_sigterm_after_the_warning_has_its_own_time_limit() -> None:
 def test_a_warning_without_a_job_sets_no_limit() -> None:
     stop = StopRequest(25.0, seconds_of_job=lambda: None)
     stop.handle_signal(signal.SIGUSR1)
-    stop.is_step_abortable = True
+    stop.is_wait_abortable = True
     stop.check_deadline()
     assert stop.seconds_left is None and not stop.has_expired
 
