@@ -34,6 +34,10 @@ _NO_VALUE = object()
 _FREE_KEYS = ("options", "task_config")
 _TYPE_REMEDY = "Give a value of that type"
 _NUMBER_REMEDY = "Give such a number"
+_PLAIN_REMEDY = "Give a number without a unit"
+_NUMBER_AND_UNIT = re.compile(r"[\d._]+ ?[A-Za-z]+$")  # such as 10m or 2k
+# The ends of keys, and what their values count
+_UNITS = {"_s": "seconds", "_mb": "megabytes"}
 _PATTERN_RULES = {
     PLUGIN_PATTERN: "Must be your own package.module:Name",
     NAME_PATTERN: (
@@ -239,6 +243,9 @@ def _pydantic_refusal(key: str, errors: Sequence[ErrorDetails]) -> Refusal:
         return Refusal(key, value, _PATTERN_RULES[context["pattern"]], "Give such a name")
     rule, remedy = _rule_and_remedy(kind)
     rule = "Must not be null" if value is None else rule.format(**context)
+    if isinstance(value, str) and _NUMBER_AND_UNIT.match(value):
+        unit = next((name for end, name in _UNITS.items() if key.endswith(end)), "")
+        remedy = f"Give {unit}, as a number without a unit" if unit else _PLAIN_REMEDY
     return Refusal(key, value, rule, remedy)
 
 

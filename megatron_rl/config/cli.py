@@ -17,6 +17,7 @@ from megatron_rl.config.hydra_errors import (
     composition_refusal,
     forbidden_arguments,
     overrides_of,
+    repeated_settings,
     unparsable_overrides,
 )
 from megatron_rl.config.keys import register
@@ -38,6 +39,9 @@ def main(run: Callable[[Configuration], int], config_dir: Path) -> int:
     exit code.
     """
     arguments = sys.argv[1:]
+    if os.environ.get("RANK", "0") == "0":
+        for sentence in repeated_settings(overrides_of(arguments)):
+            print(sentence, file=sys.stderr)
     try:
         if any(argument.startswith("-") for argument in arguments):
             return _answer(arguments, config_dir)

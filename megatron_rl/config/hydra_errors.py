@@ -15,7 +15,7 @@ from omegaconf.errors import (
     OmegaConfBaseException,
 )
 
-from megatron_rl.config.keys import SECTIONS, declared_keys, unknown_key
+from megatron_rl.config.keys import SECTIONS, declared_keys, similar_keys, unknown_key
 from megatron_rl.config.overrides import parse_override, split_override
 from megatron_rl.contracts.paths import missing_directory
 from megatron_rl.contracts.refusal import Refusal
@@ -63,27 +63,67 @@ def forbidden_arguments(arguments: Sequence[str]) -> Iterator[Refusal]:
 
 
 def unparsable_overrides(overrides: Sequence[str]) -> Iterator[Refusal]:
-    """Yield a refusal for each override that Hydra cannot parse."""
-    for text in overrides:
-        if parse_override(text) is None:
+    """Yield a refusal for each override that Hydra cannot parse.
+
+    A setting with spaces around its `=` is several arguments, and one refusal.
+    """
+    before = ["", *overrides]
+    after = [*overrides[1:], "", ""]
+    for place, text in enumerate(overrides):
+        if text.startswith("=") or (before[place].endswith("=") and _is_word(text)):
+            continue
+        if text.endswith("=") and _is_word(after[place]):
+            yield _spaced(text[:-1], after[place])
+        elif _is_word(text) and after[place].startswith("="):
+            yield _spaced(text, after[place][1:] or after[place + 1])
+        elif parse_override(text) is None:
             yield _unparsable(text)
+
+
+def repeated_settings(overrides: Sequence[str]) -> Iterator[str]:
+    """Yield a sentence for each setting that has several values: the last one counts.
+
+    It is no mistake: scripts append the settings of their users to their own.
+    """
+    values: dict[str, list[str]] = {}
+    for key, value in map(split_override, overrides):
+        if value not in values.setdefault(key, []):
+            values[key].append(value)
+    for key, different_values in values.items():
+        if len(different_values) > 1:
+            yield f"{key} is given as {' and as '.join(different_values)}: the last value counts"
 
 
 def _option_refusals(text: str, following: str) -> Iterator[Refusal]:
     """following: the next argument, which may be the option's value."""
     option, _, value = text.partition("=")
     if option not in _QUESTIONS:
+        name = option.lstrip("-").replace("-", "_")
+        keys = [name] if name in declared_keys() else similar_keys(name)
+        if keys:
+            value = value or (following if _is_word(following) else "")
+            settings = [f"{key}={value or 'VALUE'}" for key in keys]
+            rule = "A setting is key=value, without dashes"
+            yield Refusal(option, value, rule, f"Write {' or '.join(settings)}")
+            return
         rule = (
             "One torchrun starts one run, which takes key=value and Hydra's questions --help, "
             "--cfg and --info"
         )
         remedy = f"Loop in the shell. For your own files use {_SEARCH_PATH}=[file://DIR]"
-        if option.lstrip("-") in declared_keys():
-            remedy = f"Write {text.lstrip('-')}"
         yield Refusal(option, value, rule, remedy)
     elif option in ("--cfg", "-c") and (value or following) != "job":
         rule = "This option shows the configuration of a job"
         yield Refusal(option, value or following, rule, "Write --cfg job")
+
+
+def _is_word(text: str) -> bool:
+    """True for an argument that is neither an option nor a setting."""
+    return bool(text) and not text.startswith("-") and "=" not in text
+
+
+def _spaced(key: str, value: str) -> Refusal:
+    return Refusal(key, value, "A setting is key=value, without spaces", f"Write {key}={value}")
 
 
 def _override_refusals(text: str, override: Override) -> Iterator[Refusal]:

@@ -126,20 +126,26 @@ def _siblings(section: str) -> dict[str, str]:
     return siblings if section else siblings | {"experiment": "experiment"}
 
 
-def _suggestion(key: str) -> str:
-    keys = declared_keys()
-    if key in keys:
-        owners = [name for name in ALGORITHMS if key in declared_keys(name)]
-        return f"It belongs to {' or '.join(f'algo={name}' for name in owners)}"
+def similar_keys(key: str) -> list[str]:
+    """Return the declared keys, at most three, that look most like a key that is not declared.
+
+    These are keys of the same section, or else keys with the same last name.
+    """
     section, _, name = key.rpartition(".")
     siblings = _siblings(section)
     matches = difflib.get_close_matches(name.lower(), siblings, n=2)
-    suggestions = [siblings[match] for match in matches]
-    if not suggestions:
-        suggestions = [other for other in keys if other.rpartition(".")[2] == name][:3]
-    if suggestions:
+    same_names = [other for other in declared_keys() if other.rpartition(".")[2] == name]
+    return [siblings[match] for match in matches] or same_names[:3]
+
+
+def _suggestion(key: str) -> str:
+    if key in declared_keys():
+        owners = [name for name in ALGORITHMS if key in declared_keys(name)]
+        return f"It belongs to {' or '.join(f'algo={name}' for name in owners)}"
+    if suggestions := similar_keys(key):
         return f"Did you mean {' or '.join(suggestions)}?"
-    if siblings:
+    section = key.rpartition(".")[0]
+    if siblings := _siblings(section):
         place = f"of {section}" if section else "at the top level"
         return f"The keys {place} are {', '.join(siblings)}"
     return "The command python launch/train_rl.py --cfg job prints every key"

@@ -344,7 +344,8 @@ class SelectionSettings(Section):
 class OptimizerSettings(Section):
     """AdamW and its learning rate schedule, counted in optimizer steps."""
 
-    lr: NotNegative = 3e-4
+    # AdamW changes each weight by up to this amount in a step.
+    lr: Annotated[float, Ge(0), Le(1)] = 3e-4
     warmup_steps: Whole = 5
     decay: Literal["constant", "linear", "cosine"] = "linear"
     # The learning rate at the end of the decay, as a share of `lr`.

@@ -129,9 +129,12 @@ class PrometheusTracker:
 
         registry = CollectorRegistry()
         registry.register(LatestMetrics())
-        self._server, self._thread = prometheus_client.start_http_server(
-            port, addr=host, registry=registry
-        )
+        try:
+            self._server, self._thread = prometheus_client.start_http_server(
+                port, addr=host, registry=registry
+            )
+        except OSError as error:
+            raise OSError(f"{error.strerror} on {host}. Choose a free port") from error
 
     @property
     def port(self) -> int:
@@ -200,7 +203,7 @@ def open_trackers(
         trackers[WandbTracker.name] = lambda: WandbTracker(project, directory, log)
     port = settings.prometheus_port
     if port is not None:
-        trackers[PrometheusTracker.name] = lambda: PrometheusTracker(
+        trackers[f"{PrometheusTracker.name}={port}"] = lambda: PrometheusTracker(
             settings.prometheus_host, port, directory.name
         )
     return Trackers(trackers, log)

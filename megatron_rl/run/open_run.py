@@ -15,7 +15,7 @@ from pathlib import Path
 import msgspec
 
 from megatron_rl.config.curriculum import sized_for_engines
-from megatron_rl.config.schema import Configuration, RunSettings
+from megatron_rl.config.schema import Configuration, RunSettings, TrainSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.plugins import PluginError
 from megatron_rl.engines.engines import Engines, open_engines
@@ -227,7 +227,7 @@ def _open_directory(
             f"{job.world_size} rank(s) on {job.num_nodes} node(s); run directory {directory.path}"
         )
         opening.log_lines += (f"warning: {warning}" for warning in data.warnings)
-        opening.log_lines += _warnings(c.run, directory, resume_point, beliefs)
+        opening.log_lines += _warnings(c, directory, resume_point, beliefs)
         opening.log_lines += resume_lines(resume_point, changes, c.mode)
         _open_files(directory, c, resume_point, job, starts)
         return _OPEN
@@ -297,13 +297,14 @@ def resume_lines(resume_point: ResumePoint, changes: Iterable[str], mode: str) -
 
 
 def _warnings(
-    run: RunSettings,
+    c: Configuration,
     directory: RunDirectory,
     resume_point: ResumePoint,
     beliefs: TransferredBeliefs | None,
 ) -> Iterator[str]:
     """Yield the warnings that the user should read at the start."""
-    if run.resume == "auto" and not run.checkpoint_every:
+    is_resumable = c.run.resume == "auto"
+    if is_resumable and not c.run.checkpoint_every:
         yield (
             "warning: run.resume=auto resumes from checkpoints, and run.checkpoint_every=0 saves "
             "none: if this run is stopped, its training is lost"
@@ -313,11 +314,20 @@ def _warnings(
     if beliefs is not None:
         yield from (f"warning: {warning}" for warning in beliefs.warnings)
     metrics = directory.metrics_file
-    starts_again = run.resume == "auto" and resume_point.state is None
+    starts_again = is_resumable and resume_point.state is None
     if starts_again and metrics.exists() and metrics.stat().st_size:
         yield (
             f"warning: {directory.path} has records but no checkpoint. The run starts again from "
             "step 0, and its earlier records move to resumed/"
+        )
+    tokens = c.train.tokens_per_micro_batch
+    longest = c.data.max_prompt_tokens + c.rollout.max_new_tokens
+    if tokens < min(longest, TrainSettings.tokens_per_micro_batch):
+        count = c.rollout.prompts_per_step * c.rollout.samples_per_prompt
+        yield (
+            f"warning: train.tokens_per_micro_batch={tokens}, and a rollout has up to {longest} "
+            "tokens with its prompt: each longer one is a micro-batch of its own. A step has "
+            f"{count} rollouts, and may take long"
         )
 
 

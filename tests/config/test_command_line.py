@@ -88,6 +88,19 @@ def test_a_refusal_takes_little_more_time_than_the_imports_that_it_needs(tmp_pat
     assert min(refusal_seconds) < 3 * min(import_seconds) + 0.5
 
 
+def test_a_key_with_two_values_is_named(tmp_path: Path) -> None:
+    """It is no error: scripts append the settings of their users to their own."""
+    overrides = ["seed=1", "train.total_steps=3", "foo=1", "++seed=2", "train.total_steps=3"]
+    process = start(*overrides, cwd=tmp_path)
+    first, *refusal = process.stderr.splitlines()
+    assert first == "seed is given as 1 and as 2: the last value counts"
+    assert [line.partition(":")[0] for line in refusal] == [
+        "foo=1",
+        "1 setting is refused; nothing was started.",
+    ]
+    assert start(*overrides, cwd=tmp_path, RANK="1", WORLD_SIZE="2").stderr == ""
+
+
 def test_only_rank_0_reports_refusals(tmp_path: Path) -> None:
     process = start("+foo=1", cwd=tmp_path, RANK="1", WORLD_SIZE="2")
     assert (process.returncode, process.stderr) == (ExitCode.REFUSED, "")

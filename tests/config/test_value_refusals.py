@@ -62,6 +62,25 @@ SUGGESTIONS = [
         "\"engine.extra_args=['--x=y']\"",
     ),
     ("--train.total_steps=3", "--train.total_steps=3", "Write train.total_steps=3"),
+    ("--lr 1e-5", "--lr=1e-5", "Write optimizer.lr=1e-5"),
+    ("--optimizer.lr 1e-5 seed=1", "--optimizer.lr=1e-5", "Write optimizer.lr=1e-5"),
+    ("--max-new-tokens 64", "--max-new-tokens=64", "Write rollout.max_new_tokens=64 or eval."),
+    ("--optimizer.lrr=1", "--optimizer.lrr=1", "Write optimizer.lr=1"),
+    ("--seed --lr=1", "--seed=''", "Write seed=VALUE"),
+    ("--seed train.total_steps=3", "--seed=''", "Write seed=VALUE"),
+    ("-experiment smoke", "-experiment=smoke", "Write experiment=smoke"),
+    ("--multirun", "--multirun=''", "Loop in the shell"),
+    ("optimizer.lr = 1e-5", "optimizer.lr=1e-5", "Write optimizer.lr=1e-5"),
+    ("optimizer.lr= 1e-5", "optimizer.lr=1e-5", "Write optimizer.lr=1e-5"),
+    ("optimizer.lr =1e-5", "optimizer.lr=1e-5", "Write optimizer.lr=1e-5"),
+    (
+        "parallel.timeout_s=10m",
+        "parallel.timeout_s=10m",
+        "Give seconds, as a number without a unit",
+    ),
+    ("samples.max_mb=64MB", "samples.max_mb=64MB", "Give megabytes, as a number without a unit"),
+    ("rollout.max_new_tokens=2k", "rollout.max_new_tokens=2k", "Give a number without a unit"),
+    ("rollout.max_new_tokens=2.5", "rollout.max_new_tokens=2.5", "Give a value of that type"),
     ("--config-dir=x", "--config-dir=x", "hydra.searchpath"),
     ("optimizer.lr=nan", "optimizer.lr=nan", "leave the key out, which gives 0.0003"),
     ("eval.temperature=-1", "eval.temperature=-1", "leave the key out, which gives null"),
@@ -96,7 +115,7 @@ COMPOSITION = [
     ),
     ("--config-dir=x", "--config-dir=x", "torchrun"),
     ("--package=algo", "--package=algo", "torchrun"),
-    ("--train.total_steps=3", "--train.total_steps=3", "torchrun"),
+    ("--train.total_steps=3", "--train.total_steps=3", "without dashes"),
     (["a b"], "a b=''", "spaces"),
     ("engine.extra_args=[--x=y]", "engine.extra_args=[--x=y]", "parse"),
     (["model.path=/a b/c=d"], "model.path=/a b/c=d", "parse"),
@@ -161,6 +180,7 @@ TYPES = [
 ]
 LIMITS = [
     ("optimizer.lr=-1e-4", "optimizer.lr=-0.0001", "at least 0"),
+    ("optimizer.lr=3", "optimizer.lr=3", "at most 1"),
     ("optimizer.lr=nan", "optimizer.lr=nan", FINITE),
     ("optimizer.lr=inf", "optimizer.lr=inf", FINITE),
     ("optimizer.beta2=1", "optimizer.beta2=1", "less than 1"),
@@ -231,6 +251,14 @@ def test_a_setting_is_refused_with_rule_and_remedy(
     checkpoint: Path, overrides: str | list[str], setting: str, fragment: str
 ) -> None:
     assert_refused(checkpoint, overrides, setting, fragment)
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["optimizer.lr = 1e-5", "optimizer.lr= 1e-5", "optimizer.lr =1e-5", "--lr 1e-5", "--seed 3"],
+)
+def test_a_setting_in_several_words_is_refused_once(checkpoint: Path, words: str) -> None:
+    assert len(refusals(checkpoint, "seed=1", *words.split(" "), "train.total_steps=3")) == 1
 
 
 @pytest.mark.parametrize(

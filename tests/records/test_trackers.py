@@ -104,7 +104,8 @@ def test_a_port_that_is_taken_is_a_warning() -> None:
     finally:
         tracker.close()
     (line,) = lines
-    assert line.startswith("warning: logger.prometheus_port: OSError")
+    assert line.startswith(f"warning: logger.prometheus_port={tracker.port}: OSError")
+    assert "Address already in use on 127.0.0.1. Choose a free port" in line
     assert line.endswith("The run continues without it")
 
 

@@ -83,7 +83,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(
     c = make_configuration(f"selection.beliefs_from={tmp_path}")
     beliefs = read_transferred_beliefs(c)
     assert beliefs is not None
-    [warning] = open_run._warnings(c.run, RunDirectory(tmp_path), ResumePoint(), beliefs)
+    [warning] = open_run._warnings(c, RunDirectory(tmp_path), ResumePoint(), beliefs)
     assert "warning: skipping a damaged checkpoint" in warning
     assert "iter_0000002: state.json has changed" in warning
     with pytest.raises(

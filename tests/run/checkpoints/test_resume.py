@@ -237,17 +237,33 @@ def test_resume_auto_without_checkpoints_is_warned_about(
     tmp_path: Path, overrides: tuple[str, ...], is_warned: bool
 ) -> None:
     c = make_configuration(tmp_path, "run.resume=auto", *overrides)
-    warnings = list(open_run._warnings(c.run, RunDirectory(tmp_path / "job"), ResumePoint(), None))
+    warnings = list(open_run._warnings(c, RunDirectory(tmp_path / "job"), ResumePoint(), None))
     assert any("run.checkpoint_every=0" in warning for warning in warnings) == is_warned
 
 
 def test_records_without_checkpoints_are_warned_about(tmp_path: Path) -> None:
     c = make_configuration(tmp_path, "run.resume=auto", "run.checkpoint_every=2")
     directory = make_run_directory(c)
-    assert list(open_run._warnings(c.run, directory, ResumePoint(), None)) == []
+    assert list(open_run._warnings(c, directory, ResumePoint(), None)) == []
     directory.metrics_file.write_text('{"step": 1}')
-    [warning] = open_run._warnings(c.run, directory, ResumePoint(), None)
+    [warning] = open_run._warnings(c, directory, ResumePoint(), None)
     assert "starts again from step 0" in warning
+
+
+@pytest.mark.parametrize(("tokens", "is_warned"), [(1, True), (63, True), (64, False)])
+def test_micro_batches_of_one_rollout_are_warned_about(
+    tmp_path: Path, tokens: int, is_warned: bool
+) -> None:
+    c = make_configuration(
+        tmp_path,
+        f"train.tokens_per_micro_batch={tokens}",
+        "data.max_prompt_tokens=32",
+        "rollout.max_new_tokens=32",
+    )
+    warnings = list(open_run._warnings(c, RunDirectory(tmp_path / "job"), ResumePoint(), None))
+    assert [f"tokens_per_micro_batch={tokens}," in warning for warning in warnings] == (
+        [True] if is_warned else []
+    )
 
 
 def test_a_run_without_any_complete_checkpoint_does_not_start_anew(
