@@ -89,7 +89,7 @@ def test_a_refusal_takes_little_more_time_than_the_imports_that_it_needs(tmp_pat
 
 
 def test_a_key_with_two_values_is_named(tmp_path: Path) -> None:
-    """It is no error: scripts append the settings of their users to their own."""
+    """Names the values and starts all the same: scripts append the settings of their users."""
     overrides = ["seed=1", "train.total_steps=3", "foo=1", "++seed=2", "train.total_steps=3"]
     process = start(*overrides, cwd=tmp_path)
     first, *refusal = process.stderr.splitlines()
