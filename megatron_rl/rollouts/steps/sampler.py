@@ -280,14 +280,17 @@ class RolloutSampler:
 
         Those that are still in a checkpoint are read from there, and do not count as repeated. The
         tokens of the lost ones are in the batch's count already. Under other weights, the new
-        ones may be more or less.
+        ones may be more or less. Engines have sampled both.
         """
         num_repeated = self.queue.request_again(part_ids)
         new_parts = {part.group_id: part for part in self._arrivals(set(part_ids))}
         self._num_repeated += num_repeated
         num_new = sum(map(sampled_tokens, new_parts.values()))
         num_lost = sum(sampled_tokens(batch.parts[part_id]) for part_id in part_ids)
-        self._num_tokens += num_new - num_lost
+        self._num_tokens += sum(
+            self.queue.tokens_of(part_id) - self.queue.saved_tokens_of(part_id)
+            for part_id in part_ids
+        )
         new_batch = batch.with_parts(new_parts, num_repeated=num_repeated)
         return replace(new_batch, generated_tokens=batch.generated_tokens + num_new - num_lost)
 

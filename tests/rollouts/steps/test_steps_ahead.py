@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config.schema import DataSettings, RolloutSettings, SelectionSettings
-from megatron_rl.contracts.group import Group, RolloutRef
+from megatron_rl.contracts.group import Group, RolloutRef, sampled_tokens
 from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.engines.token_counter import TokenComparison, TokenCounter
 from megatron_rl.prompts.selection.factory import open_selector
 from megatron_rl.prompts.selection.selector import Selector
 from megatron_rl.prompts.source import PromptSource
@@ -57,6 +58,7 @@ class SimulatedQueue:
     deliveries: Counter[str] = field(default_factory=Counter)
     checkpoint: SavedGroups = field(default_factory=SavedGroups)
     rejects: bool = False  # all rollouts of the groups that are sampled
+    _read_ids: set[str] = field(default_factory=set)  # of groups that are read from a checkpoint
     _ready: list[Group] = field(default_factory=list)  # that have arrived
     _outstanding: dict[str, GroupRequest] = field(default_factory=dict)
     _delivered_requests: dict[str, GroupRequest] = field(default_factory=dict)
@@ -90,7 +92,7 @@ class SimulatedQueue:
         return 3 * self._delivered_requests[group_id].num_samples
 
     def saved_tokens_of(self, group_id: str) -> int:
-        return 0
+        return self.tokens_of(group_id) if group_id in self._read_ids else 0
 
     def lost_groups(self, group_ids: Sequence[str]) -> list[str]:
         return [group_id for group_id in group_ids if group_id in self.lost_ids]
@@ -98,6 +100,8 @@ class SimulatedQueue:
     def request_again(self, group_ids: Sequence[str]) -> int:
         num_repeated = len(set(group_ids) - self.saved_ids)
         self.num_repeated += num_repeated
+        self._read_ids -= set(group_ids)
+        self._read_ids |= set(group_ids) & self.saved_ids
         self.lost_ids -= set(group_ids)
         self.saved_ids -= set(group_ids)
         self.submit([self._delivered_requests.pop(group_id) for group_id in group_ids])
@@ -478,6 +482,41 @@ def test_groups_that_are_sampled_again_may_not_be_rejected_too_often(
         replace_groups()
 
 
+@dataclass
+class CountingQueue:
+    """The engine behind a queue, which counts what it has sampled."""
+
+    queue: SimulatedQueue
+    url: str = "http://engine"
+
+    def generated_tokens(self) -> int:
+        return 4 * 3 * self.queue.deliveries.total()
+
+
+@pytest.mark.parametrize("num_lost", [1, 2])
+@pytest.mark.parametrize("num_readings", [1, 2, 3])
+def test_the_engines_and_the_run_count_what_is_sampled_again(
+    num_lost: int, num_readings: int
+) -> None:
+    """A collector ends after its batch was counted, with several readings before it is trained."""
+    run = make_run("uniform", max_staleness=0, seed=0)
+    counter = TokenCounter([CountingQueue(run.queue)], print)
+    batch = run.sampler.sample(1)
+    assert counter.compare(run.sampler.count_tokens()) == TokenComparison(4 * 12, 0)
+    run.queue.lost_ids = set(batch.delivered_ids[:num_lost])
+    counter.restart()
+    for _ in range(num_readings):
+        comparison = counter.compare(run.sampler.count_tokens())
+        assert comparison is None or comparison == TokenComparison(0, 0)
+    batch = run.sampler.replace_lost(1, batch)
+    assert batch.generated_tokens == sum(map(sampled_tokens, batch.groups)) == 4 * 12
+    comparison = counter.compare(run.sampler.count_tokens())
+    assert comparison in (None, TokenComparison(num_lost * 12, 0))
+    assert (comparison is None) == (num_readings == 1)
+    run.sampler.sample(2)
+    assert counter.compare(run.sampler.count_tokens()) == TokenComparison(4 * 12, 0)
+
+
 @pytest.mark.parametrize("saves", [True, False])
 def test_a_batch_that_is_sampled_again_in_vain_is_an_error_of_its_own_step(saves: bool) -> None:
     """A checkpoint finds it, or an earlier step that is taken."""
@@ -614,6 +653,7 @@ def test_batches_of_a_checkpoint_are_all_read_when_the_first_is_taken() -> None:
         }
     )
     batch = run.ahead.take(1, run.sampler)
+    assert run.sampler.count_tokens() == 0, "no engine has sampled them"
     assert run.queue.lost_ids == set() and set(run.queue.deliveries) == set(ids)
     assert batch.metrics()["rollout/repeated"] == 0.0
     assert batch.generated_tokens == batches[1].generated_tokens
