@@ -258,7 +258,7 @@ class _Opener:
             bad=self.bad_rows.count,
             duplicates=sum(split.duplicates for split in splits),
             overlapping=sum(split.overlapping for split in splits),
-            num_reserved=sum(split.num_reserved for split in splits),
+            num_reserved=sum(len(split.reserved) for split in splits),
             examples=tuple(self.bad_rows.examples),
             messages=tuple(self.bad_rows.messages),
         )

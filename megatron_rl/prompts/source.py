@@ -182,8 +182,8 @@ class PromptSource:
         if cursor.digest != self._digest:
             raise PromptDataError(
                 f"run.resume: the checkpoint's run had other training prompts than the "
-                f"{len(self.train)} here. Give it the same data.* and the same files, or start "
-                "another run"
+                f"{len(self.train)} here. Give it the same data.*, files and chat template, or "
+                "start another run"
             )
         indices = self._indices_in(cursor.epoch_range)
         range_digest = _digest_of_range(indices, cursor.epoch_range)

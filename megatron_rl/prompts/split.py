@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
 from megatron_rl.prompts.question import BadRows, PromptDataError, Question, identity_of_text
 
@@ -24,17 +24,14 @@ class Split:
 
     duplicates: number of rows left out because they repeat a question.
     overlapping: number of training rows left out because their question is held out.
-    num_reserved: number of questions that are in neither side, because another data.num_eval holds
-    them out.
-    withheld: identities of all questions of the file that never train, whether held out or not.
+    reserved: questions that are in neither side, because another data.num_eval holds them out.
     """
 
     train: list[Question]
     held_out: list[Question]
     duplicates: int = 0
     overlapping: int = 0
-    num_reserved: int = 0
-    withheld: frozenset[str] = frozenset()
+    reserved: Sequence[Question] = ()
 
 
 def split_generator(
@@ -84,21 +81,24 @@ def hold_out(
     hashes, one in eight, or one in four of a small file. They never train, so runs with different
     `num_eval` on one file do not train on each other's held-out questions.
 
-    A repeated question is used once. If it is repeated with another answer, it is a bad row.
+    A repeated question is used once. So is a prompt that the chat template writes for several
+    questions, which does not change what is reserved. With another answer, it is a bad row.
+
     section: that of the keys, for messages.
 
     Raises `PromptDataError` if fewer than `num_eval` questions are reserved, or if the file has a
     single question.
     """
-    unique, duplicates = _drop_duplicates(questions, bad_rows)
+    unique, duplicates = _drop_repeats(questions, _identity, bad_rows)
     if len(unique) < 2:
         raise PromptDataError(
             f"{section}.num_eval={num_eval}: the file has only {len(unique)} usable question, so "
             "none is left to train on. Add questions, or name a file of held-out questions in "
             f"{section}.eval_path"
         )
-    by_rank = sorted(unique, key=lambda question: (_rank(question.identity), question.identity))
-    reserve = by_rank[: _reserve_size(by_rank)]
+    reserve = _reserve_of(unique)
+    reserved_identities = {question.identity for question in reserve}
+    reserve, reserve_repeats = _drop_repeats(reserve, _text, bad_rows)
     if num_eval > len(reserve):
         raise PromptDataError(
             f"{section}.num_eval={num_eval}: the file reserves {len(reserve)} of its {len(unique)} "
@@ -106,15 +106,23 @@ def hold_out(
             f"out. Set at most {section}.num_eval={len(reserve)}, or name a file of held-out "
             f"questions in {section}.eval_path"
         )
-    reserved_identities = {question.identity for question in reserve}
+    train = [question for question in unique if question.identity not in reserved_identities]
+    train, overlapping = _drop_held_out(train, reserve, bad_rows)
+    train, train_repeats = _drop_repeats(train, _text, bad_rows)
     held_out_identities = {question.identity for question in reserve[:num_eval]}
     return Split(
-        train=[question for question in unique if question.identity not in reserved_identities],
+        train=train,
         held_out=[question for question in unique if question.identity in held_out_identities],
-        duplicates=duplicates,
-        num_reserved=len(reserve) - num_eval,
-        withheld=frozenset(reserved_identities),
+        duplicates=duplicates + reserve_repeats + train_repeats,
+        overlapping=overlapping,
+        reserved=reserve[num_eval:],
     )
+
+
+def _reserve_of(unique: Sequence[Question]) -> list[Question]:
+    """Return the questions that a file reserves, in the order of their hashes."""
+    by_rank = sorted(unique, key=lambda question: (_rank(question.identity), question.identity))
+    return by_rank[: _reserve_size(by_rank)]
 
 
 def _reserve_size(by_rank: Sequence[Question]) -> int:
@@ -134,17 +142,12 @@ def _reserve_size(by_rank: Sequence[Question]) -> int:
 def keep_apart(train: Sequence[Question], held_out: Sequence[Question], bad_rows: BadRows) -> Split:
     """Split two files: questions that are held out are left out of the training questions.
 
-    An id on both sides that names two different questions makes the held-out one a bad row.
+    A training question that is held out with another answer is a bad row. An id on both sides that
+    names two different questions makes the held-out one a bad row.
     """
-    unique_train, train_duplicates = _drop_duplicates(train, bad_rows)
-    unique_held_out, held_out_duplicates = _drop_duplicates(held_out, bad_rows)
-    held_out_identities = {question.identity for question in unique_held_out}
-    distinct_train = []
-    for question in unique_train:
-        if question.identity in held_out_identities:
-            bad_rows.leave_out(question.origin, "the question is held out, too")
-        else:
-            distinct_train.append(question)
+    unique_train, train_duplicates = _drop_all_repeats(train, bad_rows)
+    unique_held_out, held_out_duplicates = _drop_all_repeats(held_out, bad_rows)
+    distinct_train, overlapping = _drop_held_out(unique_train, unique_held_out, bad_rows)
     origin_by_id = {question.id: question.origin for question in distinct_train}
     distinct_held_out = []
     for question in unique_held_out:
@@ -160,7 +163,7 @@ def keep_apart(train: Sequence[Question], held_out: Sequence[Question], bad_rows
         distinct_train,
         distinct_held_out,
         duplicates=train_duplicates + held_out_duplicates,
-        overlapping=len(unique_train) - len(distinct_train),
+        overlapping=overlapping,
     )
 
 
@@ -168,58 +171,129 @@ def keep_sources_apart(splits: Mapping[str, Split], bad_rows: BadRows) -> dict[s
     """Leave out of every source's training questions what any source holds out or reserves.
 
     Questions are the same if their identities or their texts are, apart from case and white space.
-    A question whose text is in two sources stays in the first of them.
+    A question whose text is in two sources stays in the first of them. If it has another answer in
+    the second one, it is a bad row there.
     """
-    withheld: set[str] = set()
-    for split in splits.values():
-        withheld |= split.withheld
-        for question in split.held_out:
-            withheld |= {question.identity, identity_of_text(question.text)}
-    first_by_text: dict[str, Question] = {}
-    first_held_out: dict[str, Question] = {}
+    withheld = [q for split in splits.values() for q in (*split.held_out, *split.reserved)]
+    without_held_out = [
+        _drop_held_out(split.train, withheld, bad_rows) for split in splits.values()
+    ]
+    train = _drop_repeats_between([questions for questions, _ in without_held_out], bad_rows)
+    # What one source holds out stays held out if another one only reserves it.
+    held_out_and_reserved = _drop_repeats_between(
+        [split.held_out for split in splits.values()]
+        + [split.reserved for split in splits.values()],
+        bad_rows,
+    )
     results = {}
-    for name, split in splits.items():
-        train = []
-        for question in split.train:
-            text = identity_of_text(question.text)
-            first = first_by_text.setdefault(text, question)
-            if text in withheld or question.identity in withheld:
-                bad_rows.leave_out(question.origin, "the question is held out in another source")
-            elif first is not question:
-                bad_rows.leave_out(question.origin, f"repeats the question of {first.origin}")
-            else:
-                train.append(question)
-        held_out = [
-            question
-            for question in split.held_out
-            if first_held_out.setdefault(identity_of_text(question.text), question) is question
-        ]
-        num_missing = len(split.train) - len(train)
-        results[name] = replace(
-            split, train=train, held_out=held_out, overlapping=split.overlapping + num_missing
+    for index, (name, split) in enumerate(splits.items()):
+        sides = (train[index], *held_out_and_reserved[index :: len(splits)])
+        train_side, held_out_side, reserved_side = (questions for questions, _ in sides)
+        results[name] = Split(
+            train_side,
+            held_out_side,
+            duplicates=split.duplicates + sum(num_repeats for _, num_repeats in sides),
+            overlapping=split.overlapping + without_held_out[index][1],
+            reserved=reserved_side,
         )
     return results
 
 
-def _drop_duplicates(
+def _identity(question: Question) -> str:
+    return question.identity
+
+
+def _text(question: Question) -> str:
+    return identity_of_text(question.text)
+
+
+def _drop_all_repeats(
     questions: Sequence[Question], bad_rows: BadRows
 ) -> tuple[list[Question], int]:
-    """Return the first question of each identity, and the number of duplicates."""
-    first_by_identity: dict[str, Question] = {}
-    duplicates = 0
+    """Return the first question of each identity and of each text, and the number of repeats."""
+    unique, num_questions = _drop_repeats(questions, _identity, bad_rows)
+    unique, num_prompts = _drop_repeats(unique, _text, bad_rows)
+    return unique, num_questions + num_prompts
+
+
+def _drop_repeats(
+    questions: Sequence[Question], key: Callable[[Question], str], bad_rows: BadRows
+) -> tuple[list[Question], int]:
+    """Return the first question of each key, and the number of repeats."""
+    first_by_key: dict[str, Question] = {}
+    num_repeats = 0
     for question in questions:
-        first = first_by_identity.setdefault(question.identity, question)
-        if first is question:
-            continue
-        if first.answer == question.answer:
-            duplicates += 1
-            bad_rows.leave_out(question.origin, f"repeats the question of {first.origin}")
+        first = first_by_key.setdefault(key(question), question)
+        if first is not question:
+            is_same = first.answer == question.answer
+            num_repeats += _leave_out(question, first, bad_rows, is_same_answer=is_same)
+    return list(first_by_key.values()), num_repeats
+
+
+def _drop_repeats_between(
+    sides: Sequence[Sequence[Question]], bad_rows: BadRows
+) -> list[tuple[list[Question], int]]:
+    """Leave out of each side the texts of an earlier side. Returns the number of repeats with each.
+
+    The texts of one side may be equal apart from case and white space.
+    """
+    first_by_text: dict[str, Question] = {}
+    results = []
+    for questions in sides:
+        rest, num_repeats = _drop_known(questions, first_by_text, {}, bad_rows)
+        results.append((rest, num_repeats))
+        for question in rest:
+            first_by_text.setdefault(_text(question), question)
+    return results
+
+
+def _drop_held_out(
+    train: Sequence[Question], held_out: Sequence[Question], bad_rows: BadRows
+) -> tuple[list[Question], int]:
+    """Leave out the training questions that are held out. Returns the number of them, too."""
+    by_text = {_text(question): question for question in held_out}
+    by_identity = {question.identity: question for question in held_out}
+    return _drop_known(train, by_text, by_identity, bad_rows, ", which is held out,")
+
+
+def _drop_known(
+    questions: Sequence[Question],
+    by_text: Mapping[str, Question],
+    by_identity: Mapping[str, Question],
+    bad_rows: BadRows,
+    note: str = "",
+) -> tuple[list[Question], int]:
+    """Leave out questions with the text or the identity of another one. Returns their number, too.
+
+    Variants of a question may have different answers.
+    """
+    rest = []
+    num_repeats = 0
+    for question in questions:
+        same_text = by_text.get(_text(question))
+        first = same_text or by_identity.get(question.identity)
+        if first is None:
+            rest.append(question)
         else:
-            bad_rows.report(
-                question.origin,
-                f"repeats the question of {first.origin} with another answer ({question.answer!r})",
-            )
-    return list(first_by_identity.values()), duplicates
+            is_same = same_text is None or same_text.answer == question.answer
+            num_repeats += _leave_out(question, first, bad_rows, is_same_answer=is_same, note=note)
+    return rest, num_repeats
+
+
+def _leave_out(
+    question: Question, first: Question, bad_rows: BadRows, *, is_same_answer: bool, note: str = ""
+) -> bool:
+    """Record a repeated question. Returns False if it is a bad row: it has another answer.
+
+    note: about the first one, for the message.
+    """
+    what = "question" if question.identity == first.identity else "prompt"
+    reason = f"repeats the {what} of {first.origin}{note}"
+    if is_same_answer:
+        bad_rows.leave_out(question.origin, reason.removesuffix(","))
+    else:
+        bad_rows.report(question.origin, f"{reason} with another answer ({question.answer!r})")
+    return is_same_answer
 
 
 def _rank(identity: str) -> int:

@@ -15,8 +15,8 @@ from megatron_rl.environments.demonstration import Demonstration
 from megatron_rl.models.chat_template import ChatTemplate
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import _PromptBuilder
-from megatron_rl.prompts.question import BadRows, PromptDataError
-from megatron_rl.prompts.split import keep_apart
+from megatron_rl.prompts.question import BadRows, PromptDataError, Question
+from megatron_rl.prompts.split import hold_out, keep_apart
 from tests.support.policies import TWO_DIGIT_ADDITION
 from tests.support.question_files import read_jsonl
 from tests.support.scripted_model import ScriptedModel, open_episode
@@ -226,3 +226,114 @@ def test_demonstrations_that_the_template_writes_otherwise_are_bad_rows(
     with pytest.raises(PromptDataError, match=words):
         build(demonstration=True)
     assert len(build()) == 1  # only supervised training needs the demonstration
+
+
+SHORT = "{% for m in messages %}{{ m.content }} {% endfor %}"
+LAST = "{{ (messages | last).content }}="
+TEMPLATES = (PLAIN, SHORT, LAST)
+
+
+def read_chats(
+    folder: Path, rows: Sequence[Mapping[str, Any]], template: str = PLAIN
+) -> list[Question]:
+    directory = folder / "model"
+    shutil.copytree(TWO_DIGIT_ADDITION, directory, dirs_exist_ok=True)
+    (directory / "chat_template.jinja").write_text(template)
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return read_jsonl(file, BadRows("fail"), key="k", render=ChatTemplate(directory).prompt)
+
+
+@pytest.mark.parametrize("size", [20, 60, 700])
+def test_no_template_moves_a_chat_to_the_other_side(tmp_path: Path, size: int) -> None:
+    system = {"role": "system", "content": "add"}
+    rows = [
+        {"messages": [system, {"role": "user", "content": f"{n}+1"}], "answer": n + 1}
+        for n in range(size)
+    ]
+    splits = [
+        hold_out(read_chats(tmp_path, rows, template), 2, BadRows("fail")) for template in TEMPLATES
+    ]
+    texts = {split.train[0].text for split in splits}
+    assert len(texts) == len(TEMPLATES), "do the templates differ?"
+    for side in ("train", "held_out", "reserved"):
+        first, *others = [[q.id for q in getattr(split, side)] for split in splits]
+        assert first and all(ids == first for ids in others)
+
+
+def with_call(name: str = "add", call_id: str = "c1", **changes: Any) -> list[dict[str, Any]]:
+    call = {"id": call_id, "function": {"name": name, "arguments": '{"a": 2, "b": 1}'}}
+    return [USER, ASSISTANT | {"tool_calls": [call]}, RESULT | {"tool_call_id": call_id} | changes]
+
+
+FLAT_CALL = {"arguments": {"b": 1, "a": 2}, "name": "add", "unit": None}
+SAME_CHATS = [
+    ({"messages": [USER]}, {"messages": [USER | {"content": " 2+2\n", "name": None}]}),
+    (
+        {"messages": [{"role": "user", "content": "Add 1  and 2"}]},
+        {"messages": [{"role": "user", "content": "add 1 and\t2"}], "tools": []},
+    ),
+    ({"messages": with_call()}, {"messages": with_call(call_id="call-9d2")}),
+    (
+        {"messages": with_call()},
+        {"messages": [USER, ASSISTANT | {"tool_calls": [FLAT_CALL]}, RESULT]},
+    ),
+    ({"messages": [USER]}, {"messages": [USER, {"role": "assistant", "content": "4"}]}),
+    ({"messages": [USER]}, {"messages": [USER], "response": "4"}),
+]
+OTHER_CHATS = [
+    ({"messages": [USER]}, {"messages": [{"role": "system", "content": "add"}, USER]}),
+    ({"messages": [USER]}, {"messages": [USER], "tools": [TOOL]}),
+    ({"messages": [USER]}, {"messages": [USER | {"role": "tool"}]}),
+    ({"messages": [USER]}, {"messages": [USER, USER]}),
+    ({"messages": with_call()}, {"messages": with_call(name="subtract")}),
+    ({"messages": with_call()}, {"messages": with_call(content="5")}),
+    (
+        {"messages": [{"role": "user", "content": "1 2"}]},
+        {"messages": [{"role": "user", "content": "12"}]},
+    ),
+    ({"messages": [USER]}, {"prompt": "2+2"}),
+]
+
+
+@pytest.mark.parametrize(("first", "second"), SAME_CHATS)
+def test_the_same_chat_has_one_identity(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    a, b = read_chats(tmp_path, [first | {"answer": 4}, second | {"answer": 4}])
+    assert a.identity == b.identity
+
+
+@pytest.mark.parametrize(("first", "second"), OTHER_CHATS)
+def test_other_chats_have_other_identities(
+    tmp_path: Path, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    a, b = read_chats(tmp_path, [first | {"answer": 4}, second | {"answer": 4}], TOOLS_FIRST)
+    assert a.identity != b.identity
+
+
+def test_chats_for_which_the_template_writes_one_prompt_are_reported(tmp_path: Path) -> None:
+    rows = [
+        {"messages": [{"role": "system", "content": rule}, USER], "answer": answer}
+        for rule, answer in (("add", 4), ("multiply", 4), ("say 5", 5))
+    ]
+    other = {"messages": [USER | {"content": "1+1"}], "answer": 2}
+    bad_rows = BadRows("skip")
+    split = keep_apart([], read_chats(tmp_path, [*rows, other], LAST), bad_rows)
+    assert [q.text for q in split.held_out] == ["2+2=", "1+1="]
+    assert (split.duplicates, bad_rows.count) == (1, 1)
+    assert "line 2: repeats the prompt of " in bad_rows.messages[0]
+    assert "another answer ('5')" in bad_rows.messages[1]
+    split = keep_apart([], read_chats(tmp_path, [*rows, other], SHORT), BadRows("fail"))
+    assert len(split.held_out) == 4
+    with pytest.raises(PromptDataError, match=r"line 3: repeats the prompt of .*another answer"):
+        keep_apart([], read_chats(tmp_path, [*rows, other], LAST), BadRows("fail"))
+
+
+def test_a_row_with_the_text_of_a_chat_does_not_train_if_that_is_held_out(tmp_path: Path) -> None:
+    chat, text = read_chats(
+        tmp_path, [{"messages": [USER], "answer": 4}, {"prompt": "2+2 =", "answer": 4}], "2+2 ="
+    )
+    assert text.identity == "2+2 =" != chat.identity
+    for train, held_out in (([text], [chat]), ([chat], [text])):
+        assert keep_apart(train, held_out, BadRows("fail")).overlapping == 1

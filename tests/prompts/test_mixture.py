@@ -273,7 +273,7 @@ def test_what_one_source_holds_out_no_other_trains(tmp_path: Path, tokenizer: To
     for source in alone:
         assert not {prompt.token_ids for prompt in source.held_out} & set(train_tokens)
     assert len(train_tokens) < sum(len(source.train) for source in alone)
-    assert "held out in another source" in mixture.excluded_rows.report()
+    assert ", which is held out\n" in mixture.excluded_rows.report()
 
 
 def test_a_variant_of_a_held_out_question_does_not_train() -> None:
@@ -294,6 +294,73 @@ def test_a_training_text_does_not_hide_a_held_out_one() -> None:
         {"a": Split([text], []), "b": Split([], [replace(text, id="y")])}, BadRows("fail")
     )
     assert results["a"].train == [] and len(results["b"].held_out) == 1
+
+
+def make_question(text: str, answer: str = "1", *, origin: str = "") -> Question:
+    return Question(id=text, text=text, answer=answer, task="t", origin=origin)
+
+
+SIDES = ("train", "held_out", "reserved")
+
+
+@pytest.mark.parametrize("second_side", SIDES)
+@pytest.mark.parametrize("first_side", SIDES)
+def test_a_question_with_two_answers_in_two_sources_is_a_bad_row(
+    first_side: str, second_side: str
+) -> None:
+    first = make_question("2+2=", "4", origin="a 1")
+    second = make_question(" 2+2=", "5", origin="b 1")
+    other = make_question("1+1=", "2")
+    sides: dict[str, list[Question]] = {side: [] for side in SIDES}
+    splits = {
+        "a": Split(**sides | {first_side: [first]}),
+        "b": Split(**sides | {second_side: [second, other]}),
+    }
+    words = r"(b 1: .*a 1.*another answer \('5'\)|a 1: .*b 1.*another answer \('4'\))"
+    with pytest.raises(PromptDataError, match=words):
+        keep_sources_apart(splits, BadRows("fail"))
+    bad_rows = BadRows("skip")
+    results = keep_sources_apart(splits, bad_rows)
+    assert bad_rows.count == 1
+    rest = [q for split in results.values() for side in SIDES for q in getattr(split, side)]
+    assert len(rest) == 2 and other in rest
+    assert sum(split.duplicates + split.overlapping for split in results.values()) == 0
+    if (first_side, second_side) == ("train", "held_out"):
+        assert rest == [second, other], "an evaluation keeps its question"
+
+
+@pytest.mark.parametrize("second_side", SIDES)
+@pytest.mark.parametrize("first_side", SIDES)
+def test_each_question_of_two_sources_is_counted(first_side: str, second_side: str) -> None:
+    sides: dict[str, list[Question]] = {side: [] for side in SIDES}
+    splits = {
+        "a": Split(**sides | {first_side: [make_question("x")]}),
+        "b": Split(**sides | {second_side: [make_question("X")]}, duplicates=3, overlapping=2),
+    }
+    bad_rows = BadRows("fail")
+    results = keep_sources_apart(splits, bad_rows)
+    is_overlap = (first_side == "train") != (second_side == "train")
+    assert sum(split.overlapping for split in results.values()) == 2 + is_overlap
+    assert sum(split.duplicates for split in results.values()) == 3 + (not is_overlap)
+    assert len(bad_rows.messages) == 1
+    if "held_out" in (first_side, second_side):
+        assert sum(len(split.held_out) for split in results.values()) == 1
+
+
+def test_texts_of_one_source_may_differ_in_case_alone() -> None:
+    """A generator decides by itself which of its questions are the same."""
+    split = Split([make_question("sort bA", "A"), make_question("sort Ba", "B")], [])
+    results = keep_sources_apart({"a": split}, BadRows("fail"))
+    assert results["a"].train == split.train
+
+
+def test_variants_with_other_answers_are_no_contradiction() -> None:
+    held_out, variant = (
+        Question(id=text, text=text, answer=text, task="t", identity="i") for text in "12"
+    )
+    bad_rows = BadRows("fail")
+    results = keep_sources_apart({"a": Split([variant], []), "b": Split([], [held_out])}, bad_rows)
+    assert results["a"].train == [] and results["a"].overlapping == 1
 
 
 @pytest.mark.parametrize(

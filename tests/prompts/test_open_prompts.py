@@ -116,7 +116,8 @@ def test_prompts_that_the_model_cannot_read_are_bad_rows(
 def test_every_excluded_row_is_reported_with_its_reason(
     tokenizer: Tokenizer, tmp_path: Path, held_out_file: str
 ) -> None:
-    path = write_rows(tmp_path / "t.jsonl", "1+1=", "Übung", "1+1=", "2+2=", "3+1=")
+    texts = ("1+1=", "Übung", "1+1=", "2+2=", "3+1=")
+    path = write_rows(tmp_path / "t.jsonl", *texts, answer="4")
     source = open_source(
         "jsonl", tokenizer, on_bad_row="skip", train_path=path, eval_path=held_out_file
     )
@@ -125,7 +126,7 @@ def test_every_excluded_row_is_reported_with_its_reason(
     assert sorted(messages) == [
         f"{path} line 2: the tokenizer has no token for 'Ü'",
         f"{path} line 3: repeats the question of {path} line 1",
-        f"{path} line 5: the question is held out, too",
+        f"{path} line 5: repeats the question of {held_out_file} line 1, which is held out",
     ]
 
 

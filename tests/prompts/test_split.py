@@ -1,3 +1,4 @@
+import re
 from collections.abc import Callable, Iterator
 from itertools import count, cycle, islice
 
@@ -70,7 +71,7 @@ def hold_out_texts(size: int, num_eval: int) -> tuple[set[str], set[str]] | None
         assert "data.eval_path" in str(error)
         return None
     assert len(split.held_out) == num_eval
-    assert len(split.train) + len(split.held_out) + split.num_reserved == size
+    assert len(split.train) + len(split.held_out) + len(split.reserved) == size
     return set(texts_of(split.train)), set(texts_of(split.held_out))
 
 
@@ -155,6 +156,51 @@ def test_held_out_questions_leave_the_training_file() -> None:
     split = keep_apart(train, held_out, BadRows("fail"))
     assert texts_of(split.train) == ["b"]
     assert split.overlapping == 1
+
+
+def test_a_training_question_that_is_held_out_with_another_answer_is_a_bad_row() -> None:
+    train = [make_question("2+2=", "4", "t 1"), make_question("b")]
+    held_out = [make_question("2+2=", "5", "e 1"), make_question("c")]
+    words = r"t 1: repeats the question of e 1, which is held out, with another answer \('4'\)"
+    with pytest.raises(PromptDataError, match=words):
+        keep_apart(train, held_out, BadRows("fail"))
+    bad_rows = BadRows("skip")
+    split = keep_apart(train, held_out, bad_rows)
+    assert (texts_of(split.train), texts_of(split.held_out)) == (["b"], ["2+2=", "c"])
+    assert (split.overlapping, bad_rows.count) == (0, 1)
+
+
+def make_chat(number: int, text: str, answer: str = "1") -> Question:
+    """A question whose identity is not its text, as that of a row with messages."""
+    return Question(str(number), text, answer, "t", identity=f"chat {number}")
+
+
+@pytest.mark.parametrize("num_prompts", [400, 60, 10, 2, 1])
+def test_prompts_do_not_change_which_questions_are_reserved(num_prompts: int) -> None:
+    """A template that drops parts of the chats writes the same prompt for several of them."""
+    chats = [make_chat(i, f"prompt {i}") for i in range(400)]
+    same_prompts = [make_chat(i, f"prompt {i % num_prompts}") for i in range(400)]
+    whole = hold_out(chats, 1, BadRows("fail"))
+    split = hold_out(same_prompts, 1, BadRows("fail"))
+    for side in ("train", "held_out", "reserved"):
+        ids = {q.id for q in getattr(split, side)}
+        assert ids <= {q.id for q in getattr(whole, side)} | {q.id for q in whole.reserved}
+    assert {q.id for q in split.train} <= {q.id for q in whole.train}
+    prompts = texts_of(split.train) + texts_of(split.held_out) + texts_of(list(split.reserved))
+    assert sorted(prompts) == sorted({q.text for q in same_prompts}), "each prompt is used once"
+    assert len(prompts) + split.duplicates + split.overlapping == 400
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_a_prompt_with_two_answers_is_a_bad_row(apart: bool) -> None:
+    chats = [make_chat(i, f"prompt {i}") for i in range(40)]
+    chats += [make_chat(i + 40, f"prompt {i}", "2") for i in range(40)]
+    bad_rows = BadRows("skip")
+    sides = (chats[::2], chats[1::2])
+    split = keep_apart(*sides, bad_rows) if apart else hold_out(chats, 4, bad_rows)
+    assert bad_rows.count == 40 and split.duplicates == split.overlapping == 0
+    assert all(re.search(r"repeats the prompt of \d+.* with another", m) for m in bad_rows.messages)
+    assert len(split.train) + len(split.held_out) + len(split.reserved) == 40
 
 
 def test_an_id_of_two_questions_in_both_files_is_a_bad_row() -> None:

@@ -5,6 +5,7 @@ Readers of other formats write each row as such an object, so a row means the sa
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from decimal import Decimal
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from megatron_rl.prompts.question import Question
+from megatron_rl.prompts.question import Question, identity_of_text
 
 # No model reads so long a prompt. A file without line ends must not fill the memory.
 MAX_ROW_BYTES = 16 * 2**20
@@ -89,12 +90,14 @@ class _Conversation:
     """text: the model's input. response: that of the row, "" without one.
 
     demonstration: the response as the model writes it. problem: why there is none.
+    identity: as of `Question`.
     """
 
     text: str
     response: str
     demonstration: str
     problem: str = ""
+    identity: str = ""
 
 
 def parse_question(
@@ -128,6 +131,7 @@ def parse_question(
         difficulty="" if fields.difficulty is None else str(fields.difficulty),
         demonstration=conversation.demonstration,
         demonstration_problem=conversation.problem,
+        identity=conversation.identity,
     )
 
 
@@ -146,11 +150,44 @@ def _parse_conversation(row: _Row, render: Render) -> _Conversation:
     tools = [_without_nulls(tool) for tool in row.tools or ()]
     text = render(messages, tools)
     response = last_message or response
+    demonstration = ""
+    problem = ""
     try:
         demonstration = _render_response(response, messages, tools, text, render)
     except ValueError as error:
-        return _Conversation(text, response, "", str(error))
-    return _Conversation(text, response, demonstration)
+        problem = str(error)
+    identity = _identity_of_chat(messages, tools)
+    return _Conversation(text, response, demonstration, problem, identity)
+
+
+def _identity_of_chat(messages: Sequence[ChatMessage], tools: Sequence[Mapping[str, Any]]) -> str:
+    """Return the texts of messages and tools, which identify a question under every chat template.
+
+    Case and white space do not count, nor do the ids of calls.
+    """
+    chat = [_without_call_ids(message) for message in messages]
+    return json.dumps(_identify_texts([chat, tools]), ensure_ascii=False, sort_keys=True)
+
+
+def _without_call_ids(message: ChatMessage) -> ChatMessage:
+    rest = {name: value for name, value in message.items() if name != "tool_call_id"}
+    if "tool_calls" in rest:
+        functions = [call.get("function", call) for call in rest["tool_calls"]]
+        rest["tool_calls"] = [
+            [function["name"], function.get("arguments", {})] for function in functions
+        ]
+    return rest
+
+
+def _identify_texts(value: Any) -> Any:
+    """Return objects and arrays with all of their texts as `identity_of_text` writes them."""
+    if isinstance(value, str):
+        return identity_of_text(value)
+    if isinstance(value, dict):
+        return {name: _identify_texts(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_identify_texts(inner) for inner in value]
+    return value
 
 
 def _render_response(
