@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import unicodedata
 from collections.abc import Iterable, Sequence
 from functools import cached_property
 from itertools import groupby
@@ -18,6 +19,9 @@ REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 _SPACE = "\N{LOWER ONE EIGHTH BLOCK}"  # stands for a space in SentencePiece's vocabularies
 # Stands before the name of a control token that is text. No text holds such a noncharacter.
 _QUOTE = "\ufdd0"
+# The unknown token of models without one. No vocabulary holds it: they raise, instead of leaving
+# characters out.
+_NO_TOKEN = "\ufdd1"
 # Texts of which one does not merge with what follows
 _ANCHORS = ("\n", "=", ".", "0", "a")
 _REMEDY = "take the file published with the model, or save it again with save_pretrained"
@@ -43,14 +47,24 @@ class Tokenizer:
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, eos_ids: Iterable[int]) -> None:
+        # Files of models for other uses may limit or fill up a text
+        backend.no_truncation()
+        backend.no_padding()
+        if isinstance(backend.model, tokenizers.models.BPE) and backend.model.unk_token is None:
+            backend.model.unk_token = _NO_TOKEN
         self._backend = backend
         self._vocabulary = frozenset(backend.get_vocab(with_added_tokens=True).values())
         self._unknown_id = _unknown_id(backend)
+        # The text that means this token itself
+        self._unknown_name = (
+            "" if self._unknown_id is None else backend.id_to_token(self._unknown_id)
+        )
         self._control_tokens = _control_tokens(backend)
         names = sorted(self._control_tokens, key=len, reverse=True)  # the longest one matches first
         self._control_names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
         self._named = re.compile(f"{_QUOTE}?(?:{self._control_names.pattern})")
         self._adds_space = _adds_space(backend)
+        self._is_dropped_by_character: dict[str, bool] = {}
         self.eos_ids = tuple(dict.fromkeys(eos_ids))
 
     @classmethod
@@ -112,22 +126,35 @@ class Tokenizer:
             first_ids = self.encode(beginning)
             if len(beginning) == len(text) or len(first_ids) > at_most:
                 return first_ids
+        return self._encode_whole(text)
+
+    def _encode_whole(self, text: str) -> tuple[int, ...]:
+        """Return all token ids of a text, as `encode` does."""
+        self._refuse_dropped(text)
         backend = self._backend
         input_text = text
+        unknown_name = self._unknown_name
         if _QUOTE in text:
             backend = self._renamed
             input_text = self._named.sub(_rename, text)
+            unknown_name = self._renamed_piece(unknown_name)
         try:
             encoding = backend.encode(input_text, add_special_tokens=False)
-        except Exception as error:  # a word-level model without an unknown token raises it
-            raise UnknownText(f"the tokenizer cannot encode {text[:80]!r}: {error}") from error
+        except Exception as error:  # a model without an unknown token raises it
+            characters = self._unknown_characters(text)
+            raise _unknown_text(characters, f"{text[:80]!r}: {error}") from error
         ids: list[int] = encoding.ids
-        num_covered = sum(end - start for start, end in encoding.offsets)
-        if num_covered < len(input_text) or self._unknown_id in ids:
-            unknown = self._unknown_characters(text)
-            if unknown:
-                names = ", ".join(map(repr, unknown[:8]))
-                raise UnknownText(f"the tokenizer has no token for {names}")
+        if self._unknown_id in ids:
+            # The normalizer may have joined or divided characters. These are those of the text
+            spans = {
+                input_text[slice(*offsets)]
+                for token, offsets in zip(ids, encoding.offsets, strict=True)
+                if token == self._unknown_id
+            }
+            spans = {span for span in spans if span.strip() != unknown_name}
+            if spans:
+                names = self._unknown_characters("".join(spans)) or self._unknown_characters(text)
+                raise _unknown_text(names or spans)
         return tuple(ids)
 
     def encode_continuation(self, text: str, *, at_most: int | None = None) -> tuple[int, ...]:
@@ -237,17 +264,41 @@ class Tokenizer:
     def _renamed_piece(self, piece: str) -> str:
         return _new_name(piece) if piece in self._control_tokens else piece
 
-    def _unknown_characters(self, text: str) -> list[str]:
-        """Return characters that give the unknown token, or no token, when encoded alone.
+    def _refuse_dropped(self, text: str) -> None:
+        """Raise `UnknownText` for characters that the normalizer or the pre-tokenizer drops.
 
-        White space without a token is not unknown, nor are the names of control tokens.
+        White space may be dropped. An accent that makes one character with the letter before it
+        counts as that character, and the name of a control token as none.
         """
-        unknown = []
-        for character in sorted(set(self._named.sub(_unquoted_name, text))):
-            ids = self._backend.encode(character, add_special_tokens=False).ids
-            if self._unknown_id in ids or (not ids and not character.isspace()):
-                unknown.append(character)
-        return unknown
+        if not any(map(self._is_dropped, _composed(text))):
+            return
+        characters = _composed(self._named.sub(_unquoted_name, text))
+        dropped = set(filter(self._is_dropped, characters))
+        if dropped:
+            raise _unknown_text(dropped)
+
+    def _is_dropped(self, character: str) -> bool:
+        if character not in self._is_dropped_by_character:
+            is_dropped = not character.isspace() and self._ids_alone(character) == []
+            self._is_dropped_by_character[character] = is_dropped
+        return self._is_dropped_by_character[character]
+
+    def _unknown_characters(self, text: str) -> set[str]:
+        """Return the characters without a token, apart from the names of control tokens."""
+        characters = _composed(self._named.sub(_unquoted_name, text))
+        return set(filter(self._is_unknown, characters))
+
+    def _is_unknown(self, character: str) -> bool:
+        ids = self._ids_alone(character)
+        return ids is None or self._unknown_id in ids
+
+    def _ids_alone(self, character: str) -> list[int] | None:
+        """Return the ids of a character that stands alone, None if it has no token."""
+        try:
+            ids: list[int] = self._backend.encode(character, add_special_tokens=False).ids
+        except Exception:  # as in `encode`
+            return None
+        return ids
 
 
 def check_matches_model(tokenizer: Tokenizer, *, vocab_size: int) -> None:
@@ -266,6 +317,21 @@ def check_matches_model(tokenizer: Tokenizer, *, vocab_size: int) -> None:
             "the tokenizer has no end-of-sequence token, so no response would end. Name one as "
             "eos_token in tokenizer_config.json or as eos_token_id in generation_config.json"
         )
+
+
+def _unknown_text(pieces: Iterable[str], rest: str = "") -> UnknownText:
+    """Make the error that names pieces of text without a token.
+
+    rest: the end of the message if there are no pieces.
+    """
+    names = ", ".join(map(repr, sorted(pieces)[:8]))
+    if names:
+        return UnknownText(f"the tokenizer has no token for {names}")
+    return UnknownText(f"the tokenizer cannot encode {rest}")
+
+
+def _composed(text: str) -> set[str]:
+    return set(unicodedata.normalize("NFC", text))
 
 
 def _unknown_id(backend: tokenizers.Tokenizer) -> int | None:
