@@ -1,6 +1,7 @@
 """Draws charts as SVG text for a page in light and dark colours.
 
-Text and axes have the colour of the page's text. The charts are as wide as their place.
+Text and axes have the colour of the page's text, and all else has colours that the page names. The
+charts are as wide as their place.
 """
 
 from __future__ import annotations
@@ -20,9 +21,32 @@ from matplotlib.figure import Figure
 
 from megatron_rl.records.heat_maps import HeatMap
 
-# Okabe and Ito's colours, which people with colour blindness can tell apart; readable on both
-# backgrounds
-COLOURS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#8a6d3b", "#7f7f7f")
+# Okabe and Ito's colours, which people with colour blindness can tell apart, and two more
+COLOURS = (
+    "#0072b2",
+    "#d55e00",
+    "#009e73",
+    "#cc79a7",
+    "#e69f00",
+    "#56b4e9",
+    "#8a6d3b",
+    "#7f7f7f",
+    "#7b5ab8",
+    "#8f9200",
+)
+# The same colours on a dark background
+DARK_COLOURS = (
+    "#4da3e8",
+    "#ff8f4a",
+    "#33c79a",
+    "#e39ac4",
+    "#f0b73d",
+    "#9bdcff",
+    "#cfa96b",
+    "#a9afb8",
+    "#b79df0",
+    "#c9cc45",
+)
 _INK = "#123456"  # stands for the colour of the page's text
 _SIZE_INCHES = (4.2, 2.5)
 _ROW_INCHES = 0.24
@@ -73,9 +97,17 @@ class Chart:
 
 
 def line_chart(
-    title: str, lines: Sequence[Line], *, x_label: str = "step", note: str = ""
+    title: str,
+    lines: Sequence[Line],
+    *,
+    x_label: str = "step",
+    note: str = "",
+    from_zero: bool = False,
 ) -> Chart:
-    """Draw lines, with their intervals as bands."""
+    """Draw lines, with their intervals as bands.
+
+    from_zero: whether the axis begins at 0, so that small changes of a value look small.
+    """
     with _figure(title) as (figure, axes, chart):
         for line in lines:
             marker = "o" if len(line.x) < 30 else None
@@ -91,6 +123,10 @@ def line_chart(
         axes.xaxis.set_major_formatter(mpl.ticker.EngFormatter(sep=""))
         if not any(any(line.y) for line in lines):
             axes.set_ylim(-0.05, 1.0)  # otherwise the axis of zeros has negative numbers
+            axes.set_yticks([0], ["0"])
+        elif from_zero:
+            axes.set_ylim(0.0, 1.15 * axes.get_ylim()[1])
+            axes.yaxis.set_major_formatter(mpl.ticker.FormatStrFormatter("%.2g"))
         axes.grid(color=_INK, alpha=0.12)
         if len({line.label for line in lines}) > 1:
             axes.legend(fontsize=7)
@@ -127,7 +163,7 @@ def bars(title: str, values: Mapping[str, float], *, unit: str, note: str = "") 
         rows = range(len(labels))
         axes.barh(rows, numbers, color=[_colour(index) for index in rows])
         for row, number in zip(rows, numbers, strict=True):
-            axes.text(number, row, f" {number:,.0f}", va="center", fontsize=7)
+            axes.text(number, row, f"\u00a0{number:,.0f}", va="center", fontsize=7)
         axes.set_yticks(rows, labels)
         axes.invert_yaxis()
         axes.margins(x=0.22)
@@ -147,7 +183,7 @@ def waterfall(title: str, total: float, parts: Mapping[str, float], *, note: str
         axes.barh(rows, sizes, left=starts, color=[_colour(min(index, 1)) for index in rows])
         for row, size, start in zip(rows, sizes, starts, strict=True):
             share = size / total if total else 0.0
-            axes.text(start + size, row, f" {share:.1%}", va="center", fontsize=7)
+            axes.text(start + size, row, f"\u00a0{share:.1%}", va="center", fontsize=7)
         axes.set_yticks(rows, labels)
         axes.invert_yaxis()
         axes.margins(x=0.18)
@@ -202,13 +238,24 @@ def _colour(index: int) -> str:
     return COLOURS[index % len(COLOURS)]
 
 
+def page_colour(colour: str) -> str:
+    """Return the name that one of `COLOURS` has in the style of the page, which may be dark."""
+    return f"var(--chart-{COLOURS.index(colour)})"
+
+
 @contextmanager
 def _figure(title: str, height: float = _SIZE_INCHES[1]) -> Iterator[tuple[Figure, Axes, Any]]:
     """Make a figure with one pair of axes, and the function that turns it into SVG."""
-    with mpl.rc_context({**_STYLE, "svg.hashsalt": title}):
+    style = {**_STYLE, "svg.hashsalt": title}
+
+    def chart(drawn_figure: Figure) -> str:
+        with mpl.rc_context(style):  # it decides how text is written
+            return _to_svg(drawn_figure, title)
+
+    with mpl.rc_context(style):
         figure = Figure(figsize=(_SIZE_INCHES[0], height))
         axes = figure.subplots()
-        yield figure, axes, lambda drawn_figure: _to_svg(drawn_figure, title)
+        yield figure, axes, chart
 
 
 def _to_svg(figure: Figure, title: str) -> str:
@@ -218,6 +265,8 @@ def _to_svg(figure: Figure, title: str) -> str:
     svg = _METADATA.sub("", _XML_HEADER.sub("", file.getvalue()))
     prefix = re.sub(r"\W", "_", title)
     svg = _IDENTIFIER.sub(rf"\1{prefix}-", svg).replace(_INK, "currentColor")
+    for colour in COLOURS:
+        svg = svg.replace(colour, page_colour(colour))
     svg = re.sub(r'(<svg[^>]*?) width="[^"]*"', r"\1", svg, count=1)
     svg = re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1)
     return svg.replace("<svg", f'<svg role="img" aria-label="{_escape(title)}"', 1)

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import jinja2
 
+from megatron_rl.records.report.charts import COLOURS, DARK_COLOURS, page_colour
 from megatron_rl.records.report.past_run import PastRun
-from megatron_rl.records.report.sample_views import SampleView, sample_views
+from megatron_rl.records.report.sample_views import PromptView, prompt_views
 from megatron_rl.records.report.sections import colour_of, sections_of
 from megatron_rl.records.run_summary import describe_seconds
 
@@ -30,7 +31,7 @@ _FAULTS = {
 
 @dataclass(frozen=True)
 class RunRow:
-    """A run in the table at the top of the page."""
+    """A run in the table at the top of the page. tokens: sampled for its steps."""
 
     name: str
     colour: str
@@ -54,11 +55,11 @@ class Event:
 
 
 @dataclass(frozen=True)
-class SampleGroup:
+class RunSamples:
     """The samples of one run."""
 
     run: str
-    samples: list[SampleView]
+    prompts: list[PromptView]
 
 
 def render_page(runs: Sequence[PastRun]) -> str:
@@ -74,9 +75,11 @@ def render_page(runs: Sequence[PastRun]) -> str:
         rows=[_row(run, index) for index, run in enumerate(runs)],
         events=[event for run in runs for event in _events(run)],
         sections=sections_of(runs),
-        sample_groups=[
-            SampleGroup(run.name, sample_views(run.samples)) for run in runs if run.samples
+        runs_with_samples=[
+            RunSamples(run.name, prompt_views(run.samples)) for run in runs if run.samples
         ],
+        light_colours=COLOURS,
+        dark_colours=DARK_COLOURS,
     )
 
 
@@ -90,7 +93,7 @@ def _row(run: PastRun, index: int) -> RunRow:
     best = summary.best
     return RunRow(
         name=run.name,
-        colour=colour_of(index),
+        colour=page_colour(colour_of(index)),
         status=run.status,
         accuracy=accuracy,
         best="–" if best is None else f"{best.accuracy:.3f} (step {best.step})",

@@ -11,7 +11,8 @@ import numpy as np
 from megatron_rl.records.samples.sample import Sample
 from megatron_rl.records.samples.visible_text import visible_text
 
-_MAX_SAMPLES = 24
+_MAX_PROMPTS = 6
+_MAX_RESPONSES = 8  # to each prompt
 _MAX_TOKENS = 600
 _MAX_PROMPT_CHARACTERS = 1200
 _FULL_ENTROPY = 2.0  # nats, at which a token has the strongest colour
@@ -33,33 +34,70 @@ class TokenView:
 
 @dataclass(frozen=True)
 class SampleView:
-    """A response on the page. hidden_tokens: how many tokens at its end are not shown."""
+    """A response on the page.
+
+    verdict: in words. verdict_kind: `good`, `bad` or `partial`, which has a colour. hidden_tokens:
+    how many tokens at its end are not shown.
+    """
 
     title: str
+    verdict: str
+    verdict_kind: str
     facts: str
-    prompt: str
-    expected_answer: str
     tokens: tuple[TokenView, ...]
     hidden_tokens: int
 
 
-def sample_views(samples: Sequence[Sample]) -> list[SampleView]:
-    """Return the most telling samples: those that were kept for a reason come first."""
-    samples_by_reason = sorted(samples, key=lambda sample: not sample.kinds)
-    return [_view(sample) for sample in samples_by_reason[:_MAX_SAMPLES]]
+@dataclass(frozen=True)
+class PromptView:
+    """A prompt on the page, with its responses. title: step and id."""
+
+    prompt: str
+    title: str
+    expected_answer: str
+    responses: list[SampleView]
+
+
+def prompt_views(samples: Sequence[Sample]) -> list[PromptView]:
+    """Return some prompts with some responses: those that were kept for a reason come first."""
+    by_group: dict[int, list[Sample]] = {}
+    for sample in sorted(samples, key=lambda sample: not sample.kinds):
+        by_group.setdefault(sample.group, []).append(sample)
+    return [_prompt_view(group) for group in list(by_group.values())[:_MAX_PROMPTS]]
+
+
+def _prompt_view(samples: Sequence[Sample]) -> PromptView:
+    first = samples[0]
+    return PromptView(
+        prompt=visible_text(first.prompt[-_MAX_PROMPT_CHARACTERS:].strip(), keep_newlines=True),
+        title=f"step {first.step}, {first.prompt_id}, {first.group_kind.replace('_', ' ')} group",
+        expected_answer=visible_text(first.expected_answer),
+        responses=[_view(sample) for sample in samples[:_MAX_RESPONSES]],
+    )
 
 
 def _view(sample: Sample) -> SampleView:
     kinds = ", ".join(kind.value.replace("-", " ") for kind in sample.kinds)
-    title = f"step {sample.step}, {sample.prompt_id}, response {sample.sample_index}"
+    title = f"response {sample.sample_index}"
+    verdict, verdict_kind = _verdict(sample)
     return SampleView(
         title=f"{title}: {kinds}" if kinds else title,
+        verdict=verdict,
+        verdict_kind=verdict_kind,
         facts=" · ".join(_facts(sample)),
-        prompt=visible_text(sample.prompt[-_MAX_PROMPT_CHARACTERS:], keep_newlines=True),
-        expected_answer=visible_text(sample.expected_answer),
         tokens=tuple(_token(sample, index) for index in range(len(sample.tokens))[:_MAX_TOKENS]),
         hidden_tokens=max(0, len(sample.tokens) - _MAX_TOKENS),
     )
+
+
+def _verdict(sample: Sample) -> tuple[str, str]:
+    """Return the verdict in words, and its kind."""
+    correctness = sample.verdict.correctness
+    if correctness is None:
+        reward = sample.verdict.reward
+        return ("no reward" if reward is None else f"reward {reward:g}"), "partial"
+    names = {0.0: ("incorrect", "bad"), 1.0: ("correct", "good")}
+    return names.get(correctness, (f"correctness {correctness:g}", "partial"))
 
 
 def _facts(sample: Sample) -> Iterator[str]:
@@ -68,12 +106,8 @@ def _facts(sample: Sample) -> Iterator[str]:
         yield f"no reward ({verdict.reason or 'no reason'})"
     else:
         yield f"reward {verdict.reward:g}"
-    if verdict.correctness is not None:
-        names = {0.0: "incorrect", 1.0: "correct"}
-        yield names.get(verdict.correctness, f"correctness {verdict.correctness:g}")
     if sample.advantage is not None:
         yield f"advantage {sample.advantage:+.3f}"
-    yield f"{sample.group_kind.replace('_', ' ')} group"
     yield f"{len(sample.tokens)} tokens"
     yield f"ended by {sample.finish_reason.value}"
     if not sample.is_trained:

@@ -7,11 +7,13 @@ import pytest
 
 from launch import report
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.records.report.charts import Line, line_chart
+from megatron_rl.contracts.group import Verdict
+from megatron_rl.records.report.charts import COLOURS, DARK_COLOURS, Line, line_chart
 from megatron_rl.records.report.page import render_page
 from megatron_rl.records.report.past_run import read_run, read_runs
 from megatron_rl.records.report.sections import sections_of
 from megatron_rl.records.samples.files import samples_file
+from megatron_rl.records.samples.sample import SampleKind
 from megatron_rl.records.samples.writer import write_samples
 from tests.support.past_runs import write_run
 from tests.support.samples import make_sample
@@ -91,6 +93,80 @@ def test_samples_are_shown_with_their_numbers_and_escaped(tmp_path: Path) -> Non
     assert "&lt;u&gt;17+25=" in page and "<u>" not in page and "<i>" not in page
     assert "\x1b" not in page
     assert "clip-high" in page and "entropy 0.5" in page and "advantage +0.500" in page
+
+
+def test_responses_to_one_question_are_below_it(tmp_path: Path) -> None:
+    """With a word and a colour for each verdict; prompts with a sample kept for a reason first."""
+    directory = run_in(tmp_path, "one")
+    other = make_sample("4", group=0, prompt_id="q1", prompt="1+2=", expected_answer="3")
+    incorrect = Verdict(reward=0.0, correctness=0.0)
+    unknown = Verdict(reward=None, correctness=None, reason="no answer")
+    samples = [
+        other,
+        make_sample("42", kinds=(SampleKind.LONGEST,)),
+        make_sample("43", sample_index=1, verdict=incorrect),
+        make_sample("44", sample_index=2, verdict=Verdict(reward=0.5, correctness=0.5)),
+        make_sample("45", sample_index=3, verdict=unknown),
+    ]
+    write_samples(samples_file(directory, 10), samples, 2**20)
+    page = render_page([read_run(directory, "one")])
+    assert page.count("17+25=") == page.count("expected: 42") == 1
+    assert page.index("17+25=") < page.index("1+2=")
+    badges = re.findall(r'class="badge (\w+)">([^<]+)<', page)
+    assert badges == [
+        ("good", "correct"),
+        ("bad", "incorrect"),
+        ("partial", "correctness 0.5"),
+        ("partial", "no reward"),
+        ("good", "correct"),
+    ]
+
+
+def test_colours_of_charts_can_be_seen_on_both_backgrounds(tmp_path: Path) -> None:
+    page = render_page([read_run(run_in(tmp_path, "one"), "one")])
+    body = page[page.index("<body>") :]
+    assert "var(--chart-0)" in body and not any(colour in body for colour in COLOURS)
+    assert all(colour in page for colour in (*COLOURS, *DARK_COLOURS))
+    assert len(set(DARK_COLOURS)) == len(set(COLOURS)) == len(COLOURS)
+    for colour in DARK_COLOURS:
+        assert contrast(colour, "#1b212a") > 4.5, colour
+
+
+def contrast(one: str, other: str) -> float:
+    """Return the contrast ratio of two colours, as WCAG 2 defines it."""
+
+    def luminance(colour: str) -> float:
+        values = [int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+        red, green, blue = (
+            v / 12.92 if v <= 0.04045 else ((v + 0.055) / 1.055) ** 2.4 for v in values
+        )
+        return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+    low, high = sorted((luminance(one), luminance(other)))
+    return (high + 0.05) / (low + 0.05)
+
+
+def texts(svg: str) -> list[str]:
+    return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
+
+
+def test_an_axis_of_rounding_or_of_zeros_does_not_zoom_in() -> None:
+    rounding = line_chart("t", [Line("a", [1, 2, 3], [7.3e-8, 7.7e-8, 7.4e-8])], from_zero=True)
+    assert "0" in texts(rounding.svg)
+    zeros = line_chart("t", [Line("a", [1, 2], [0.0, 0.0])])
+    assert [text for text in texts(zeros.svg) if text not in ("1", "2", "step")] == ["0"]
+
+
+def test_parts_of_a_step_have_words_and_colours_of_their_own(tmp_path: Path) -> None:
+    directory = run_in(tmp_path, "one", accuracies=(0.25, 0.5, 0.75))
+    file = directory / "metrics.jsonl"
+    parts = '"time/old_policy": 1.0, "time/exchange": 1.0, "time/step"'
+    file.write_text(file.read_text().replace('"time/step"', parts))
+    sections = sections_of([read_run(directory, "one")])
+    charts = {chart.title: chart for section in sections for chart in section.charts}
+    words = texts(charts["Seconds by part of one"].svg)
+    assert "old policy" in words and "old_policy" not in words
+    assert "exchange" not in words and "other" in words
 
 
 def test_damaged_samples_cost_only_the_samples(tmp_path: Path) -> None:
