@@ -17,6 +17,7 @@ from megatron_rl.config.keys import declared_keys
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.prompts.question import BadRows
+from tests.engine.test_smoke_run import NAMES
 from tests.lab import replay_gaps, simulate_selection
 from tests.lab.comparison.__main__ import check_options, plan_runs, read_contest
 from tests.lab.comparison.arguments import make_parser
@@ -30,6 +31,12 @@ DOCUMENTS += sorted(DOCS.glob("*.md"))
 FOLDERS = "launch|docs|tests|kernels|megatron_rl|sglang_bridge|hydra_conf"
 # Options whose value is a directory that an earlier command of the page makes
 DIRECTORY_OPTIONS = ("rollout.recording=runs/", "run.resume=runs/", "selection.beliefs_from=runs/")
+# What a run with ESPO reports in addition to the smoke run, whose metrics its test holds
+ESPO_METRICS = {
+    f"policy/{name}{group}"
+    for name in ("clip_fraction_low", "clip_fraction_high", "epsilon_mean", "ratio_square_mean")
+    for group in ("", "/group0", "/group1")
+} | {"policy/ratio_mean/group0", "sync/bytes/0", "sync/bytes/1/0_of_node_0"}
 TRAINING_SCRIPTS = ("launch/train_rl.py", "launch/preflight.py", "launch/slurm/train_rl.sbatch")
 
 
@@ -205,6 +212,19 @@ def test_the_readme_is_a_front_page() -> None:
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 110
     assert len(text.split()) <= 1000
+
+
+def test_every_metric_is_explained() -> None:
+    """In the first column of a table; capitals stand for names and numbers, `*` for any name."""
+    cells = re.findall(r"^\| (`.*?) \|", (DOCS / "metrics.md").read_text(), flags=re.MULTILINE)
+    names = re.findall(r"`([^`]+)`", " ".join(cells))
+    patterns = [re.sub(r"\\\*|[A-Z]+", "[^/]+", re.escape(name)) for name in names]
+    unexplained_names = {
+        name
+        for name in NAMES | ESPO_METRICS
+        if not any(re.fullmatch(pattern, name) for pattern in patterns)
+    }
+    assert unexplained_names == set()
 
 
 def test_keys_on_the_page_for_users_of_other_trainers_exist() -> None:

@@ -121,16 +121,20 @@ def line_chart(
         axes.set_xlabel(x_label)
         axes.xaxis.set_major_locator(mpl.ticker.MaxNLocator(integer=True, nbins=7))
         axes.xaxis.set_major_formatter(mpl.ticker.EngFormatter(sep=""))
-        if not any(any(line.y) for line in lines):
-            axes.set_ylim(-0.05, 1.0)  # otherwise the axis of zeros has negative numbers
-            axes.set_yticks([0], ["0"])
-        elif from_zero:
-            axes.set_ylim(0.0, 1.15 * axes.get_ylim()[1])
-            axes.yaxis.set_major_formatter(mpl.ticker.FormatStrFormatter("%.2g"))
+        _limit_axis(axes, lines, from_zero=from_zero)
         axes.grid(color=_INK, alpha=0.12)
         if len({line.label for line in lines}) > 1:
             axes.legend(fontsize=7)
     return Chart(title, chart(figure), note)
+
+
+def _limit_axis(axes: Axes, lines: Sequence[Line], *, from_zero: bool) -> None:
+    if not any(any(line.y) for line in lines):
+        axes.set_ylim(-0.05, 1.0)  # otherwise the axis of zeros has negative numbers
+        axes.set_yticks([0], ["0"])
+    elif from_zero:
+        axes.set_ylim(0.0, 1.15 * axes.get_ylim()[1])
+        axes.yaxis.set_major_formatter(mpl.ticker.FormatStrFormatter("%.2g"))
 
 
 def stacked_bars(
