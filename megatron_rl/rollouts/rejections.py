@@ -29,7 +29,8 @@ _MEANINGS = {
     NON_FINITE: "log-probabilities are NaN or infinite, as the weights may be",
     ENDLESS: "the environment requested responses without end",
     NO_RESPONSE: "the environment ended without requesting a response",
-    NO_VERDICT: "the scorer failed, or took longer than reward.timeout_s",
+    NO_VERDICT: "the scorer failed, or took longer than reward.timeout_s; return "
+    "Verdict(reward=0.0, correctness=0.0) for a response that is only incorrect",
     STALE: "sampled with weights older than rollout.max_staleness allows, or older than those that "
     "are evaluated",
     NEVER_SENT: "sampled with a weight version that this run never sent, so another run uses or "

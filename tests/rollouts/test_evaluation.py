@@ -158,7 +158,9 @@ def test_the_message_about_aborted_responses_names_the_key() -> None:
 
 
 def test_an_evaluation_whose_scorer_fails_is_refused() -> None:
-    with pytest.raises(UserClassFailed, match=r"2 of 2 .*\(2 no_verdict \(the scorer failed"):
+    with pytest.raises(
+        UserClassFailed, match=r"2 of 2 .*\(2 no_verdict \(the scorer failed.*reward=0\.0"
+    ):
         accuracy_of([group(NO_VERDICT), group(NO_VERDICT)], 1, 0.1)
     assert accuracy_of([group(CORRECT)] * 9 + [group(NO_VERDICT)], 1, 0.1).num_rejected == 1
 

@@ -70,10 +70,17 @@ def _prompt_view(samples: Sequence[Sample]) -> PromptView:
     first = samples[0]
     return PromptView(
         prompt=visible_text(first.prompt[-_MAX_PROMPT_CHARACTERS:].strip(), keep_newlines=True),
-        title=f"step {first.step}, {first.prompt_id}, {first.group_kind.replace('_', ' ')} group",
+        title=", ".join(_place(first)),
         expected_answer=visible_text(first.expected_answer),
         responses=[_view(sample) for sample in samples[:_MAX_RESPONSES]],
     )
+
+
+def _place(sample: Sample) -> Iterator[str]:
+    yield f"step {sample.step}"
+    yield sample.prompt_id
+    if sample.has_group_kind:
+        yield f"{sample.group_kind.replace('_', ' ')} group"
 
 
 def _view(sample: Sample) -> SampleView:

@@ -100,6 +100,11 @@ class Sample:
     clips: npt.NDArray[np.int8] | None
 
     @property
+    def has_group_kind(self) -> bool:
+        """False for a demonstration, which trains alone: the kind says nothing about it."""
+        return not (self.is_trained and self.group_kind == "too_few_verdicts")
+
+    @property
     def text(self) -> str:
         """The texts of all segments."""
         return "".join(segment.text for segment in self.segments)

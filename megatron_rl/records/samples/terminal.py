@@ -143,7 +143,8 @@ def _verdict(sample: Sample) -> Iterator[str]:
 
 def _training(sample: Sample) -> Iterator[str]:
     yield "trained" if sample.is_trained else "not trained"
-    yield f"group {sample.group_kind}"
+    if sample.has_group_kind:
+        yield f"group {sample.group_kind}"
     if sample.advantage is not None:
         yield f"advantage {sample.advantage:+.3f}"
     if sample.weight != 1:

@@ -3,6 +3,7 @@
 import io
 import json
 import re
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -81,6 +82,13 @@ def test_a_response_that_did_not_train() -> None:
     assert "verdict   no verdict (timeout), no answer\n" in text
     assert "training  not trained, group mixed, weights of version 3\n" in text
     assert "entropy" not in text and "clipped" not in text and "mismatch" not in text
+
+
+def test_a_demonstration_is_in_no_group_of_verdicts() -> None:
+    """It trains alone. Where such a rollout does not train, the kind of its group says why."""
+    alone = make_sample(group_kind="too_few_verdicts")
+    assert "too_few_verdicts" not in show(alone)
+    assert "group too_few_verdicts" in show(replace(alone, is_trained=False))
 
 
 def test_long_texts_have_a_gap_unless_full() -> None:
