@@ -85,7 +85,7 @@ def test_a_response_that_did_not_train() -> None:
 
 
 def test_a_demonstration_is_in_no_group_of_verdicts() -> None:
-    """It trains alone. Where such a rollout does not train, the kind of its group says why."""
+    """Shows no kind of group beside `trained`. A rollout without verdicts keeps it: it says why."""
     alone = make_sample(group_kind="too_few_verdicts")
     assert "too_few_verdicts" not in show(alone)
     assert "group too_few_verdicts" in show(replace(alone, is_trained=False))
