@@ -56,9 +56,8 @@ class Tokenizer:
         self._vocabulary = frozenset(backend.get_vocab(with_added_tokens=True).values())
         self._unknown_id = _unknown_id(backend)
         # The text that means this token itself
-        self._unknown_name = (
-            "" if self._unknown_id is None else backend.id_to_token(self._unknown_id)
-        )
+        unknown_name = None if self._unknown_id is None else backend.id_to_token(self._unknown_id)
+        self._unknown_name = unknown_name or ""
         self._control_tokens = _control_tokens(backend)
         names = sorted(self._control_tokens, key=len, reverse=True)  # the longest one matches first
         self._control_names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
