@@ -167,8 +167,8 @@ def check_rank_memory(
     parts = ", ".join(f"{name} {_gib(size)}" for name, size in largest.parts.items())
     place = "of a GPU" if facts.num_gpus else "for each rank"
     finding = (
-        f"{parts}: {_gib(largest.total)} of {_gib(device_bytes)} GiB {place}, at most, on "
-        f"pipeline stage {largest.stage}"
+        f"at most {_gib(largest.total)} of {_gib(device_bytes)} GiB {place}, on pipeline stage "
+        f"{largest.stage}: {parts}"
     )
     remedy = (
         "More ranks or parallel.ep, .pp, .tp, model.recompute=full or a smaller "

@@ -73,9 +73,9 @@ def unparsable_overrides(overrides: Sequence[str]) -> Iterator[Refusal]:
         if text.startswith("=") or (before[place].endswith("=") and _is_word(text)):
             continue
         if text.endswith("=") and _is_word(after[place]):
-            yield _spaced(text[:-1], after[place])
+            yield _space_refusal(text[:-1], after[place])
         elif _is_word(text) and after[place].startswith("="):
-            yield _spaced(text, after[place][1:] or after[place + 1])
+            yield _space_refusal(text, after[place][1:] or after[place + 1])
         elif parse_override(text) is None:
             yield _unparsable(text)
 
@@ -122,7 +122,7 @@ def _is_word(text: str) -> bool:
     return bool(text) and not text.startswith("-") and "=" not in text
 
 
-def _spaced(key: str, value: str) -> Refusal:
+def _space_refusal(key: str, value: str) -> Refusal:
     return Refusal(key, value, "A setting is key=value, without spaces", f"Write {key}={value}")
 
 

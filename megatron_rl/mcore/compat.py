@@ -20,6 +20,8 @@ from megatron_rl.mcore.gpu_libraries import hide_modules, transformer_engine_fau
 _EXPECTED_WARNINGS = (
     # This module exists because these libraries may be missing.
     ".*(Apex|Transformer Engine).*",
+    # Whether attention is recomputed is a setting of the run.
+    "If you are using transformer_engine as the transformer implementation.*",
     # Megatron calls torch's collectives by their old names.
     ".*reduce_scatter_tensor.*is deprecated.*",
     ".*all_gather_into_tensor.*is deprecated.*",

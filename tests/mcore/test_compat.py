@@ -32,3 +32,26 @@ def test_a_cuda_build_without_a_gpu_is_not_reported_by_each_rank(tmp_path: Path)
     )
     assert f"CUDA_HOME {tmp_path}" in process.stdout, "torch has looked for the toolkit"
     assert "CUDA runtime" not in process.stderr
+
+
+SELECTIVE = """
+from megatron_rl.mcore import compat
+compat.install()
+from megatron.core.transformer import TransformerConfig
+TransformerConfig(
+    num_layers=1, hidden_size=8, num_attention_heads=1,
+    recompute_granularity="selective", recompute_modules=["core_attn"],
+)
+"""
+
+
+def test_selective_recomputation_is_no_warning() -> None:
+    """Each rank would print it at each start, although attention is not Transformer Engine's."""
+    process = subprocess.run(
+        [sys.executable, "-c", SELECTIVE],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert "transformer_engine" not in process.stderr
