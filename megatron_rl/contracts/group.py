@@ -94,7 +94,8 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     rejected_tokens: number of tokens that engines sampled for them, and for responses that were
     sampled again, by reason.
     weight: factor of the group's advantages. A factor other than 1 compensates for groups of the
-    same prompt that were stopped early.
+    same prompt that were stopped early, or for how seldom the prompt is sampled.
+    prompt_weight: the second of these alone, which does not depend on the rollouts.
     environment_error: description of the first error of the environment, "" without one.
     generated_at, scored_at: times of the last response and of the last verdict, in seconds of the
     collector's monotonic clock.
@@ -109,6 +110,7 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     rejections: dict[str, int] = {}
     rejected_tokens: dict[str, int] = {}
     weight: float = 1.0
+    prompt_weight: float = 1.0
     environment_error: str = ""
     generated_at: float = 0.0
     scored_at: float = 0.0

@@ -369,10 +369,11 @@ class RolloutQueue:
         """Drop the groups of a checkpoint that no request asked for. Returns their tokens."""
         return self._partials.saved_groups.drop()
 
-    def hold_saved(self, groups: Iterable[SavedGroup], sampling: Sampling) -> None:
+    def hold_saved(self, groups: Iterable[SavedGroup], sampling: Sampling, group_size: int) -> None:
         """Count finished groups of a checkpoint as delivered and lost, so that they can be read.
 
-        sampling: of groups that are sampled anew, because their collector is lost later.
+        sampling, group_size: of groups that are sampled anew, because their collector is lost
+        later. These are whole groups, also where the checkpoint has a probe.
         """
         for start in groups:
             group = start.group
@@ -380,7 +381,7 @@ class RolloutQueue:
             request = GroupRequest(
                 group_id=group.group_id,
                 prompt=group.prompt,
-                num_samples=len(group.rollouts) + sum(group.rejections.values()),
+                num_samples=group_size,
                 sampling=sampling,
             )
             self._holders[group.group_id] = _Holder(_NO_NODE, 0, request, tokens, tokens, start)
@@ -1057,10 +1058,8 @@ class RolloutQueue:
             self.on_arrival(message, time.monotonic() - outstanding.since)
         if not request.evaluation:
             tokens = message.generated_tokens
-            # Whoever samples a lost probe again does not decide again whether to extend it
-            whole_request = msgspec.structs.replace(request, extension=None)
             saved_tokens = 0 if outstanding.start is None else outstanding.start.num_tokens
-            holder = _Holder(node, self._epochs[node], whole_request, tokens, saved_tokens)
+            holder = _Holder(node, self._epochs[node], request, tokens, saved_tokens)
             self._holders[message.group.group_id] = holder
         # An evaluation measures the current weights, so its rollouts may not be older.
         staleness = 0 if request.evaluation else self._max_staleness

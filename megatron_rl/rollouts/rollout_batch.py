@@ -6,13 +6,13 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-import msgspec
-
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.credit.source_metrics import source_metrics
-from megatron_rl.rollouts.messages import first_id
+from megatron_rl.prompts.selection.restored_step import RestoredStep
+from megatron_rl.prompts.selection.selector import SelectionResult
 from megatron_rl.rollouts.rejections import NON_FINITE, count_unusable, require_usable
+from megatron_rl.rollouts.steps.step_sampling import StepSampling
 
 
 class TooManyRejected(Failure):
@@ -30,7 +30,8 @@ class RolloutBatch:
     generated_tokens: tokens that engines sampled during this step.
     engines_left_out: number of engines that are left out at the end, because they failed.
     delivered_ids: ids under which the rollouts have to be released.
-    parts: by delivered id, the part of a group that came under it.
+    sampling: has the parts of groups that came under these ids, and decides on those that come
+    again. None for a recording.
     num_repeated: requests that were sent again, because a collector was gone.
     selection_metrics: of the prompt selection.
     unused_tokens: those of groups that the step did not need and that are not kept, by their class
@@ -43,7 +44,7 @@ class RolloutBatch:
     stopped_groups: tuple[Group, ...] = ()
     surplus_groups: tuple[Group, ...] = ()
     delivered_ids: tuple[str, ...] = ()
-    parts: Mapping[str, Group] = field(default_factory=dict)
+    sampling: StepSampling | None = None
     num_repeated: int = 0
     selection_metrics: Mapping[str, float] = field(default_factory=dict)
     unused_tokens: Mapping[str, int] = field(default_factory=dict)
@@ -76,34 +77,11 @@ class RolloutBatch:
         )
         return max(0.0, *waits, 0.0)
 
-    def with_parts(self, parts: Mapping[str, Group], *, num_repeated: int) -> RolloutBatch:
-        """Return the batch with other parts under some of the delivered ids.
-
-        num_repeated: the requests for them, which are added.
-        """
-        all_parts = {**self.parts, **parts}
-        merged_groups: dict[str, Group] = {}
-        for part_id in self.delivered_ids:
-            part = all_parts[part_id]
-            # The first part has the id of its group, and comes first
-            first = merged_groups.get(first_id(part_id))
-            merged_group = part if first is None else merge_groups(first, part)
-            merged_groups[first_id(part_id)] = merged_group
-
-        def replace_groups(groups: tuple[Group, ...]) -> tuple[Group, ...]:
-            return tuple(
-                msgspec.structs.replace(merged_groups[group.group_id], weight=group.weight)
-                for group in groups
-            )
-
-        return replace(
-            self,
-            groups=replace_groups(self.groups),
-            stopped_groups=replace_groups(self.stopped_groups),
-            surplus_groups=replace_groups(self.surplus_groups),
-            num_repeated=self.num_repeated + num_repeated,
-            parts=all_parts,
-        )
+    def restored(self, step: int) -> RolloutBatch:
+        """Return the batch of a checkpoint with a sampling, which has its groups."""
+        result = SelectionResult(self.groups, self.stopped_groups, self.surplus_groups)
+        selection = RestoredStep(result, self.selection_metrics)
+        return replace(self, sampling=StepSampling.restored(step, selection))
 
     def require(self, label: str, max_rejected_share: float) -> None:
         """Raise `TooManyRejected` or `UserClassFailed` when too many rollouts are unusable.
@@ -178,19 +156,6 @@ class NonFiniteResponses(TooManyRejected):
     def __init__(self, text: str, batch: RolloutBatch) -> None:
         super().__init__(text)
         self.batch = batch
-
-
-def merge_groups(first: Group, rest: Group) -> Group:
-    """Merge two parts of a group under the id of the first one."""
-    return msgspec.structs.replace(
-        first,
-        rollouts=first.rollouts + rest.rollouts,
-        rejections=dict(Counter(first.rejections) + Counter(rest.rejections)),
-        rejected_tokens=dict(Counter(first.rejected_tokens) + Counter(rest.rejected_tokens)),
-        environment_error=first.environment_error or rest.environment_error,
-        generated_at=max(first.generated_at, rest.generated_at),
-        scored_at=max(first.scored_at, rest.scored_at),
-    )
 
 
 def _reward_metrics(rollouts: Sequence[RolloutRef]) -> dict[str, float]:

@@ -25,9 +25,9 @@ from megatron_rl.rollouts.rollout_batch import (
     NonFiniteResponses,
     RolloutBatch,
     TooManyRejected,
-    merge_groups,
 )
 from megatron_rl.rollouts.steps.sampler import RolloutSampler
+from megatron_rl.rollouts.steps.step_sampling import merge_groups
 from tests.support.collectors import Peer, group_done
 from tests.support.rollout_refs import make_ref
 from tests.support.rollouts import VERSION, make_rollout
@@ -359,51 +359,6 @@ def test_rewards_of_a_batch_by_hand() -> None:
     assert [metrics[name] for name in ("reward/mean", "reward/no_verdict")] == [0.75, 2]
     metrics = RolloutBatch((group_done("a", refs[3:]).group,), 1).metrics()
     assert "reward/mean" not in metrics
-
-
-def part(name: str, *rewards: float, **changes: object) -> Group:
-    """Return a part of a group with rollouts of these rewards."""
-    refs = tuple(make_ref(make_rollout(2, 3), reward=reward) for reward in rewards)
-    return group_done(name, refs, **changes).group
-
-
-def rewards_of(groups: tuple[Group, ...]) -> list[list[float | None]]:
-    return [[rollout.verdict.reward for rollout in group.rollouts] for group in groups]
-
-
-def test_parts_that_are_sampled_again_replace_the_lost_ones() -> None:
-    """Weights of groups stay: the selection has decided on them."""
-    parts = {
-        "step-4-0": part("step-4-0", 1.0, rejections={"engine": 1}),
-        "step-4-0+2": part("step-4-0+2", 2.0),
-        "step-4-1": part("step-4-1", 3.0),
-        "step-4-2": part("step-4-2", 4.0),
-        "step-4-10": part("step-4-10", 5.0),
-    }
-    extended_group = merge_groups(parts["step-4-0"], parts["step-4-0+2"])
-    batch = RolloutBatch(
-        groups=(msgspec.structs.replace(extended_group, weight=0.25), parts["step-4-10"]),
-        stopped_groups=(parts["step-4-1"],),
-        surplus_groups=(parts["step-4-2"],),
-        generated_tokens=40,
-        delivered_ids=tuple(parts),
-        parts=parts,
-        num_repeated=2,
-    )
-    new_parts = {
-        "step-4-0+2": part("step-4-0+2", 20.0, rejections={"expired": 1}),
-        "step-4-2": part("step-4-2", 40.0),
-    }
-    new_batch = batch.with_parts(new_parts, num_repeated=2)
-    assert rewards_of(new_batch.groups) == [[1.0, 20.0], [5.0]]
-    assert rewards_of(new_batch.stopped_groups) == [[3.0]]
-    assert rewards_of(new_batch.surplus_groups) == [[40.0]]
-    assert [group.group_id for group in new_batch.groups] == ["step-4-0", "step-4-10"]
-    assert [group.weight for group in new_batch.groups] == [0.25, parts["step-4-10"].weight]
-    assert new_batch.rejections == {"engine": 1, "expired": 1}
-    assert (new_batch.num_repeated, new_batch.generated_tokens) == (4, 40)
-    assert new_batch.delivered_ids == batch.delivered_ids
-    assert rewards_of(batch.groups) == [[1.0, 2.0], [5.0]]
 
 
 def _receive_groups(hub: CollectorHub, count: int) -> None:

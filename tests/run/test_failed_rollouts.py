@@ -1,5 +1,6 @@
 """A step whose rollouts fail: what the run trained before it is saved."""
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -103,10 +104,12 @@ def test_a_checkpoint_holds_no_later_step_that_is_sampled_again_in_vain(tmp_path
     """The rollouts of step 4 are lost before the checkpoint of step 3."""
 
     class LossyParts(ScriptedParts):
-        def replace_lost(self, step: int, batch: RolloutBatch) -> RolloutBatch:
+        def replace_lost(self, batch: RolloutBatch) -> RolloutBatch:
+            return dataclasses.replace(batch, num_repeated=batch.num_repeated + 1)
+
+        def require(self, step: int, batch: RolloutBatch) -> None:
             if step == 4:
                 raise TooManyRejected("batch step-4")
-            return batch
 
     current = group(1.0, 0.0, name="g")
     rollouts = [msgspec.structs.replace(r, tokens_by_version=()) for r in current.rollouts]

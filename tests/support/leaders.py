@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TextIO
@@ -139,8 +139,11 @@ class ScriptedParts:
         self._num_tokens = 0
         return num_tokens
 
-    def replace_lost(self, step: int, batch: RolloutBatch) -> RolloutBatch:
+    def replace_lost(self, batch: RolloutBatch) -> RolloutBatch:
         return batch
+
+    def require(self, step: int, batch: RolloutBatch) -> None:
+        pass
 
     def refresh(self) -> None:
         self.num_refreshes += 1
@@ -160,15 +163,14 @@ class ScriptedParts:
         position = self.cursor.position + 1
         self.cursor = msgspec.structs.replace(self.cursor, position=position)
         self._num_tokens += 8
-        parts = {group.group_id: group for group in self._groups}
-        return RolloutBatch(self._groups, 8, delivered_ids=tuple(parts), parts=parts)
+        return RolloutBatch(self._groups, 8, delivered_ids=tuple(g.group_id for g in self._groups))
 
     def sample_again(
         self, step: int, batch: RolloutBatch, rollout_ids: Sequence[str]
     ) -> RolloutBatch:
         self.calls.append(f"sample again {','.join(rollout_ids)}")
         self.on_sample_again(step)
-        return batch.with_parts({}, num_repeated=len(rollout_ids))
+        return replace(batch, num_repeated=batch.num_repeated + len(rollout_ids))
 
     def measure(self, label: str) -> Accuracy:
         self.on_measure(label)

@@ -39,7 +39,8 @@ class ScriptedHub:
     """Connects `num_nodes` collectors, which answer requests in the order of a seed.
 
     num_tokens: those that engines have sampled so far. num_aborted: aborted groups. num_extended:
-    probes that collectors have extended. endless_ids: groups that never complete.
+    probes that collectors have extended. endless_ids: groups that never complete. score_seconds: of
+    each verdict. Set another value where real verdicts would take other times.
     """
 
     def __init__(self, seed: int, score: ScoreOf, *, num_nodes: int = 1) -> None:
@@ -48,6 +49,7 @@ class ScriptedHub:
         self.num_tokens = 0
         self.num_aborted = 0
         self.num_extended = 0
+        self.score_seconds = 0.0
         self.endless_ids: set[str] = set()
         self.collectors: dict[int, ScriptedCollector] = {}
         for node in range(num_nodes):
@@ -108,7 +110,7 @@ class ScriptedHub:
         request = collector.running.pop(group_id)
         collector.kept_ids.add(group_id)
         if request.start is not None and not request.start.open_samples:  # it is only read
-            group = request.start
+            group = msgspec.structs.replace(request.start, weight=1.0, prompt_weight=1.0)
             num_tokens = sampled_tokens(group)
         else:
             group = self._group(request)
@@ -148,5 +150,9 @@ class ScriptedHub:
         return msgspec.structs.replace(answer, prompt=request.prompt, rollouts=rollouts)
 
     def _at(self, rollout: RolloutRef, place: int) -> RolloutRef:
-        rollout_id = f"{rollout.prompt_id}/{place}"
-        return msgspec.structs.replace(rollout, sample_index=place, rollout_id=rollout_id)
+        return msgspec.structs.replace(
+            rollout,
+            sample_index=place,
+            rollout_id=f"{rollout.prompt_id}/{place}",
+            verdict=msgspec.structs.replace(rollout.verdict, seconds=self.score_seconds),
+        )

@@ -106,6 +106,7 @@ class BeliefStep:
     _prompt_ids: set[str] = field(default_factory=set)
     _acceptances: list[float] = field(default_factory=list)  # of all offered prompts
     _num_rounds: int = 0
+    _has_learned: bool = False
     _metrics: dict[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -140,6 +141,9 @@ class BeliefStep:
         num_missing = self._group_size - first_sample
         return RolloutRequest(index, candidate.prompt, num_missing, first_sample)
 
+    def forget_group(self, index: int) -> None:
+        self._candidates[index].forget()
+
     def next_round(self) -> list[RolloutRequest]:
         num_mixed = sum(candidate.is_mixed for candidate in self._candidates)
         if num_mixed >= self.selector.settings.expert.min_filled * self._prompts_per_step:
@@ -155,13 +159,21 @@ class BeliefStep:
             for candidate in self._candidates
             if candidate.group is not None
         ]
-        self.selector.beliefs.observe(self.step, [group for _, group in pairs])
+        if not self._has_learned:
+            self._has_learned = True
+            self.selector.beliefs.observe(self.step, [group for _, group in pairs])
+            self._update_calibration()
         groups: list[Group] = []
         stopped_groups: list[Group] = []
         for candidate, group in pairs:
-            weight = candidate.weight(self.selector.settings)
             target = groups if candidate.is_whole else stopped_groups
-            target.append(msgspec.structs.replace(group, weight=weight))
+            target.append(
+                msgspec.structs.replace(
+                    group,
+                    weight=candidate.weight(self.selector.settings),
+                    prompt_weight=candidate.prompt_weight(self.selector.settings),
+                )
+            )
         self._set_metrics()
         return SelectionResult(tuple(groups), tuple(stopped_groups))
 
@@ -251,7 +263,6 @@ class BeliefStep:
         return 1 if usefulness >= target / 2 else 2
 
     def _set_metrics(self) -> None:
-        self._update_calibration()
         beliefs = self.selector.beliefs
         probes = [candidate for candidate in self._candidates if candidate.is_probe]
         num_extended = sum(probe.is_whole for probe in probes)

@@ -60,11 +60,18 @@ class Candidate:
         self.kind = kind_of(group)
         self.first_kind = self.first_kind or self.kind
 
+    def forget(self) -> None:
+        """Expect the rollouts of the first request again."""
+        self.num_samples = self.first_samples
+        self.group = self.first_kind = self.kind = None
+
+    def prompt_weight(self, settings: SelectionSettings) -> float:
+        """Return the part of the weight that compensates for how seldom the prompt is accepted."""
+        return 1.0 if settings.reweight is None else min(settings.reweight, 1.0 / self.acceptance)
+
     def weight(self, settings: SelectionSettings) -> float:
         """Return the weight of the group, which compensates for how seldom it is sampled."""
-        weight = 1.0
-        if settings.reweight is not None:
-            weight = min(settings.reweight, 1.0 / self.acceptance)
+        weight = self.prompt_weight(settings)
         if not self.is_probe or self.group is None:
             return weight
         if self.is_whole and self.is_mixed:

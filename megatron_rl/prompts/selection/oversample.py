@@ -68,6 +68,9 @@ class OversampleStep:
         is_decided = self._is_filled and self.selector.settings.surplus == "abort"
         return self._prefix if is_decided else None
 
+    def forget_group(self, index: int) -> None:
+        del self._groups[index]
+
     def next_round(self) -> list[RolloutRequest]:
         num_mixed = sum(kind_of(group) is GroupKind.MIXED for group in self._groups.values())
         if num_mixed >= self._prompts_per_step or not self._has_budget():

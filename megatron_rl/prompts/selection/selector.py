@@ -44,6 +44,10 @@ class SelectionResult:
     stopped_groups: tuple[Group, ...] = ()
     surplus_groups: tuple[Group, ...] = ()
 
+    @property
+    def all_groups(self) -> tuple[Group, ...]:
+        return self.groups + self.stopped_groups + self.surplus_groups
+
 
 class StepSelection(Protocol):
     """Selection of one step."""
@@ -58,6 +62,10 @@ class StepSelection(Protocol):
         It is returned if the first request has an `extension` that applies to the group, so that
         whoever samples the group may begin with it before.
         """
+        ...
+
+    def forget_group(self, index: int) -> None:
+        """Expect a group that is lost anew, from its first request on."""
         ...
 
     def next_round(self) -> list[RolloutRequest]:
@@ -76,7 +84,10 @@ class StepSelection(Protocol):
         ...
 
     def result(self) -> SelectionResult:
-        """Return all groups that are of use. Called once, at the end of the step."""
+        """Return all groups that are of use. Called at the end of the step.
+
+        Called again after lost groups have come anew. Beliefs learn from the first call alone.
+        """
         ...
 
     def metrics(self) -> dict[str, float]:

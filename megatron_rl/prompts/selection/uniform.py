@@ -31,6 +31,9 @@ class UniformStep:
         self._groups[index] = group
         return None
 
+    def forget_group(self, index: int) -> None:
+        del self._groups[index]
+
     def next_round(self) -> list[RolloutRequest]:
         return []
 

@@ -99,7 +99,7 @@ class SavedRollout(msgspec.Struct, frozen=True):
 class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     """One line of a part: a prompt with its rollouts on one node.
 
-    index: the group's place in the batch. open_samples, environment_error: as in `Group`.
+    index: the group's place in the batch. The other keys are as in `Group`.
     """
 
     index: Count
@@ -108,6 +108,7 @@ class GroupRecord(msgspec.Struct, frozen=True, kw_only=True):
     rejections: dict[str, int]
     rejected_tokens: dict[str, int]
     weight: float
+    prompt_weight: float = 1.0
     generated_at: float
     scored_at: float
     rollouts: tuple[RolloutRecord, ...]

@@ -167,6 +167,7 @@ def _read_part(
             rejections=record.rejections,
             rejected_tokens=record.rejected_tokens,
             weight=record.weight,
+            prompt_weight=record.prompt_weight,
             generated_at=record.generated_at,
             scored_at=record.scored_at,
             open_samples=record.open_samples,

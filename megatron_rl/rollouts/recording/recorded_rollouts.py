@@ -131,8 +131,7 @@ def load_batch_without_rollouts(
     record = _read_complete(directory)
     saved_groups = load_open_groups(directory, routes, vocab_size, ngram=ngram)
     batch = _make_batch(record, tuple(saved.group for saved in saved_groups))
-    parts = {group.group_id: group for group in batch.all_groups}
-    return replace(batch, parts=parts), saved_groups
+    return batch.restored(record.step), saved_groups
 
 
 def _read_complete(directory: Path) -> BatchRecord:
@@ -315,9 +314,12 @@ class RecordedRollouts:
     def settle(self) -> None:
         """Do nothing: the position counts the batches that were read."""
 
-    def replace_lost(self, step: int, batch: RolloutBatch) -> RolloutBatch:
+    def replace_lost(self, batch: RolloutBatch) -> RolloutBatch:
         """Return the batch: this process holds its rollouts, so they cannot be gone."""
         return batch
+
+    def require(self, step: int, batch: RolloutBatch) -> None:
+        """Do nothing: the run that recorded the batch could use it."""
 
     def sample_again(
         self, step: int, batch: RolloutBatch, rollout_ids: Sequence[str]

@@ -93,6 +93,7 @@ class _Part:
             rejections=group.rejections,
             rejected_tokens=group.rejected_tokens,
             weight=group.weight,
+            prompt_weight=group.prompt_weight,
             generated_at=group.generated_at,
             scored_at=group.scored_at,
             rollouts=records,

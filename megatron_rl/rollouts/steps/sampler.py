@@ -89,9 +89,9 @@ class RolloutSampler:
             self._receive_all(sampling, can_continue)
         except _CannotContinue:
             return None
-        batch = self._without_lost_groups(self._end(sampling))
+        batch = self.replace_lost(self._end(sampling))
         self._failed_ids[sampling.step] = batch.delivered_ids
-        batch.require(sampling.label, self.settings.max_rejected_share)
+        self.require(sampling.step, batch)
         self.settle()
         return batch
 
@@ -160,24 +160,30 @@ class RolloutSampler:
         The requests have the same ids and seeds, so deterministic engines that hold the same
         weights give the same groups. Raises `TooManyRejected` or `UserClassFailed`.
         """
+        assert batch.sampling is not None
         ids = set(rollout_ids)
         lost_parts = [
             part_id
-            for part_id, part in batch.parts.items()
+            for part_id, part in batch.sampling.parts.items()
             if any(rollout.rollout_id in ids for rollout in part.rollouts)
         ]
         if not lost_parts and not self.queue.lost_groups(batch.delivered_ids):
             raise CollectorFailed(
                 f"rollouts are gone that no request of the batch has sampled: {sorted(ids)[:4]}"
             )
-        return self._require_repeated(step, batch, self._repeat(batch, lost_parts))
+        new_batch = self.replace_lost(self._repeat(batch, lost_parts))
+        self.require(step, new_batch)
+        return new_batch
 
-    def replace_lost(self, step: int, batch: RolloutBatch) -> RolloutBatch:
-        """Replace the groups of a finished batch whose rollouts are gone, or in a checkpoint.
+    def replace_lost(self, batch: RolloutBatch) -> RolloutBatch:
+        """Replace the groups of a finished batch whose rollouts are gone, or in a checkpoint."""
+        while lost_parts := self.queue.lost_groups(batch.delivered_ids):
+            batch = self._repeat(batch, lost_parts)
+        return batch
 
-        Raises `TooManyRejected` or `UserClassFailed`.
-        """
-        return self._require_repeated(step, batch, batch)
+    def require(self, step: int, batch: RolloutBatch) -> None:
+        """Raise `TooManyRejected` or `UserClassFailed` when too many rollouts are unusable."""
+        batch.require(label_of(step), self.settings.max_rejected_share)
 
     def state(self) -> SelectorState:
         """Return the selector's state, before the first step that is open or has failed, if any."""
@@ -196,31 +202,22 @@ class RolloutSampler:
     def _end(self, sampling: StepSampling) -> RolloutBatch:
         """End the selection of a step, and return its batch."""
         del self._open[sampling.step]
-        selection = sampling.selection
-        result = selection.result()
         num_repeated = self.queue.num_repeated - self._num_repeated
         self._num_repeated = self.queue.num_repeated
-        return RolloutBatch(
-            groups=result.groups,
-            stopped_groups=result.stopped_groups,
-            surplus_groups=result.surplus_groups,
+        batch = RolloutBatch(
+            groups=(),
             generated_tokens=sampling.generated_tokens,
             engines_left_out=len(self.queue.engines_left_out),
-            delivered_ids=sampling.delivered_ids(result),
-            parts=sampling.parts,
             num_repeated=num_repeated,
-            selection_metrics=selection.metrics(),
             unused_tokens=sampling.unused_tokens,
         )
+        return _with_selected(batch, sampling)
 
     def _receive_all(self, sampling: StepSampling, can_continue: Callable[[], bool] | None) -> None:
         """Receive groups until the selection has enough of them. Raises `_CannotContinue`."""
         while True:
             for part in self._arrivals(sampling.requested_ids, can_continue):
-                num_tokens = self.queue.tokens_of(part.group_id)
-                sampling.generated_tokens += num_tokens
-                self._num_tokens += num_tokens - self.queue.saved_tokens_of(part.group_id)
-                self._submit(sampling, sampling.take(part))
+                self._take(sampling, part)
                 if sampling.selection.num_needed() is not None:
                     self._drop_surplus(sampling)
                     return
@@ -228,6 +225,13 @@ class RolloutSampler:
             if not requests:
                 return
             self._submit(sampling, requests)
+
+    def _take(self, sampling: StepSampling, part: Group) -> None:
+        """Take a part of a group, count its tokens, and request the rest if it is extended."""
+        num_tokens = self.queue.tokens_of(part.group_id)
+        sampling.generated_tokens += num_tokens
+        self._num_tokens += num_tokens - self.queue.saved_tokens_of(part.group_id)
+        self._submit(sampling, sampling.take(part))
 
     def _drop_surplus(self, sampling: StepSampling) -> None:
         """Abort the requests that the step does not need, and free what was sampled for them."""
@@ -258,41 +262,30 @@ class RolloutSampler:
 
         return self.queue.as_completed(idle, is_wanted=ids.__contains__)
 
-    def _without_lost_groups(self, batch: RolloutBatch) -> RolloutBatch:
-        while lost_parts := self.queue.lost_groups(batch.delivered_ids):
-            batch = self._repeat(batch, lost_parts)
-        return batch
-
-    def _require_repeated(
-        self, step: int, old_batch: RolloutBatch, batch: RolloutBatch
-    ) -> RolloutBatch:
-        """Return a batch without lost groups. Raises what `RolloutBatch.require` does.
-
-        old_batch: was usable. Groups that are read from a checkpoint are those of that batch.
-        """
-        batch = self._without_lost_groups(batch)
-        if batch.num_repeated > old_batch.num_repeated:
-            batch.require(label_of(step), self.settings.max_rejected_share)
-        return batch
-
     def _repeat(self, batch: RolloutBatch, part_ids: Sequence[str]) -> RolloutBatch:
         """Request parts of groups again and put them into the batch.
 
-        Those that are still in a checkpoint are read from there, and do not count as repeated. The
-        tokens of the lost ones are in the batch's count already. Under other weights, the new
-        ones may be more or less. Engines have sampled both.
+        Those that are still in a checkpoint are read from there, and do not count as repeated.
+        Under other weights, the others may differ. The selection extends, uses and weights their
+        groups as if they had come like that at first, but requests no further prompts. The tokens
+        of the lost ones are in the batch's count already. Engines have sampled both.
         """
-        num_repeated = self.queue.request_again(part_ids)
-        new_parts = {part.group_id: part for part in self._arrivals(set(part_ids))}
+        sampling = batch.sampling
+        assert sampling is not None
+        num_before = sum(map(sampled_tokens, sampling.parts.values()))
+        repeated_ids, dropped_ids = sampling.forget(part_ids)
+        self.queue.withdraw(dropped_ids)
+        num_repeated = self.queue.request_again(repeated_ids)
         self._num_repeated += num_repeated
-        num_new = sum(map(sampled_tokens, new_parts.values()))
-        num_lost = sum(sampled_tokens(batch.parts[part_id]) for part_id in part_ids)
-        self._num_tokens += sum(
-            self.queue.tokens_of(part_id) - self.queue.saved_tokens_of(part_id)
-            for part_id in part_ids
+        for part in self._arrivals(sampling.requested_ids):
+            self._take(sampling, part)
+        num_after = sum(map(sampled_tokens, sampling.parts.values()))
+        new_batch = replace(
+            batch,
+            generated_tokens=batch.generated_tokens + num_after - num_before,
+            num_repeated=batch.num_repeated + num_repeated,
         )
-        new_batch = batch.with_parts(new_parts, num_repeated=num_repeated)
-        return replace(new_batch, generated_tokens=batch.generated_tokens + num_new - num_lost)
+        return _with_selected(new_batch, sampling)
 
     def _submit(self, sampling: StepSampling, requests: Sequence[RolloutRequest]) -> None:
         parameters = sampling_of(self.settings, self.stop_token_ids)
@@ -310,6 +303,20 @@ class RolloutSampler:
                 for part_id, request in sampling.register(requests).items()
             ]
         )
+
+
+def _with_selected(batch: RolloutBatch, sampling: StepSampling) -> RolloutBatch:
+    """Return the batch with the groups that the selection of its step uses."""
+    result = sampling.selection.result()
+    return replace(
+        batch,
+        groups=result.groups,
+        stopped_groups=result.stopped_groups,
+        surplus_groups=result.surplus_groups,
+        delivered_ids=sampling.delivered_ids(result),
+        sampling=sampling,
+        selection_metrics=sampling.selection.metrics(),
+    )
 
 
 def sampling_of(settings: RolloutSettings, stop_token_ids: tuple[int, ...]) -> Sampling:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from megatron_rl.contracts.group import Group
+from megatron_rl.prompts.selection.restored_step import RestoredStep
 from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult, StepSelection
-from megatron_rl.rollouts.messages import VersionBudget, extension_id
-from megatron_rl.rollouts.rollout_batch import merge_groups
+from megatron_rl.rollouts.messages import VersionBudget, extension_id, first_id
 
 
 @dataclass
@@ -29,8 +32,17 @@ class StepSampling:
     generated_tokens: int = 0
     unused_tokens: Mapping[str, int] = field(default_factory=dict)
     _requests: dict[str, RolloutRequest] = field(default_factory=dict)  # without an answer, by id
-    _groups: dict[int, Group] = field(default_factory=dict)  # by index
-    _part_ids: dict[str, list[str]] = field(default_factory=dict)  # by group id
+    _answered: dict[str, RolloutRequest] = field(default_factory=dict)  # by id
+
+    @classmethod
+    def restored(cls, step: int, selection: RestoredStep) -> StepSampling:
+        """Return the sampling of a step whose groups a checkpoint has."""
+        sampling = cls(step, selection)
+        groups = selection.saved.all_groups
+        for request, group in zip(selection.first_round(), groups, strict=True):
+            sampling._requests[group.group_id] = request
+            sampling.take(group)
+        return sampling
 
     @property
     def label(self) -> str:
@@ -50,14 +62,32 @@ class StepSampling:
 
     def take(self, part: Group) -> list[RolloutRequest]:
         """Take an answer. Returns the request that extends its group, if there is one."""
-        index = self._requests.pop(part.group_id).index
-        self.parts[part.group_id] = part
-        first = self._groups.get(index)
+        request = self._answered[part.group_id] = self._requests.pop(part.group_id)
+        first = self.parts.get(first_id(part.group_id))
         group = part if first is None else merge_groups(first, part)
-        self._groups[index] = group
-        self._part_ids.setdefault(group.group_id, []).append(part.group_id)
-        extension = self.selection.handle_group(index, group)
+        self.parts[part.group_id] = part
+        extension = self.selection.handle_group(request.index, group)
         return [] if extension is None else [extension]
+
+    def forget(self, lost_ids: Sequence[str]) -> tuple[list[str], list[str]]:
+        """Expect lost parts again.
+
+        If the first part of a group is lost, the selection decides again whether to extend it. Its
+        other part is dropped.
+
+        Returns the ids that have to be requested again, and those that were dropped.
+        """
+        lost_groups = {id_ for id_ in lost_ids if id_ == first_id(id_)}
+        for group_id in lost_groups:
+            self.selection.forget_group(self._answered[group_id].index)
+        dropped_ids = [id_ for id_ in self.parts if first_id(id_) in lost_groups - {id_}]
+        repeated_ids = [id_ for id_ in lost_ids if id_ not in dropped_ids]
+        for id_ in repeated_ids:
+            self._requests[id_] = self._answered[id_]
+        for id_ in (*repeated_ids, *dropped_ids):
+            del self._answered[id_]
+            del self.parts[id_]
+        return repeated_ids, dropped_ids
 
     def surplus_ids(self) -> tuple[list[str], list[str]]:
         """Return the ids of parts that the step does not need: without an answer, and with one."""
@@ -69,9 +99,8 @@ class StepSampling:
         ]
         delivered_ids = [
             id_
-            for index, group in self._groups.items()
-            if num_needed is not None and index >= num_needed
-            for id_ in self._part_ids[group.group_id]
+            for id_, request in self._answered.items()
+            if num_needed is not None and request.index >= num_needed
         ]
         return waiting_ids, delivered_ids
 
@@ -79,17 +108,31 @@ class StepSampling:
         """Forget parts of groups that the step does not need."""
         for part_id in part_ids:
             self._requests.pop(part_id, None)
+            self._answered.pop(part_id, None)
             self.parts.pop(part_id, None)
 
     def delivered_ids(self, result: SelectionResult) -> tuple[str, ...]:
         """Return the ids of all parts, in the order of the groups in the result."""
-        groups = result.groups + result.stopped_groups + result.surplus_groups
-        return tuple(id_ for group in groups for id_ in self._part_ids[group.group_id])
+        places = {group.group_id: place for place, group in enumerate(result.all_groups)}
+        return tuple(sorted(self.parts, key=lambda id_: places[first_id(id_)]))
 
 
 def label_of(step: int) -> str:
     """Return the name of a step in the ids of its groups."""
     return f"step-{step}"
+
+
+def merge_groups(first: Group, rest: Group) -> Group:
+    """Merge two parts of a group under the id of the first one."""
+    return msgspec.structs.replace(
+        first,
+        rollouts=first.rollouts + rest.rollouts,
+        rejections=dict(Counter(first.rejections) + Counter(rest.rejections)),
+        rejected_tokens=dict(Counter(first.rejected_tokens) + Counter(rest.rejected_tokens)),
+        environment_error=first.environment_error or rest.environment_error,
+        generated_at=max(first.generated_at, rest.generated_at),
+        scored_at=max(first.scored_at, rest.scored_at),
+    )
 
 
 def _part_id(label: str, request: RolloutRequest) -> str:

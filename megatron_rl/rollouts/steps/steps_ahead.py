@@ -43,11 +43,12 @@ class StepSource(Protocol):
         """Drop the steps that are open or have failed. Returns their tokens that have arrived."""
         ...
 
-    def replace_lost(self, step: int, batch: RolloutBatch) -> RolloutBatch:
-        """Replace the groups of a finished batch whose rollouts are gone, or in a checkpoint.
+    def replace_lost(self, batch: RolloutBatch) -> RolloutBatch:
+        """Replace the groups of a finished batch whose rollouts are gone, or in a checkpoint."""
+        ...
 
-        Raises `TooManyRejected` or `UserClassFailed`.
-        """
+    def require(self, step: int, batch: RolloutBatch) -> None:
+        """Raise `TooManyRejected` or `UserClassFailed` when too many rollouts are unusable."""
         ...
 
     def count_tokens(self) -> int:
@@ -245,10 +246,15 @@ class StepsAhead:
     def _replace_lost(self, source: StepSource) -> None:
         """Replace lost groups of all batches. A batch that cannot be used fails its own step."""
         for step in sorted(self._batches.keys() - self._failures.keys()):
+            old_batch = self._batches[step]
+            # Also one that cannot be used: `drop` releases its groups
+            batch = self._batches[step] = source.replace_lost(old_batch)
+            if batch.num_repeated == old_batch.num_repeated:
+                continue  # groups that are only read are those of a usable batch
             try:
-                self._batches[step] = source.replace_lost(step, self._batches[step])
+                source.require(step, batch)
             except (TooManyRejected, UserClassFailed) as failure:
-                self._failures[step] = failure  # `drop` needs the batch, to release its groups
+                self._failures[step] = failure
 
     def drop(self, source: StepSource) -> tuple[list[str], int]:
         """Drop all batches and open steps. Their prompts are selected again.

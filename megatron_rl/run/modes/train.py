@@ -7,7 +7,8 @@ from functools import partial
 
 from megatron_rl.config.curriculum import phases_of
 from megatron_rl.config.evaluations import best_metric
-from megatron_rl.config.schema import Configuration
+from megatron_rl.config.schema import Configuration, RolloutSettings
+from megatron_rl.contracts.run_state import PhaseState
 from megatron_rl.credit.assign import Credit
 from megatron_rl.engines.connections import EngineConnections
 from megatron_rl.environments.environment import is_replayable
@@ -112,9 +113,10 @@ class TrainingMode:
             load = partial(load_rollout, routes=routes, vocab_size=vocab_size)
             queue = connections.queue
             queue.restore(SavedGroups(groups, load, self.setup.progress.log))
-            sampling = sampling_of(c.rollout, self.setup.stop_token_ids)
+            rollout = rollout_settings(c, position.phase)
+            sampling = sampling_of(rollout, self.setup.stop_token_ids)
             for _, saved_groups in batches.values():
-                queue.hold_saved(saved_groups, sampling)
+                queue.hold_saved(saved_groups, sampling, rollout.samples_per_prompt)
 
     def _log_prompts(self) -> None:
         prompts = self.setup.run_data.training_prompts
@@ -150,6 +152,12 @@ class TrainingMode:
                 for name, questions in self.setup.run_data.sets.items()
             },
         )
+
+
+def rollout_settings(c: Configuration, state: PhaseState | None) -> RolloutSettings:
+    """Return how a resumed run samples. state: of its curriculum, None before the first phase."""
+    phases = phases_of(c)
+    return phases[(state or PhaseState()).index].configuration.rollout if phases else c.rollout
 
 
 def checkpoint_manager(setup: RunSetup, parts: LoopParts) -> CheckpointManager:

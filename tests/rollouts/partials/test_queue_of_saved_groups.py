@@ -107,7 +107,7 @@ def test_groups_of_a_batch_are_read_once_they_are_needed(
     """Rank 0 has them as delivered ones of a lost collector. That is no repeated request."""
     starts = [saved_group("a"), saved_group("b")]
     sampling = Sampling(max_new_tokens=9, temperature=1.0)
-    queue.hold_saved(starts, sampling)
+    queue.hold_saved(starts, sampling, 4)
     with pytest.raises(ValueError, match="submitted already"):
         queue.submit([request("a")])
     assert queue.lost_groups(["a", "b"]) == ["a", "b"]
@@ -115,7 +115,7 @@ def test_groups_of_a_batch_are_read_once_they_are_needed(
     queue.release(["b"])
     assert queue.request_again(["a"]) == queue.num_repeated == 0
     (message,) = receive_requests(peer)
-    wanted = msgspec.structs.replace(continued("a", starts[0]), sampling=sampling)
+    wanted = msgspec.structs.replace(continued("a", starts[0]), sampling=sampling, num_samples=4)
     assert message == wanted
     peer.send(group_done("a"))
     assert len(list(queue.as_completed(lambda: None))) == 1

@@ -6,7 +6,7 @@ import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -253,13 +253,14 @@ class SimulatedRun:
         )
         self.sampler.restore(state)
         self.ahead = StepsAhead(settings.max_staleness, continues_responses=True)
-        self.ahead.restore(batches, tuple(open_groups))
+        restored_batches = {step: batch.restored(step) for step, batch in batches.items()}
+        self.ahead.restore(restored_batches, tuple(open_groups))
 
     def _with_all_rollouts(self, step: int, batch: RolloutBatch) -> RolloutBatch:
         lost_ids = self.queue.lost_groups(batch.delivered_ids)
         if not lost_ids:
             return batch
-        rollouts = [r.rollout_id for i in lost_ids for r in batch.parts[i].rollouts]
+        rollouts = [r.rollout_id for i in lost_ids for r in parts_of(batch)[i].rollouts]
         return self.sampler.sample_again(step, batch, rollouts)
 
     def _wait_and_sync(self, fault: str) -> None:
@@ -276,6 +277,11 @@ class SimulatedRun:
         for rollout in rollouts:
             self.ages[self.queue.version - rollout.tokens_by_version[0][0]] += 1
         self.queue.release(batch.delivered_ids)
+
+
+def parts_of(batch: RolloutBatch) -> dict[str, Group]:
+    assert batch.sampling is not None
+    return batch.sampling.parts
 
 
 def make_selector(name: str, rollout: RolloutSettings) -> Selector:
@@ -457,7 +463,7 @@ def lose(run: SimulatedRun, batch: RolloutBatch, num_groups: int) -> list[str]:
     lost_ids = batch.delivered_ids[:num_groups]
     run.queue.lost_ids = set(lost_ids)
     run.queue.rejects = True
-    return [rollout.rollout_id for id_ in lost_ids for rollout in batch.parts[id_].rollouts]
+    return [rollout.rollout_id for id_ in lost_ids for rollout in parts_of(batch)[id_].rollouts]
 
 
 @pytest.mark.parametrize("num_lost", [2, 3, 4])
@@ -472,7 +478,9 @@ def test_groups_that_are_sampled_again_may_not_be_rejected_too_often(
 
     def replace_groups() -> RolloutBatch:
         if replaces:
-            return run.sampler.replace_lost(1, batch)
+            new_batch = run.sampler.replace_lost(batch)
+            run.sampler.require(1, new_batch)
+            return new_batch
         return run.sampler.sample_again(1, batch, rollout_ids)
 
     if num_lost == 2:
@@ -646,12 +654,7 @@ def test_batches_of_a_checkpoint_are_all_read_when_the_first_is_taken() -> None:
     ids = [id_ for batch in batches.values() for id_ in batch.delivered_ids]
     run = make_run("uniform", max_staleness=2, seed=0, continues=True)
     run.queue.hold_saved(first_run.queue, ids)
-    run.ahead.restore(
-        {
-            step: replace(batch, parts={group.group_id: group for group in batch.all_groups})
-            for step, batch in batches.items()
-        }
-    )
+    run.ahead.restore({step: batch.restored(step) for step, batch in batches.items()})
     batch = run.ahead.take(1, run.sampler)
     assert run.sampler.count_tokens() == 0, "no engine has sampled them"
     assert run.queue.lost_ids == set() and set(run.queue.deliveries) == set(ids)

@@ -214,8 +214,11 @@ class _SimulatedSource:
         tokens = sum(response.num_tokens for response in self.responses[step])
         return RolloutBatch(groups=(), generated_tokens=tokens)
 
-    def replace_lost(self, step: int, batch: RolloutBatch) -> RolloutBatch:
+    def replace_lost(self, batch: RolloutBatch) -> RolloutBatch:
         return batch
+
+    def require(self, step: int, batch: RolloutBatch) -> None:
+        raise RuntimeError("a simulated group is not sampled again")
 
     def count_tokens(self) -> int:
         return sum(engine.num_sampled for engine in self.cluster.engines)
