@@ -19,6 +19,7 @@ from megatron_rl.contracts.run_state import LoopState, PhaseState, SelectorState
 from megatron_rl.losses.regularization import Regularization
 from megatron_rl.models.families import read_shape
 from megatron_rl.run.curriculum import Curriculum, PhaseSchedule, apply_phase
+from megatron_rl.run.modes.train import rollout_settings
 from megatron_rl.run.stopping import AccuracyUnknown
 from tests.support.leaders import ScriptedParts, lead
 from tests.support.policies import TWO_DIGIT_ADDITION
@@ -46,6 +47,18 @@ def test_later_phases_inherit_earlier_changes() -> None:
     assert [s.configuration.rollout.max_new_tokens for s in (short, long, last)] == [24, 28, 28]
     assert [s.configuration.optimizer.lr for s in (short, long, last)] == [3e-4, 1e-4, 1e-4]
     assert short.configuration.algo == last.configuration.algo and last.settings.until is None
+
+
+def test_lost_rollouts_of_a_checkpoint_come_with_the_settings_of_its_phase() -> None:
+    """The trainer computes log-probabilities at the temperature of the phase."""
+    phase = "{name: hot, rollout.temperature: 1.5, rollout.samples_per_prompt: 6}"
+    c = compose([f"curriculum=[{SHORT},{phase}]", *BELIEF])
+    short, hot = (phase.configuration.rollout for phase in phases_of(c))
+    assert rollout_settings(c, None) == rollout_settings(c, PhaseState()) == short != c.rollout
+    assert rollout_settings(c, PhaseState(index=1)) == hot
+    assert (hot.temperature, hot.samples_per_prompt, hot.max_new_tokens) == (1.5, 6, 24)
+    c = compose([])
+    assert rollout_settings(c, None) == c.rollout
 
 
 def test_run_goes_through_its_phases(tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Groups that are sampled again with other scores: extended, used and weighted by these."""
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -163,6 +163,13 @@ class LossyRun:
         self.drain()
         return self.sampler.queue.lost_groups(batch.delivered_ids)
 
+    def num_kept(self, group_id: str, lost_ids: Collection[str]) -> int:
+        """Return how many of the first rollouts of a group are not lost."""
+        if group_id in lost_ids:
+            return 0
+        is_probe_left = any(first_id(id_) == group_id for id_ in lost_ids)
+        return self.probes[group_id] if is_probe_left else GROUP_SIZE
+
     def replace_lost(self, batch: RolloutBatch) -> RolloutBatch:
         if not self.max_staleness:
             return self.sampler.replace_lost(batch)
@@ -235,9 +242,7 @@ def test_lost_probes_are_decided_again(name: str, max_staleness: int, seed: int)
     for group_id, (used, group) in by_id(batch).items():
         expected_use, weight = class_and_weight(run, group)
         assert used == expected_use
-        probe = run.probes[group_id]
-        extension_ids = {id_ for id_ in lost_ids if first_id(id_) == group_id != id_}
-        num_kept = 0 if group_id in lost_ids else probe if extension_ids else GROUP_SIZE
+        num_kept = run.num_kept(group_id, lost_ids)
         assert scores_of(group) == [
             (score if place < num_kept else other_score)(group.prompt.id, place)
             for place in range(len(group.rollouts))
@@ -264,7 +269,7 @@ def test_probes_change_their_class(name: str) -> None:
 
 @pytest.mark.parametrize("skip", ["all_correct", "zero_variance"])
 def test_the_weight_of_a_probe_that_is_stopped_the_second_time(skip: Skip) -> None:
-    """It is that of a probe that is stopped at once."""
+    """The weight is that of a probe that is stopped at once."""
     name = f"belief {skip}"
     run = LossyRun(name, 0, ScriptedHub(0, lambda p, i: float(i % 2), num_nodes=1))
     old_batch = run.sample()
@@ -308,13 +313,14 @@ def test_whole_groups_are_used_by_their_new_scores(
 @pytest.mark.parametrize("name", list(SELECTIONS))
 @any_seed
 def test_groups_of_a_checkpoint_keep_their_class_and_weight(name: str, seed: int) -> None:
-    """Those that are sampled again are whole groups, with the weight of their prompt."""
+    """A lost one becomes a whole group with the weight of its prompt."""
     run = LossyRun(name, 1, ScriptedHub(seed, score, num_nodes=2))
     old_batch = run.sample()
     batch = run.resume(old_batch)
     assert by_id(batch) == by_id(old_batch)
     assert batch.selection_metrics == old_batch.selection_metrics
-    old_groups, old_tokens = by_id(batch), num_tokens(batch)
+    old_groups = by_id(batch)
+    old_tokens = num_tokens(batch)
     lost_ids = run.lose(batch)
     new_batch = run.replace_lost(batch)
     for group_id, (used, group) in by_id(new_batch).items():

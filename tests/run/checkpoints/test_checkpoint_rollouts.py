@@ -250,14 +250,17 @@ def test_other_values_of_a_group_stay_as_they_were_sampled(tmp_path: Path) -> No
     (file,) = tmp_path.rglob("*.jsonl")
     line = json.loads(file.read_text())
     line["weight"] = 2.5
+    line["prompt_weight"] = 2.0
     line["rollouts"][0]["is_repetitive"] = True
     line["rollouts"][0]["verdict"] = {"reward": 0.25, "correctness": 0.5}
     file.write_text(json.dumps(line) + "\n")
     batch, _ = load_batches(tmp_path, [5], SHAPE, 48, ngram=4)[5]
     (group,) = batch.groups
     ref = group.rollouts[0]
-    assert (group.weight, group.rejections, group.rejected_tokens) == (
+    assert batch.sampling is not None and batch.sampling.parts == {"g": group}
+    assert (group.weight, group.prompt_weight, group.rejections, group.rejected_tokens) == (
         2.5,
+        2.0,
         {"engine": 1},
         {"engine": 2},
     )
