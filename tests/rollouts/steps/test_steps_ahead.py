@@ -516,7 +516,7 @@ def test_the_engines_and_the_run_count_what_is_sampled_again(
     for _ in range(num_readings):
         comparison = counter.compare(run.sampler.count_tokens())
         assert comparison is None or comparison == TokenComparison(0, 0)
-    batch = run.sampler.replace_lost(1, batch)
+    batch = run.sampler.replace_lost(batch)
     assert batch.generated_tokens == sum(map(sampled_tokens, batch.groups)) == 4 * 12
     comparison = counter.compare(run.sampler.count_tokens())
     assert comparison in (None, TokenComparison(num_lost * 12, 0))
