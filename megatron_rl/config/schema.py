@@ -378,7 +378,7 @@ class TrainSettings(Section):
     # The run stops when a larger share of the engines' routes disagrees with the trainer's own
     # routing. 1: never.
     max_route_disagreement: Share = 0.5
-    # The run stops, or rolls back (guard.nonfinite), after this many consecutive steps with NaN or
+    # The run stops after this many consecutive steps with NaN or
     # Inf.
     max_nonfinite_steps: Positive = 3
 
@@ -471,39 +471,30 @@ class RecoverySettings(Section):
 class GuardSettings(Section):
     """Reactions to numbers that go wrong: loss spikes, collapsing entropy, NaN. See docs/faults.md.
 
-    skip: the update is not applied. rollback: the run goes on from the weights of the last good
-    checkpoint. stop: it ends with code 5.
+    skip: the update is not applied. stop: the run ends with code 5, and its last checkpoint is from
+    before the trouble.
     """
 
     # An optimizer step whose gradients have a norm, before clipping, above spike_factor x the
     # median of the last `window` ones.
-    spike: Annotated[Literal["off", "skip", "rollback", "stop"], Off] = "off"
+    spike: Annotated[Literal["off", "skip", "stop"], Off] = "off"
     spike_factor: Annotated[float, Gt(1), Le(10**6)] = 10.0
     # Optimizer steps. The first 8 are not judged.
     window: Annotated[int, Ge(8), Le(10**4)] = 32
     # spike=skip: the run stops after this many consecutive steps with a spike.
     max_skips: Positive = 10
     # A mean entropy below min_entropy, in nats per token, in `patience` consecutive steps.
-    entropy: Annotated[Literal["off", "rollback", "stop"], Off] = "off"
+    entropy: Annotated[Literal["off", "stop"], Off] = "off"
     min_entropy: Annotated[float, Gt(0)] | None = None
     patience: Positive = 3
-    # NaN or Inf in a loss or in gradients. skip and rollback skip the update, and act after
-    # train.max_nonfinite_steps consecutive steps: the run stops, or rolls back. stop: at the first.
-    # rollback and stop also react to NaN or Inf in weights and in the responses of engines.
-    nonfinite: Literal["skip", "rollback", "stop"] = "skip"
+    # NaN or Inf in a loss or in gradients. skip: the update is skipped, and the run stops after
+    # train.max_nonfinite_steps consecutive steps. stop: it stops at the first, and also for NaN or
+    # Inf in weights and in the responses of engines.
+    nonfinite: Literal["skip", "stop"] = "skip"
     # engine.quantization=fp8 only: mismatch/k3_kl of the same model with bfloat16 engines. The run
     # warns when a step's exceeds five times it. null: the mean of the earlier steps of a resumed
     # run that had unquantized bfloat16 engines, if there are any.
     bf16_mismatch: Annotated[float, Gt(0)] | None = None
-    # The run stops instead of rolling back more often than this within rollback_window steps.
-    max_rollbacks: Positive = 3
-    rollback_window: Positive = 100
-
-    @property
-    def rollback_keys(self) -> tuple[str, ...]:
-        """The keys that ask for rollbacks."""
-        names = ("spike", "entropy", "nonfinite")
-        return tuple(f"guard.{name}" for name in names if getattr(self, name) == "rollback")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,18 +123,6 @@ class WaitForSave(msgspec.Struct, frozen=True, tag="wait_for_save"):
     """Wait for the checkpoint that is being written in the background, if any."""
 
 
-class RollBack(msgspec.Struct, frozen=True, tag="roll_back"):
-    """Load the weights and the optimizer's state of an earlier checkpoint in place.
-
-    It is the newest undamaged one from before step `first_step`. Newer ones are removed.
-
-    max_optimizer_steps: it has at most this many optimizer steps.
-    """
-
-    first_step: Count
-    max_optimizer_steps: Count
-
-
 class Record(msgspec.Struct, frozen=True, tag="record"):
     """Write the rollouts of a batch to a directory. Each node writes the rollouts that it stores.
 
@@ -158,7 +146,6 @@ Command = (
     | Save
     | Checkpoint
     | WaitForSave
-    | RollBack
     | Record
     | Finish
 )

@@ -59,36 +59,19 @@ class PhaseState(msgspec.Struct, frozen=True, kw_only=True):
     accuracy: float | None = None
 
 
-class RollbackRecord(msgspec.Struct, frozen=True, kw_only=True):
-    """A rollback at the end of `step` to the checkpoint of step `target`.
-
-    optimizer_steps: number of optimizer steps before that checkpoint.
-    """
-
-    step: Count
-    target: Count
-    optimizer_steps: Count
-
-
 class GuardState(msgspec.Struct, frozen=True, kw_only=True):
     """Measurements of the guards (`guard.*`).
 
     norms: norms of the gradients of the last optimizer steps, the newest last.
     skips: number of most recent consecutive steps with a spike.
-    nonfinite_since: first of the most recent consecutive steps with NaN or Inf, None without.
     low_entropy_since, low_entropy_steps: first and number of the most recent consecutive steps
     below guard.min_entropy.
-    rollbacks: those of the last guard.rollback_window steps, and the last one.
-    trained_tokens: tokens in all gradients that made the present weights.
     """
 
     norms: tuple[float, ...] = ()
     skips: Count = 0
-    nonfinite_since: Count | None = None
     low_entropy_since: Count | None = None
     low_entropy_steps: Count = 0
-    rollbacks: tuple[RollbackRecord, ...] = ()
-    trained_tokens: Count = 0
 
 
 class MismatchState(msgspec.Struct, frozen=True, kw_only=True):

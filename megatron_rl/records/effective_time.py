@@ -12,8 +12,6 @@ from megatron_rl.records.past_run import Record, RunUnreadable, iterate_metrics
 from megatron_rl.records.starts import read_starts
 
 EFFECTIVE_TIME = "run/effective_time"
-# The step of the checkpoint that a step rolled back to: the steps after it, and itself, are lost
-ROLLED_BACK_TO = "guard/rolled_back_to"
 _SETS = "time/eval/"
 
 
@@ -21,7 +19,7 @@ class EffectiveTime:
     """Measures which share of the time since the first start of a run is in its records.
 
     Steps and evaluations count. Starts, gaps between starts, checkpoints, and steps that were
-    trained again or rolled back do not.
+    trained again do not.
 
     first_start: in seconds since 1970.
     """
@@ -34,11 +32,6 @@ class EffectiveTime:
     def add(self, step: int, record: Mapping[str, float | None]) -> None:
         """Take the record of a step. Of several records of a step, the last one counts."""
         self._seconds_by_step[step] = seconds_of_step(record)
-        target = record.get(ROLLED_BACK_TO)
-        if target is not None:
-            self._seconds_by_step = {
-                step: seconds for step, seconds in self._seconds_by_step.items() if step <= target
-            }
 
     def after(self, step: int, record: Mapping[str, float | None]) -> float:
         """Return the share after a step with this record. NaN when clocks contradict each other."""

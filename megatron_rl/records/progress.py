@@ -202,7 +202,7 @@ def describe_tokens(values: Mapping[str, float]) -> list[str]:
     total = tokens.pop("generated", 0.0)
     if not total:
         return []
-    for name in ("evaluation", "engine_tokens", "demonstrated", "rolled_back", "unfinished"):
+    for name in ("evaluation", "engine_tokens", "demonstrated", "unfinished"):
         tokens.pop(name, None)
     by_count = sorted(tokens.items(), key=lambda item: (-item[1], item[0]))
     shares = []

@@ -19,7 +19,6 @@ SECTIONS = {
     "samples": False,
     "record": False,
     "next_rollouts": False,
-    "rollback": False,
     "sync": True,
 }
 

@@ -104,7 +104,7 @@ class RolloutBatch:
         except TooManyRejected as failure:
             losses = count_unusable(self.all_groups)
             if 2 * losses[NON_FINITE] > losses.total():
-                raise NonFiniteResponses(str(failure), self) from None
+                raise NonFiniteResponses(str(failure)) from None
             raise
 
     def age_metrics(self, version: int) -> dict[str, float]:
@@ -148,14 +148,7 @@ class RolloutBatch:
 
 
 class NonFiniteResponses(TooManyRejected):
-    """Most of the rollouts that cannot be used have log-probabilities that are NaN or infinite.
-
-    batch: the rollouts, which have to be released.
-    """
-
-    def __init__(self, text: str, batch: RolloutBatch) -> None:
-        super().__init__(text)
-        self.batch = batch
+    """Most of the rollouts that cannot be used have log-probabilities that are NaN or infinite."""
 
 
 def _reward_metrics(rollouts: Sequence[RolloutRef]) -> dict[str, float]:

@@ -16,7 +16,6 @@ from megatron_rl.contracts.commands import (
     GatherSamples,
     Poll,
     Record,
-    RollBack,
     Save,
     Sync,
     Train,
@@ -25,7 +24,6 @@ from megatron_rl.contracts.commands import (
 from megatron_rl.engines.engines import Engines
 from megatron_rl.engines.weight_sync import Sender
 from megatron_rl.mcore.job import Job
-from megatron_rl.run.checkpoints.rollback import CheckpointLoader
 from megatron_rl.run.checkpoints.saving import CheckpointWriter
 from megatron_rl.run.curriculum import apply_phase
 from megatron_rl.run.modes.record import record_rollouts
@@ -87,7 +85,6 @@ class ModelCommands:
 
     worker: Worker
     checkpoints: CheckpointWriter
-    loader: CheckpointLoader
     phases: tuple[Configuration, ...]
     profiler: StepProfiler | None = None
 
@@ -100,7 +97,6 @@ class ModelCommands:
             Save: lambda command: self.worker.save(Path(command.path)),
             Checkpoint: self.checkpoints.save,
             WaitForSave: self.checkpoints.wait_for_save,
-            RollBack: self.loader.roll_back,
         }
 
     def train(self, command: Train) -> TrainOutcome | LostRollouts:

@@ -46,16 +46,6 @@ class PhaseSchedule:
         total = self.state.tokens + tokens
         self.state = msgspec.structs.replace(self.state, tokens=total, accuracy=latest)
 
-    def roll_back(self, saved_state: PhaseState | None) -> None:
-        """Forget evaluations of weights that are lost. The phase and its tokens stay.
-
-        saved_state: the state when the present weights were saved.
-        """
-        accuracy = None
-        if saved_state is not None and saved_state.index == self.state.index:
-            accuracy = saved_state.accuracy
-        self.state = msgspec.structs.replace(self.state, accuracy=accuracy)
-
     def ending_reason(self, step: int) -> str:
         """Return why the current phase does not include `step`, or an empty string."""
         state = self.state
@@ -130,10 +120,6 @@ class Curriculum:
         """Resume within a phase that an earlier process has begun."""
         self._schedule.state = state
         self._announced_index = state.index
-
-    def roll_back(self, saved_state: PhaseState | None) -> None:
-        """Forget evaluations of weights that are lost."""
-        self._schedule.roll_back(saved_state)
 
     def enter(self, step: int, parts: StepParts) -> StepParts:
         """Move to the phase of a step, and return its parts."""

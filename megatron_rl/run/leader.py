@@ -47,9 +47,9 @@ from megatron_rl.run.alarms import (
     ZeroVarianceBalanceAlarm,
 )
 from megatron_rl.run.checkpoints.manager import CheckpointManager, SavePoint
+from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.run.curriculum import Curriculum
 from megatron_rl.run.guards.guards import Guards
-from megatron_rl.run.guards.trouble import Trouble
 from megatron_rl.run.samples.keeper import SampleKeeper
 from megatron_rl.run.step_parts import RolloutHolder, StepParts
 from megatron_rl.run.stopping import AccuracyUnknown, ending_key, is_accuracy_reached
@@ -107,7 +107,6 @@ class Leader:
     _accuracies: deque[float] = field(default_factory=deque)
     _is_synced: bool = False
     _is_untrained: bool = False  # the current step has trained nothing
-    _has_rolled_back: bool = False  # since the last sync
     _unevaluated_metrics: dict[str, float] | None = None
     _uncompared_tokens: int = 0  # sampled for the next record before the checkpoint
     _num_in_flight: int = 0  # rollouts of later steps when the step had its own
@@ -124,6 +123,7 @@ class Leader:
             rollouts=self.records.directory.rollouts,
             progress=self.records.progress,
             checkpoints=self.checkpoints,
+            store=CheckpointStore(self.records.directory.checkpoints),
         )
         self._on_update = self.on_update or WaitForResponses(
             self.steps_ahead, self.holder.can_sample
@@ -150,7 +150,7 @@ class Leader:
             self._run_step(step)
             self._save_checkpoint(step, last=bool(self._ending_key(step)))
         if not self._is_resumed and not self._num_updates:
-            self._guards.nonfinite.require_update()
+            self._guards.require_update()
         self.save_weights(step)
         self.dispatcher.finish()
         self.holder.stop()
@@ -170,7 +170,7 @@ class Leader:
             version=None if self.weights is None else self.weights.version,
             weights_synced=self._is_synced,
             selection=self.steps_ahead.place(self.parts.rollouts),
-            nonfinite=self._guards.nonfinite.count,
+            nonfinite=self._guards.num_nonfinite,
             guard=self._guards.state,
             accuracies=tuple(self._accuracies),
             phase=None if self.curriculum is None else self.curriculum.state,
@@ -240,7 +240,7 @@ class Leader:
     def train_step(self, step: int, values: dict[str, float]) -> None:
         """Sample, credit, plan, train and sync. Adds the metrics of the step to `values`."""
         watch = Stopwatch()
-        batch, credit, plan, outcome, trouble = self._train_batch(step, watch)
+        batch, credit, plan, outcome = self._train_batch(step, watch)
         self._expire_sync()
         num_new_tokens, failure = self._before_sync(watch)
         values |= batch.metrics() | credit.metrics() | self._ahead_metrics(batch)
@@ -249,10 +249,7 @@ class Leader:
             self.compare_with_engines(values, num_new_tokens)
         values |= self._keep_samples(batch, credit, plan, outcome)
         self.holder.release(batch.delivered_ids)
-        trouble = self._guards.observe(plan, outcome, values) or trouble
-        if trouble is not None:
-            with watch.section("rollback"):
-                self._roll_back(step, trouble, values, failure)
+        self._guards.observe(plan, outcome, values)
         with self._save_before_sync_failure(step, values):
             self._sync_after_step(values, watch, failure)
         values |= watch.values()
@@ -318,70 +315,37 @@ class Leader:
             return contextlib.nullcontext()
         return watch.section("next_rollouts")
 
-    def _sample(self, step: int) -> tuple[RolloutBatch, Trouble | None]:
-        """Sample the batch of a step, and return a reason to roll back after it.
-
-        A batch that is useless because of NaN is trained, so that it is in the account. Its update
-        is rolled back.
-        """
+    def _sample(self, step: int) -> RolloutBatch:
+        """Sample the batch of a step."""
         source = self.parts.rollouts
         last_step = self._last_step(step)
         self.steps_ahead.begin_open(step, last_step, self._version, source)
-        batch, trouble = self._take_batch(step)
+        with self._responses_observed(step):
+            batch = self.steps_ahead.take(step, source)
         self.steps_ahead.begin_next(step, last_step, source)
         if self.steps_ahead.is_used:
             self._num_in_flight = self.holder.count_in_flight()
-        return batch, trouble
+        return batch
 
-    def _take_batch(self, step: int) -> tuple[RolloutBatch, Trouble | None]:
+    @contextlib.contextmanager
+    def _responses_observed(self, step: int) -> Iterator[None]:
+        """Let the guards judge a batch whose responses are NaN."""
         try:
-            return self.steps_ahead.take(step, self.parts.rollouts), None
+            yield
         except NonFiniteResponses as failure:
-            trouble = self._observe_responses(step, failure)
-            self.parts.rollouts.settle()
-            return failure.batch, trouble
-
-    def _observe_responses(self, step: int, failure: NonFiniteResponses) -> Trouble:
-        """Return the reason to roll back after a step. Raises the failure if there is none."""
-        # The engines may have had the weights of an earlier step
-        sampled_at = step - self.steps_ahead.max_staleness
-        trouble = self._guards.nonfinite.observe_responses(sampled_at, failure)
-        if trouble is None:
-            raise failure
-        return trouble
-
-    def _roll_back(
-        self,
-        step: int,
-        trouble: Trouble,
-        values: dict[str, float],
-        failure: Failure | WaitAborted | None,
-    ) -> None:
-        """Go on from the weights of a good checkpoint. Prompts, beliefs and phases stay.
-
-        failure: raised instead; the one that `_before_sync` returned.
-        """
-        if failure is not None:
-            raise failure
-        position = self._guards.roll_back(step, trouble, values)
-        self._accuracies = deque(position.accuracies)  # those of weights that are lost do not count
-        if self.curriculum is not None:
-            self.curriculum.roll_back(position.phase)
-        self._has_rolled_back = True
-        num_dropped = self._drop_steps_ahead()
-        if num_dropped:
-            values["account/unfinished"] = float(num_dropped)
+            # The engines may have had the weights of an earlier step
+            self._guards.observe_responses(step - self.steps_ahead.max_staleness, failure)
+            raise
 
     def _train_batch(
         self, step: int, watch: Stopwatch
-    ) -> tuple[RolloutBatch, BatchCredit, StepPlan, TrainOutcome, Trouble | None]:
+    ) -> tuple[RolloutBatch, BatchCredit, StepPlan, TrainOutcome]:
         """Sample, credit, plan and train a batch. Rollouts that are gone are sampled again.
 
-        Returns the batch that was trained, with its credit, plan and outcome, and a reason to roll
-        back after it.
+        Returns the batch that was trained, with its credit, plan and outcome.
         """
         with watch.section("rollout"), self._abortable():
-            batch, trouble = self._sample(step)
+            batch = self._sample(step)
         self._take_devices(watch)
         while True:
             with watch.section("credit"):
@@ -389,15 +353,12 @@ class Leader:
                 plan = self._plan(step, credit)
             result = self._train(plan)
             if isinstance(result, TrainOutcome):
-                return batch, credit, plan, result, trouble
+                return batch, credit, plan, result
             with watch.section("rollout"), self._abortable():
                 if self.engine.colocated:
                     self.send_weights({})
-                try:
+                with self._responses_observed(step):
                     batch = self.parts.rollouts.sample_again(step, batch, result.rollout_ids)
-                except NonFiniteResponses as failure:
-                    trouble = self._observe_responses(step, failure)
-                    batch = failure.batch
             self._take_devices(watch)
 
     def _take_devices(self, watch: Stopwatch) -> None:
@@ -425,7 +386,7 @@ class Leader:
                     plan,
                     keep_values=keep_values,
                     max_norm=self._guards.max_norm,
-                    check_weights=self._guards.nonfinite.checks_weights,
+                    check_weights=self._guards.checks_weights,
                     version=self._version if self.steps_ahead.is_used else None,
                 )
             )
@@ -462,9 +423,6 @@ class Leader:
         # Steps may be so short that nothing waited for rollouts and looked after engines
         self.holder.refresh()
         command = self.weights.next_command()
-        if self._has_rolled_back:
-            command = msgspec.structs.replace(command, audit=True)
-            self._has_rolled_back = False
         with self.records.progress.task("sending the weights to the engines"):
             values |= self.dispatcher.run(command)
         if self.weights.audit_obstacle and not self._audit_obstacle_logged:
@@ -554,8 +512,7 @@ class Leader:
                     is_postponed = not self._evaluate_again(step, values)
             self._unevaluated_metrics = dict(values) if is_postponed else None
             if self.steps_ahead.is_used and self._ending_key(step):
-                num_rolled_back = values.get("account/unfinished", 0.0)
-                values["account/unfinished"] = num_rolled_back + self._drop_steps_ahead()
+                values["account/unfinished"] = float(self._drop_steps_ahead())
 
     def _evaluate_if_due(self, step: int, values: dict[str, float]) -> bool:
         """Evaluate a step if that is due. Returns False if a stop request prevents it."""

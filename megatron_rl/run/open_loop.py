@@ -21,7 +21,6 @@ from megatron_rl.records.timeline.spans import TIMELINE_FILE, Timeline
 from megatron_rl.records.trackers import open_trackers
 from megatron_rl.run.build_worker import open_worker
 from megatron_rl.run.checkpoints.disk_space import checkpoint_bytes
-from megatron_rl.run.checkpoints.rollback import CheckpointLoader
 from megatron_rl.run.checkpoints.saving import CheckpointWriter
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.run.command_table import EngineCommands, Export, ModelCommands, command_table
@@ -190,8 +189,7 @@ def _model_commands(setup: RunSetup, worker: Worker | None) -> ModelCommands | N
         writes_rollouts=setup.job.local_rank == 0,
     )
     phases = tuple(phase.configuration for phase in phases_of(c))
-    loader = CheckpointLoader(worker, store, setup.job)
-    return ModelCommands(worker, writer, loader, phases, _step_profiler(setup))
+    return ModelCommands(worker, writer, phases, _step_profiler(setup))
 
 
 def _step_profiler(setup: RunSetup) -> StepProfiler:

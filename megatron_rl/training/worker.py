@@ -166,10 +166,6 @@ class Worker:
             weights_finite=not check_weights or self.optimizer.weights_are_finite(),
         )
 
-    def forget_step(self) -> None:
-        """Free what is left of the last training step."""
-        self._token_values = None
-
     def gather_samples(self, command: GatherSamples) -> list[SamplePart]:
         """Send the samples of the last step to rank 0, and free its values (a collective)."""
         values = self._token_values

@@ -324,13 +324,10 @@ LOGGER = [
     ("logger.profile_steps=[1,999]", "logger.profile_steps=[1, 999]", "train.total_steps"),
     ("logger.profile_steps=[1] mode=eval", "logger.profile_steps=[1]", "mode=eval"),
 ]
-NONFINITE = "guard.nonfinite=rollback run.checkpoint_every=1"
-ENTROPY = "guard.entropy=rollback guard.min_entropy=0.1"
 GUARD = [
-    ("guard.spike=rollback", "guard.spike=rollback", "run.checkpoint_every=N"),
-    ("guard.nonfinite=rollback", "guard.nonfinite=rollback", "guard.nonfinite=skip"),
-    (ENTROPY, "guard.entropy=rollback", "guard.entropy=stop"),
-    ("guard.entropy=skip", "guard.entropy=skip", "off, rollback, stop"),
+    ("guard.spike=rollback", "guard.spike=rollback", "off, skip, stop"),
+    ("guard.nonfinite=rollback", "guard.nonfinite=rollback", "skip, stop"),
+    ("guard.entropy=skip", "guard.entropy=skip", "off, stop"),
     ("guard.entropy=stop", "guard.min_entropy=null", "nats per token"),
     ("guard.entropy=stop guard.min_entropy=0", "guard.min_entropy=0", "greater than 0"),
     ("guard.spike=skip guard.spike_factor=1", "guard.spike_factor=1", "greater than 1"),
@@ -341,11 +338,6 @@ GUARD = [
     ("guard.spike=stop guard.max_skips=9", "guard.max_skips=9", "guard.spike=skip"),
     ("guard.min_entropy=0.1", "guard.min_entropy=0.1", NO_EFFECT),
     ("guard.patience=2", "guard.patience=2", NO_EFFECT),
-    ("guard.spike=skip guard.max_rollbacks=2", "guard.max_rollbacks=2", NO_EFFECT),
-    ("guard.rollback_window=9", "guard.rollback_window=9", NO_EFFECT),
-    (NONFINITE, "run.keep_checkpoints=2", "Give at least 3"),
-    (f"{NONFINITE} train.max_nonfinite_steps=5", "run.keep_checkpoints=2", "at least 5"),
-    (f"{ENTROPY} run.checkpoint_every=2", "run.keep_checkpoints=2", "Give at least 3"),
     ("mode=eval guard.spike=stop", "guard.spike=stop", "mode=eval"),
     ("mode=rollout_only guard.nonfinite=stop", "guard.nonfinite=stop", "mode=rollout_only"),
     (

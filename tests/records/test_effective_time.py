@@ -50,24 +50,6 @@ def test_a_resumed_run_counts_kept_steps_and_all_time_since_its_first_start(
     assert line in summarize_run(tmp_path).lines()
 
 
-def test_steps_that_were_rolled_back_do_not_count(tmp_path: Path) -> None:
-    """Step 4 returns to step 2. Steps 1, 2 and 5 are kept: 30 of 100 seconds."""
-    records = [{"time/step": 10.0} for _ in range(5)]
-    records[3]["guard/rolled_back_to"] = 2.0
-    effective_time = EffectiveTime(0.0, clock=lambda: 100.0)
-    for step, record in enumerate(records, 1):
-        share = effective_time.after(step, record)
-    assert share == 0.3
-    write_starts(tmp_path, [Start(0.0, 1)])
-    with MetricsLog(RunDirectory(tmp_path), QUIET) as metrics:
-        for step, record in enumerate(records, 1):
-            metrics.write(step, record)
-    resumed_time = open_effective_time(tmp_path)
-    assert resumed_time is not None
-    resumed_time._clock = lambda: 100.0
-    assert resumed_time.after(6, {"time/step": 10.0}) == 0.4
-
-
 def test_a_directory_without_starts_measures_nothing(tmp_path: Path) -> None:
     assert open_effective_time(tmp_path) is None
     assert summarize([{"step": 1.0, "time/step": 1.0}]).effective_time is None

@@ -151,24 +151,6 @@ def test_a_phase_that_has_reached_its_accuracy_ends_whatever_is_measured_then() 
     assert schedule.advance(9) == [(1, "until.accuracy=0.9, and 0.950 was measured")]
 
 
-def test_a_rollback_forgets_the_accuracy_of_lost_weights() -> None:
-    ends = [PhaseEnd(accuracy=0.6), PhaseEnd(accuracy=0.9), None]
-    schedule = PhaseSchedule(ends)
-    schedule.update(8, 0.3)
-    saved_state = schedule.state
-    schedule.update(8, 0.7)
-    schedule.roll_back(saved_state)
-    assert schedule.state == PhaseState(index=0, tokens=16, accuracy=0.3)
-    assert schedule.advance(3) == []
-    schedule.update(8, 0.65)
-    assert len(schedule.advance(4)) == 1
-    schedule.update(8, 0.95)
-    schedule.roll_back(saved_state)  # of the phase before
-    assert schedule.state == PhaseState(index=1, tokens=32, accuracy=None)
-    schedule.roll_back(None)
-    assert schedule.state == PhaseState(index=1, tokens=32, accuracy=None)
-
-
 def test_the_last_phase_ends_the_run_after_its_steps(tmp_path: Path) -> None:
     phases = phases_from(SHORT, "{name: end, until: {steps: 4}}")
     parts = lead(ScriptedParts(), tmp_path, steps=9, phases=phases)

@@ -8,7 +8,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_rl.config.schema import GuardSettings
 from megatron_rl.contracts.commands import Checkpoint, Command
 from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.contracts.group import Group
@@ -180,17 +179,6 @@ def test_a_step_is_saved_although_rollouts_of_later_steps_fail_around_its_sync(
     lead(resumed_parts, tmp_path, steps=4, evals=evals, resume_state=state)
     calls = [call[:10] for call in resumed_parts.calls if call[:4] in ("samp", "eval")]
     assert calls == [*["evaluate 3"][:every], "sample ste", "evaluate 4"]
-
-
-def test_weights_of_a_spike_are_not_saved_when_later_rollouts_fail(tmp_path: Path) -> None:
-    ranks = FakeRanks()
-    on_update = FailingSync(step=10)
-    parts = ScriptedParts(norms=[1.0] * 9 + [99.0])
-    guard = GuardSettings(spike="rollback")
-    manager = make_manager(ranks, checkpoint_every=9)
-    with pytest.raises(CollectorRefused):
-        lead(parts, tmp_path, steps=12, checkpoints=manager, on_update=on_update, guard=guard)
-    assert ranks.steps == [9]
 
 
 def test_a_save_in_the_background_ends_before_a_run_with_failed_rollouts(tmp_path: Path) -> None:

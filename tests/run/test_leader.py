@@ -18,7 +18,7 @@ from megatron_rl.engines.token_counter import TokenComparison
 from megatron_rl.records.progress import Progress
 from megatron_rl.rollouts.evaluation import EvaluationFailed
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
-from megatron_rl.run.guards.nonfinite import NonFiniteRun
+from megatron_rl.run.guards.stopped_by_guard import StoppedByGuard
 from megatron_rl.run.stopping import AccuracyUnknown, is_accuracy_reached
 from tests.support.checkpoints import make_state
 from tests.support.groups import group
@@ -223,7 +223,7 @@ def test_audit_obstacle_is_logged_once(tmp_path: Path) -> None:
 
 def test_consecutive_nonfinite_steps_end_the_run_and_are_recorded(tmp_path: Path) -> None:
     parts = ScriptedParts(finite=[False, True, False, False])
-    with pytest.raises(NonFiniteRun, match=r"2 consecutive steps .*train\.max_nonfinite_steps=2"):
+    with pytest.raises(StoppedByGuard, match=r"2 consecutive steps .*train\.max_nonfinite_steps=2"):
         lead(parts, tmp_path, steps=9, max_nonfinite_steps=2)
     assert [text for text in parts.calls if text.startswith("train")] == [
         "train 1",
@@ -348,14 +348,14 @@ def test_a_step_that_fails_before_it_has_metrics_leaves_no_record(tmp_path: Path
 
 def test_a_step_that_fails_after_its_update_leaves_its_record(tmp_path: Path) -> None:
     parts = ScriptedParts(finite=[True, False, False])
-    with pytest.raises(NonFiniteRun):
+    with pytest.raises(StoppedByGuard):
         lead(parts, tmp_path, steps=4, max_nonfinite_steps=2)
     assert list(parts.metrics) == [0, 1, 2, 3]
 
 
 def test_a_run_without_any_update_fails(tmp_path: Path) -> None:
     parts = ScriptedParts(finite=[False, False])
-    with pytest.raises(NonFiniteRun, match="every update had NaN or Inf"):
+    with pytest.raises(StoppedByGuard, match="every update had NaN or Inf"):
         lead(parts, tmp_path, steps=2, max_nonfinite_steps=3)
 
 

@@ -42,7 +42,6 @@ from megatron_rl.planning.rank_view import RankView
 from megatron_rl.rollouts import codec
 from megatron_rl.run.build_worker import build_worker
 from megatron_rl.run.checkpoints import saving
-from megatron_rl.run.checkpoints.rollback import CheckpointLoader
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.run.command_table import ModelCommands
 from megatron_rl.training import batch_recording
@@ -89,8 +88,7 @@ class RankCommands:
         self._store = CheckpointStore(folder / "checkpoints")
         self._store.folder.mkdir()
         checkpoints = saving.CheckpointWriter(self._worker, self._store, nbytes=0, keep=1)
-        loader = CheckpointLoader(self._worker, self._store, job_of(place))
-        table = dict(ModelCommands(self._worker, checkpoints, loader, (c,)).table())
+        table = dict(ModelCommands(self._worker, checkpoints, (c,)).table())
         table[Poll] = lambda command: None
         self._dispatcher = Dispatcher(self._layout.control_group, table)
         self._answer_host_memory()

@@ -21,7 +21,6 @@ _MAX_EVENTS = 60
 _FAULTS = {
     "train/nonfinite": "no update, because of NaN or Inf",
     "guard/skipped": "an update skipped, because of a spike",
-    "guard/rollbacks": "rolled back to a checkpoint",
     "rollout/rejected": "rollouts rejected",
     "rollout/engines_left_out": "engines left out",
     "reward/no_verdict": "responses without a verdict",

@@ -32,7 +32,7 @@ _PART_COLOURS = {
 _OTHER_COLOUR = COLOURS[7]
 _MIN_SHARE = 0.005  # of the time of a run: parts below it are not drawn
 # Metrics under account/ that are no class of tokens
-_NO_CLASSES = ("generated", "engine_tokens", "demonstrated", "rolled_back", "unaccounted")
+_NO_CLASSES = ("generated", "engine_tokens", "demonstrated", "unaccounted")
 _MAX_BARS = 200  # steps in a chart of bars
 
 

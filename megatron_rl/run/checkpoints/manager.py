@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron_rl.config.schema import RunSettings
-from megatron_rl.contracts.commands import BatchAhead, Checkpoint, RollBack, WaitForSave
+from megatron_rl.contracts.commands import BatchAhead, Checkpoint, WaitForSave
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import Group, sampled_tokens
 from megatron_rl.contracts.run_state import LoopState, RunState
@@ -16,7 +16,6 @@ from megatron_rl.records.progress import Progress
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.run.checkpoints.best import BestCheckpoint
-from megatron_rl.run.checkpoints.resume import ResumePoint
 from megatron_rl.run.checkpoints.saving import SaveResult
 from megatron_rl.run.checkpoints.state_file import encode_state
 from megatron_rl.run.supervision.stop_request import StopRequest
@@ -73,7 +72,6 @@ class CheckpointManager:
     reference: str = ""
     best: BestCheckpoint | None = None
     _is_saving: bool = False
-    _has_rolled_back: bool = False
 
     @property
     def stop_requested(self) -> bool:
@@ -81,10 +79,7 @@ class CheckpointManager:
         return self.settings.checkpoint_every > 0 and bool(self.stop.source)
 
     def is_due(self, step: int, *, last: bool) -> bool:
-        """True when a checkpoint must be saved after `step`. last: it is the last step.
-
-        So after a rollback, which a resumed run need not repeat then.
-        """
+        """True when a checkpoint must be saved after `step`. last: it is the last step."""
         every = self.settings.checkpoint_every
         if last or self.stop_requested:
             self.wait_for_save()
@@ -92,7 +87,7 @@ class CheckpointManager:
             return False
         is_best = self.best is not None and self.best.is_waiting(step)
         is_regular = last or step % every == 0
-        return is_regular or is_best or self.stop_requested or self._has_rolled_back
+        return is_regular or is_best or self.stop_requested
 
     def observe_evaluation(self, step: int, values: Mapping[str, float]) -> dict[str, float]:
         """Take the metrics of an evaluated step, which may be the best one so far.
@@ -120,7 +115,6 @@ class CheckpointManager:
             command = self._command(point, in_background=in_background)
             result: SaveResult | None = self.dispatcher.run(command)
         self._is_saving = in_background and result is None
-        self._has_rolled_back = False
         values = watch.seconds | values
         if result is not None and result.lacks_rollouts and point.fallback is not None:
             self.progress.log(f"{result.problem}: they will be sampled again")
@@ -128,21 +122,6 @@ class CheckpointManager:
         if result is not None:
             values |= self._report(result)
         return values
-
-    def roll_back(self, first_step: int, max_optimizer_steps: int) -> ResumePoint:
-        """Load the newest checkpoint from before `first_step` on all ranks.
-
-        The point has no checkpoint if none fits; then nothing has changed. Raises
-        `CheckpointNotSaved`, `CheckpointUnusable`.
-        """
-        self.wait_for_save()
-        point: ResumePoint = self.dispatcher.run(RollBack(first_step, max_optimizer_steps))
-        if point.state is not None:
-            self.last_saved_step = point.state.step
-            self._has_rolled_back = True
-            if self.best is not None:
-                self.best.restore(point.state.best)
-        return point
 
     def _command(self, point: SavePoint, *, in_background: bool) -> Checkpoint:
         best = None if self.best is None else self.best.state(point.state.step)

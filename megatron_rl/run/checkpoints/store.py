@@ -118,17 +118,6 @@ class CheckpointStore:
             checkpoint.rename(trash)
             shutil.rmtree(trash)
 
-    def retire_newer(self, step: int) -> None:
-        """Take the names of all checkpoints after `step`, so that no run resumes from them.
-
-        The next save removes them.
-        """
-        for checkpoint in self.checkpoints():
-            if (step_of(checkpoint) or 0) > step:
-                checkpoint.rename(checkpoint.with_suffix(_REMOVAL_SUFFIX))
-        if self.folder.is_dir():
-            sync_folder(self.folder)
-
     def set_aside(self, checkpoint: Path) -> Path:
         """Rename a checkpoint that cannot be used, so that its name is free. Nothing is deleted."""
         for number in range(1, 10_000):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron_rl.config.schema import GuardSettings
-from megatron_rl.run.guards.trouble import StoppedByGuard, Trouble
+from megatron_rl.run.guards.stopped_by_guard import StoppedByGuard
 
 
 @dataclass
@@ -19,31 +19,24 @@ class EntropyGuard:
     count: int = 0
     since: int | None = None
 
-    def observe(self, step: int, entropy: float | None) -> Trouble | None:
+    def observe(self, step: int, entropy: float | None) -> None:
         """Take the mean entropy of a step's tokens, in nats. None: it trained none.
 
-        The policy from before the step has that entropy. Returns the reason for a rollback, None
-        without one. Raises `StoppedByGuard`.
+        The policy from before the step has that entropy. Raises `StoppedByGuard`.
         """
         limit = self.settings.min_entropy
         if self.settings.entropy == "off" or limit is None or entropy is None:
-            return None
+            return
         if not entropy < limit:
-            self.reset()
-            return None
+            self.count = 0
+            self.since = None
+            return
         self.count += 1
         self.since = step if self.since is None else self.since
         if self.count < self.settings.patience:
-            return None
+            return
         text = (
             f"step {step}: policy/entropy {entropy:.4g} is below guard.min_entropy={limit:g}, for "
-            f"guard.patience={self.settings.patience} steps or more"
+            f"guard.patience={self.settings.patience} steps or more (guard.entropy=stop)"
         )
-        if self.settings.entropy == "stop":
-            raise StoppedByGuard(f"{text} (guard.entropy=stop)")
-        return Trouble(text, max(self.since - 1, 0), is_repeated=True)
-
-    def reset(self) -> None:
-        """Begin to count anew."""
-        self.count = 0
-        self.since = None
+        raise StoppedByGuard(text, max(self.since - 1, 0))

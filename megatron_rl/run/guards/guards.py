@@ -1,30 +1,30 @@
-"""All guards of a run, and the rollbacks that they ask for."""
+"""All guards of a run."""
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from pathlib import Path
 
 from megatron_rl.config.schema import GuardSettings
+from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.contracts.run_state import GuardState, LoopState
 from megatron_rl.contracts.step_plan import StepPlan
-from megatron_rl.records.effective_time import ROLLED_BACK_TO
 from megatron_rl.records.progress import Progress
 from megatron_rl.run.checkpoints.manager import CheckpointManager
+from megatron_rl.run.checkpoints.store import CheckpointStore, step_of
 from megatron_rl.run.guards.entropy import EntropyGuard
 from megatron_rl.run.guards.nonfinite import NonFiniteGuard
-from megatron_rl.run.guards.rollbacks import Rollbacks
 from megatron_rl.run.guards.spikes import SpikeGuard
-from megatron_rl.run.guards.trouble import Trouble
+from megatron_rl.run.guards.stopped_by_guard import StoppedByGuard
 from megatron_rl.training.worker import TrainOutcome
-
-_TRAINED = "account/trained/"
 
 
 class Guards:
-    """Watches the numbers of every step, and rolls back if they ask for it.
+    """Watches the numbers of every step, and stops the run if they go wrong.
 
     max_nonfinite_steps: train.max_nonfinite_steps. rollouts: the folder for batches of steps that
-    were not applied. checkpoints: None for loops that save none.
+    were not applied. checkpoints: None for loops that save none. store: its checkpoints.
     """
 
     def __init__(
@@ -35,14 +35,17 @@ class Guards:
         rollouts: Path,
         progress: Progress,
         checkpoints: CheckpointManager | None,
+        store: CheckpointStore,
     ) -> None:
         self._settings = settings
         self._progress = progress
+        self._checkpoints = checkpoints
+        self._store = store
         self._spikes = SpikeGuard(settings, rollouts, progress)
         self._entropy = EntropyGuard(settings)
-        self._rollbacks = Rollbacks(settings, checkpoints, progress.log)
-        self.nonfinite = NonFiniteGuard(max_nonfinite_steps, rollouts, progress, settings.nonfinite)
-        self._trained_tokens = 0
+        self._nonfinite = NonFiniteGuard(
+            max_nonfinite_steps, rollouts, progress, settings.nonfinite
+        )
 
     @property
     def max_norm(self) -> float | None:
@@ -50,38 +53,35 @@ class Guards:
         return self._spikes.limit
 
     @property
+    def checks_weights(self) -> bool:
+        """True if every step looks for NaN in the weights."""
+        return self._nonfinite.checks_weights
+
+    @property
+    def num_nonfinite(self) -> int:
+        """Consecutive steps with a NaN or Inf so far."""
+        return self._nonfinite.count
+
+    @property
     def state(self) -> GuardState:
         """The measurements, for a checkpoint."""
         return GuardState(
             norms=tuple(self._spikes.norms),
             skips=self._spikes.skips,
-            nonfinite_since=self.nonfinite.since,
             low_entropy_since=self._entropy.since,
             low_entropy_steps=self._entropy.count,
-            rollbacks=self._rollbacks.records,
-            trained_tokens=self._trained_tokens,
         )
 
     def restore(self, state: LoopState) -> None:
         """Go on where a run was saved."""
         guard = state.guard
-        self._spikes.reset(guard.norms)
-        self._spikes.skips = guard.skips
-        self.nonfinite.count = state.nonfinite
-        self.nonfinite.since = guard.nonfinite_since
+        self._spikes.restore(guard.norms, guard.skips)
+        self._nonfinite.count = state.nonfinite
         self._entropy.since = guard.low_entropy_since
         self._entropy.count = guard.low_entropy_steps
-        self._rollbacks.records = guard.rollbacks
-        self._trained_tokens = guard.trained_tokens
 
-    def observe(
-        self, plan: StepPlan, outcome: TrainOutcome, values: dict[str, float]
-    ) -> Trouble | None:
-        """Take a step and its metrics, and add those of the guards.
-
-        Returns the reason for a rollback, None without one. Raises `StoppedByGuard`.
-        """
-        self._trained_tokens += round(_trained_tokens(values))
+    def observe(self, plan: StepPlan, outcome: TrainOutcome, values: dict[str, float]) -> None:
+        """Take a step and its metrics, and add those of the guards. Raises `StoppedByGuard`."""
         limit = self._spikes.limit
         if self._settings.spike != "off":
             values["guard/skipped"] = float(outcome.spike is not None)
@@ -89,39 +89,52 @@ class Guards:
             values["guard/max_norm"] = limit
         if outcome.spike is not None:
             values["guard/spike_norm"] = outcome.spike
-        if self._settings.rollback_keys:
-            values["guard/rollbacks"] = 0.0
-        troubles = (
-            self.nonfinite.observe(plan, outcome),
-            self._spikes.observe(plan, outcome, limit),
-            self._entropy.observe(plan.step, values.get("policy/entropy")),
-        )
-        return next(filter(None, troubles), None)
+        with self._good_checkpoint():
+            self._nonfinite.observe(plan, outcome)
+            self._spikes.observe(plan, outcome, limit)
+            self._entropy.observe(plan.step, values.get("policy/entropy"))
 
-    def roll_back(self, step: int, trouble: Trouble, values: dict[str, float]) -> LoopState:
-        """Roll back on all ranks, and add the metrics. Returns the state of the checkpoint.
+    def observe_responses(self, step: int, failure: Exception) -> None:
+        """Take a batch of which too many responses have NaN. Raises `StoppedByGuard`.
 
-        Raises `StoppedByGuard` instead of too many rollbacks, and without a good checkpoint.
+        step: the engines had the weights from before it, or newer ones.
         """
-        with self._progress.task("rolling back to a checkpoint"):
-            position = self._rollbacks.roll_back(step, trouble).position
-        lost_tokens = max(0, self._trained_tokens - position.guard.trained_tokens)
-        self._trained_tokens = position.guard.trained_tokens
-        self._spikes.reset(position.guard.norms)
-        self._entropy.reset()
-        self.nonfinite.reset()
-        values["account/rolled_back"] = float(lost_tokens)
-        values["guard/rollbacks"] = 1.0
-        values[ROLLED_BACK_TO] = float(position.step)
-        self._progress.log(
-            f"{trouble.text}. Rolled back to the checkpoint of step {position.step}: {lost_tokens} "
-            "trained tokens are lost (account/rolled_back), and newer checkpoints are removed. The "
-            f"run goes on with step {step + 1} and new prompts"
-        )
-        return position
+        with self._good_checkpoint():
+            self._nonfinite.observe_responses(step, failure)
 
+    def require_update(self) -> None:
+        """Raise `StoppedByGuard` after a run without an update, if NaN or Inf is the cause."""
+        self._nonfinite.require_update()
 
-def _trained_tokens(values: dict[str, float]) -> float:
-    """The tokens in the gradients that a step applied."""
-    tokens = sum(value for name, value in values.items() if name.startswith(_TRAINED))
-    return tokens + values.get("account/demonstrated", 0.0)
+    @contextlib.contextmanager
+    def _good_checkpoint(self) -> Iterator[None]:
+        """Set aside the checkpoints of weights that may be at fault, if a guard stops the run.
+
+        A run that resumes then begins with the newest good one.
+        """
+        try:
+            yield
+        except StoppedByGuard as failure:
+            remedy = self._set_aside_from(failure.first_step)
+            text = f"{failure}. {remedy}" if remedy else str(failure)
+            raise StoppedByGuard(text, failure.first_step) from failure.__cause__
+
+    def _set_aside_from(self, first_step: int) -> str:
+        """Set aside the checkpoints from a step on. Returns what a run can resume from."""
+        if self._checkpoints is None or not self._checkpoints.settings.checkpoint_every:
+            return ""
+        try:
+            self._checkpoints.wait_for_save()
+        except Failure as failure:
+            self._progress.log(f"warning: {failure}")
+        good_steps = []
+        for checkpoint in self._store.checkpoints():
+            step = step_of(checkpoint) or 0
+            if step < first_step:
+                good_steps.append(step)
+                continue
+            name = self._store.set_aside(checkpoint).name
+            self._progress.log(f"the weights of step {step} may be at fault: they are in {name}")
+        if not good_steps:
+            return f"There is no checkpoint from before step {first_step}"
+        return f"run.resume=auto goes on after step {max(good_steps)}"

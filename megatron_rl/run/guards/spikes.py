@@ -9,7 +9,7 @@ from statistics import median
 from megatron_rl.config.schema import GuardSettings
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.records.progress import Progress
-from megatron_rl.run.guards.trouble import StoppedByGuard, Trouble
+from megatron_rl.run.guards.stopped_by_guard import StoppedByGuard
 from megatron_rl.training.worker import TrainOutcome
 
 _MIN_NORMS = 8
@@ -39,16 +39,13 @@ class SpikeGuard:
             return None
         return self._settings.spike_factor * median(self.norms) or None
 
-    def observe(self, plan: StepPlan, outcome: TrainOutcome, limit: float | None) -> Trouble | None:
-        """Take a step that was trained with a limit.
-
-        Returns the reason for a rollback, None without one. Raises `StoppedByGuard`.
-        """
+    def observe(self, plan: StepPlan, outcome: TrainOutcome, limit: float | None) -> None:
+        """Take a step that was trained with a limit. Raises `StoppedByGuard`."""
         count = len(self.norms)
         self.norms.extend(outcome.norms)
         if outcome.spike is None or limit is None:
             self.skips = 0 if plan.rollouts else self.skips
-            return None
+            return
         self.skips += 1
         settings = self._settings
         text = (
@@ -61,18 +58,17 @@ class SpikeGuard:
             f"{text}. No rank applied that optimizer step, and the rest of the batch was skipped. "
             f"The batch is in {batch}"
         )
-        if settings.spike == "rollback":
-            return Trouble(text, plan.step)
         if settings.spike == "stop":
-            raise StoppedByGuard(f"{text} (guard.spike=stop). The batch is in {batch}")
+            reason = f"{text} (guard.spike=stop). The batch is in {batch}"
+            raise StoppedByGuard(reason, plan.step)
         if self.skips >= settings.max_skips:
             raise StoppedByGuard(
                 f"{self.skips} consecutive steps had a spike (guard.max_skips="
-                f"{settings.max_skips}): {text}. Raise guard.spike_factor if such norms are usual"
+                f"{settings.max_skips}): {text}. Raise guard.spike_factor if such norms are usual",
+                plan.step,
             )
-        return None
 
-    def reset(self, norms: tuple[float, ...]) -> None:
-        """Go on with other norms, after a rollback or a resume."""
+    def restore(self, norms: tuple[float, ...], skips: int) -> None:
+        """Go on where a run was saved."""
         self.norms = deque(norms, maxlen=self._settings.window)
-        self.skips = 0
+        self.skips = skips

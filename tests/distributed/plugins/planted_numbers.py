@@ -1,21 +1,12 @@
-"""A user-defined loss with numbers that go wrong, and kills of rank 0 during a rollback.
-
-KILL_AT in the environment names the place of the kill: `rename`, `load` or `commit`.
-"""
+"""A user-defined loss with numbers that go wrong."""
 
 import gc
-import os
-import signal
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import megatron_rl.mcore.checkpoint as tensors
 from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses import LossResult, Objective, ResponseTokens
-from megatron_rl.run.checkpoints.store import CheckpointStore
 
 # A batch with this log-probability of a sampled token goes wrong
 MARKER = -7.25
@@ -25,7 +16,8 @@ class PlantedNumbers:
     """The policy-gradient loss of tokens.
 
     action: what becomes of a loss at fault. spike: it is multiplied by 1000. nan: it is NaN.
-    poison: an embedding that no token uses becomes NaN, and the loss stays. calls: the calls of the
+    poison: an embedding that no token uses becomes NaN, and the loss stays. nothing: the loss
+    stays. calls: the calls of the
     loss at fault, counted from 1 with that of the warm-up. Empty: those with the marker.
     """
 
@@ -55,53 +47,9 @@ class PlantedNumbers:
             embedding = next(m for m in gc.get_objects() if _is_embedding(m))
             embedding.weight.data[0] = float("nan")
             return loss
-        return loss * (1000.0 if self._action == "spike" else float("nan"))
+        factors = {"spike": 1000.0, "nan": float("nan"), "nothing": 1.0}
+        return loss * factors[self._action]
 
 
 def _is_embedding(value: Any) -> bool:
     return type(value).__name__ == "VocabParallelEmbedding"
-
-
-def _kill_this_process() -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def _kill_after(function: Callable[..., Any]) -> Callable[..., Any]:
-    def run(*arguments: Any, **options: Any) -> None:
-        function(*arguments, **options)
-        if os.environ.get("RANK", "0") == "0":
-            _kill_this_process()
-
-    return run
-
-
-def _kill_before_commit(commit: Callable[..., Path]) -> Callable[..., Path]:
-    def run(store: CheckpointStore, step: int) -> Path:
-        if any(store.folder.glob("*.rolled")):
-            _kill_this_process()
-        return commit(store, step)
-
-    return run
-
-
-def _mark_rollback(retire: Callable[..., None]) -> Callable[..., None]:
-    def run(store: CheckpointStore, step: int) -> None:
-        retire(store, step)
-        (store.folder / "any.rolled").touch()
-
-    return run
-
-
-def _plant_kill(place: str | None) -> None:
-    store: Any = CheckpointStore
-    match place:
-        case "rename":
-            store.retire_newer = _kill_after(store.retire_newer)
-        case "load":
-            tensors.load_tensors = _kill_after(tensors.load_tensors)
-        case "commit":
-            store.retire_newer = _mark_rollback(store.retire_newer)
-            store.commit = _kill_before_commit(store.commit)
-
-
-_plant_kill(os.environ.get("KILL_AT"))

@@ -307,7 +307,7 @@ def test_partials_that_come_after_the_save_are_freed(
 def test_groups_that_no_request_asked_for_are_dropped_with_their_tokens(
     queue: RolloutQueue, peer: Peer, saved_group: SaveGroup
 ) -> None:
-    """A rollback drops later steps. The run ends before some of them begin."""
+    """Later steps are dropped. The run ends before some of them begin."""
     queue.restore(SavedGroups([saved_group("a"), saved_group("b", (1,)), saved_group("c")]))
     queue.submit([request("a")])
     assert len(receive_requests(peer)) == 1

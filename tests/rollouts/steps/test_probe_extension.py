@@ -147,7 +147,7 @@ def test_a_step_with_extensions_can_be_dropped_and_sampled_again(seed: int, num_
             return num_left["polls"] > 0
 
         batch = sampler.finish_step(can_continue)
-        if batch is not None:  # as after a roll back
+        if batch is not None:  # as at the end of a run
             sampler.queue.release(batch.delivered_ids)
         sampler.drop_open()
         sampler.restore(start)

@@ -213,7 +213,7 @@ class SimulatedRun:
                 self.queue.version += 1
                 if fault == "checkpoint":
                     self.ahead.complete_for_save(self.sampler, ScriptedStop())
-                if fault == "rollback":
+                if fault == "drop":
                     self._drop()
                 if fault == "kill":
                     self._resume()
@@ -222,7 +222,7 @@ class SimulatedRun:
         return self
 
     def _drop(self) -> None:
-        """Drop what was sampled ahead, as a rollback does."""
+        """Drop what was sampled ahead, as a run does at its end."""
         group_ids, _ = self.ahead.drop(self.sampler)
         self.queue.release(group_ids)
         assert self.queue.held_ids == [] and self.queue.is_empty
@@ -330,7 +330,7 @@ def test_every_group_is_trained_once_and_never_too_old(
     seed=st.integers(0, 2**20),
     faults=st.dictionaries(
         st.integers(1, 12),
-        st.sampled_from(["checkpoint", "collector ends", "rollback", "kill"]),
+        st.sampled_from(["checkpoint", "collector ends", "drop", "kill"]),
         max_size=5,
     ),
 )
@@ -340,9 +340,9 @@ def test_responses_that_continue_are_trained_once_and_never_too_old(
     calm_run = make_run("uniform", max_staleness=0, seed=0).run(12, {})
     run = make_run("uniform", max_staleness=max_staleness, seed=seed, continues=True)
     run.run(12, faults)
-    if "rollback" not in faults.values():
+    if "drop" not in faults.values():
         assert run.trained_ids == calm_run.trained_ids
-    if not {"rollback", "collector ends"} & set(faults.values()):
+    if not {"drop", "collector ends"} & set(faults.values()):
         assert set(run.queue.deliveries.values()) == {1}, "what a checkpoint has is sampled again"
     ids = [rollout_id for ids in run.trained_ids.values() for rollout_id in ids]
     assert len(ids) == len(set(ids)) == 12 * 16

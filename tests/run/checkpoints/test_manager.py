@@ -16,7 +16,7 @@ from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
 from megatron_rl.run.checkpoints.manager import CheckpointNotSaved, SavePoint, StoppedAfterSave
 from megatron_rl.run.checkpoints.saving import SaveResult
-from megatron_rl.run.guards.nonfinite import NonFiniteRun
+from megatron_rl.run.guards.stopped_by_guard import StoppedByGuard
 from megatron_rl.run.supervision.stop_request import StopRequest, WaitAborted
 from tests.support.checkpoint_managers import (
     FakeRanks,
@@ -364,7 +364,7 @@ def test_a_run_resumes_after_its_checkpoint(tmp_path: Path) -> None:
 def test_steps_with_nan_before_a_resume_count(tmp_path: Path) -> None:
     cursor = PromptCursor(epoch=0, position=3, digest="d")
     state = make_state(3, nonfinite=2, selection=SelectorState(prompts=cursor)).position
-    with pytest.raises(NonFiniteRun, match="3 consecutive steps"):
+    with pytest.raises(StoppedByGuard, match="3 consecutive steps"):
         lead(
             ScriptedParts(finite=[False]),
             tmp_path,

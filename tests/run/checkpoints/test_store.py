@@ -49,24 +49,6 @@ def complete_steps(store: CheckpointStore) -> list[int]:
     return steps
 
 
-def test_newer_checkpoints_lose_their_names_and_the_next_save_removes_them(tmp_path: Path) -> None:
-    store = CheckpointStore(tmp_path)
-    for step in (1, 2, 3, 4):
-        save(store, step, keep=9)
-    store.retire_newer(2)
-    assert complete_steps(store) == [2, 1]
-    assert sorted(path.name for path in tmp_path.iterdir() if path.suffix == ".leaving") == [
-        "iter_0000003.leaving",
-        "iter_0000004.leaving",
-    ]
-    save(store, 5, keep=9)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [
-        "iter_0000001",
-        "iter_0000002",
-        "iter_0000005",
-    ]
-
-
 def kill_at(change: int, work: Callable[[], None]) -> bool:
     """Run `work` in a child that is killed at a change of the disk.
 

@@ -230,10 +230,10 @@ class _SimulatedSource:
         raise RuntimeError("a simulated step does not fail")
 
     def drop_open(self) -> int:
-        raise RuntimeError("a simulated run does not roll back")
+        raise RuntimeError("a simulated run does not drop steps")
 
     def restore(self, state: SelectorState) -> None:
-        raise RuntimeError("a simulated run does not roll back")
+        raise RuntimeError("a simulated run does not drop steps")
 
     def lift_budgets(self) -> None:
         raise RuntimeError("a simulated run saves no checkpoint")
