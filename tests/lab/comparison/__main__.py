@@ -10,16 +10,6 @@ Each run is OUT/NAME-seedN. A complete run is not repeated, so the same command 
 comparison that was interrupted. A complete run of another configuration in that place is refused.
 Outputs: OUT/table.md, OUT/curves.json and OUT/curves.png.
 
-Search of settings. Each variant first gets the same number of trials on seeds that are not
-reported (OUT/search). Its best settings, and its best settings at the configured clip range, are
-then trained on the reported seeds. Outputs: OUT/contest.md and OUT/contest.json.
-
-    python -m tests.lab.comparison --out runs/contest --parallel 2 --shared-engines \\
-        --variant espo: algo=espo --variant grpo: algo=grpo \\
-        --search optimizer.lr=1e-4,3e-4,1e-3 clip_scale=1,10,100 \\
-        --search grpo: optimizer.lr=1e-4,3e-4,1e-3 clip_scale=0.25,1,2 \\
-        --search-common train.total_steps=12
-
 Rollout tokens until equal held-out accuracy, which needs an evaluation every few steps. Outputs:
 OUT/tokens.md, OUT/tokens.json and OUT/tokens.png; docs/comparisons.md explains them.
 
@@ -43,26 +33,21 @@ import argparse
 import contextlib
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.launch_facts import LaunchFacts
-from tests.lab.comparison.accuracy_curves import read_curve
 from tests.lab.comparison.arguments import make_parser
-from tests.lab.comparison.contest import Contest, read_trials
-from tests.lab.comparison.contest_report import contest_record, contest_table, trial_table
 from tests.lab.comparison.errors import exit_code_of
 from tests.lab.comparison.reports import (
     curves_by_variant,
     write_accuracy,
-    write_json,
     write_metrics,
     write_tokens,
 )
 from tests.lab.comparison.runner import EngineOverrides, exit_on_sigterm, train_all
-from tests.lab.comparison.search import Trial
 from tests.lab.comparison.shared_engines import check_shareable, shared_engines
 from tests.lab.comparison.variants import (
     ComparisonRefused,
@@ -85,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     def work() -> int:
         check_options(options)
         with exit_on_sigterm():
-            return run_contest(options) if options.search else compare_variants(options)
+            return compare_variants(options)
 
     return exit_code_of(work)
 
@@ -95,15 +80,6 @@ def check_options(options: argparse.Namespace) -> None:
     if find_spec("matplotlib") is None:
         raise ComparisonRefused("matplotlib draws the plots and is not installed. Run make install")
     check_overrides(options.common, "--common")
-    check_overrides(options.search_common, "--search-common")
-    if options.search_common and not options.search:
-        raise ComparisonRefused(
-            "--search-common: there is no search. Give --search key=v1,v2, or leave it out"
-        )
-    if options.metric and options.search:
-        raise ComparisonRefused(
-            f"--metric {options.metric[0]}: a search reports accuracy only. Leave one of them out"
-        )
     _check_against(options)
     gpus = LaunchFacts.from_environment(os.environ).num_gpus
     if options.parallel > 1 and gpus:
@@ -121,11 +97,6 @@ def _check_against(options: argparse.Namespace) -> None:
         raise ComparisonRefused(
             f"--against {options.against}: it needs --equal-accuracy. Give that too"
         )
-    if options.search:
-        raise ComparisonRefused(
-            f"--against {options.against}: a search reports each variant twice. Leave one of them "
-            "out"
-        )
     if options.against not in names:
         raise ComparisonRefused(
             f"--against {options.against}: the variants are {', '.join(names)}. Name one of them"
@@ -133,20 +104,16 @@ def _check_against(options: argparse.Namespace) -> None:
 
 
 def plan_runs(options: argparse.Namespace) -> Iterator[Run]:
-    """Plan every run of a comparison without a search. Raises `ComparisonRefused`.
+    """Plan every run of a comparison. Raises `ComparisonRefused`.
 
     Variants take turns, so that a machine that slows down slows all of them.
     """
-    planner = _planner(options)
+    planner = RunPlanner(options.out, options.experiment, options.nproc, tuple(options.common))
     variants = read_variants(options.variant, options.seeds)
     for turn in range(max(len(variant.seeds) for variant in variants)):
         for variant in variants:
             for seed in variant.seeds[turn : turn + 1]:
-                yield planner.run(variant.name, variant.overrides, seed, label=variant.name)
-
-
-def _planner(options: argparse.Namespace) -> RunPlanner:
-    return RunPlanner(options.out, options.experiment, options.nproc, tuple(options.common))
+                yield planner.run(variant.name, variant.overrides, seed)
 
 
 def compare_variants(options: argparse.Namespace) -> int:
@@ -170,63 +137,6 @@ def compare_variants(options: argparse.Namespace) -> int:
     write_metrics(runs, options)
     print((options.out / "table.md").read_text() + f"\nplot: {options.out / 'curves.png'}")
     return ExitCode.OK
-
-
-def run_contest(options: argparse.Namespace) -> int:
-    """Search settings, train the final runs at the best ones, and write the report."""
-    contest = read_contest(options)
-    trial_runs = contest.trial_runs()
-    trials_to_train = [run for group in trial_runs.values() for run in group]
-    with _training(options, trials_to_train) as train:
-        code = train(_incomplete(trials_to_train), lambda run: None)
-        if code:
-            return code
-        trials = read_trials(trial_runs)
-        choices = contest.choose(trials)
-        final_runs = contest.final_runs(choices)
-        runs_to_train = [run for group in final_runs.values() for run in group]
-        code = train(_incomplete(runs_to_train), lambda run: None)
-        if code:
-            return code
-    _write_contest(options, contest.budget(trial_runs), trials, choices, final_runs)
-    return ExitCode.OK
-
-
-def _write_contest(
-    options: argparse.Namespace,
-    budget: str,
-    trials: Mapping[str, Sequence[Trial]],
-    choices: Mapping[str, Mapping[str, Trial]],
-    final_runs: Mapping[tuple[str, str], Sequence[Run]],
-) -> None:
-    curves = {
-        key: [read_curve(run.directory, run.seed) for run in group]
-        for key, group in final_runs.items()
-    }
-    tables = [*contest_table(final_runs, curves, choices), "", *trial_table(trials, choices)]
-    text = "\n".join([budget, "", *tables]) + "\n"
-    (options.out / "contest.md").write_text(text)
-    record = contest_record(budget, trials, choices, final_runs, curves)
-    write_json(options.out / "contest.json", record)
-    results = {f"{name}, {reason}": group for (name, reason), group in curves.items()}
-    write_accuracy(results, options.out)
-    write_tokens(results, options)
-    print(f"{text}\nplot: {options.out / 'curves.png'}")
-
-
-def _incomplete(runs: Sequence[Run]) -> list[Run]:
-    return [run for run in runs if not is_complete(run)]
-
-
-def read_contest(options: argparse.Namespace) -> Contest:
-    """Read the search of the command line. Raises `ComparisonRefused`."""
-    return Contest.read(
-        read_variants(options.variant, options.seeds),
-        options.search,
-        options.search_seeds,
-        _planner(options),
-        options.search_common,
-    )
 
 
 @contextlib.contextmanager

@@ -24,7 +24,6 @@ def make_parser(documentation: str) -> argparse.ArgumentParser:
     )
     _add_runs(parser)
     _add_speed(parser.add_argument_group("several runs at a time"))
-    _add_search(parser.add_argument_group("search of settings"))
     _add_tokens(parser.add_argument_group("tokens to equal accuracy"))
     parser.add_argument_group("other metrics").add_argument(
         "--metric",
@@ -82,29 +81,6 @@ def _add_speed(group: argparse._ArgumentGroup) -> None:
         "--shared-engines",
         action="store_true",
         help="start N engines once, and let all runs use them one after another (CPU only)",
-    )
-
-
-def _add_search(group: argparse._ArgumentGroup) -> None:
-    group.add_argument(
-        "--search",
-        action="append",
-        nargs="+",
-        default=[],
-        metavar=("[NAME:]", "key=v1,v2"),
-        help="try every combination with each variant, or with NAME alone, and report the best "
-        "one and the best one at the configured clip range. The key clip_scale multiplies the "
-        "clip range of a variant's algorithm. All variants need equally many combinations",
-    )
-    group.add_argument(
-        "--search-seeds", default="100", type=_seeds, help="seeds of the trials (default: 100)"
-    )
-    group.add_argument(
-        "--search-common",
-        nargs="*",
-        default=[],
-        metavar="key=value",
-        help="overrides of the trials alone",
     )
 
 

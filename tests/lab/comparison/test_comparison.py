@@ -245,7 +245,7 @@ def test_invalid_variants_are_refused_before_anything_starts(
         (["--nproc", "0", "--variant", "a:"], "'0' is not a number of ranks"),
         (["--parallel", "two", "--variant", "a:"], "'two' is not a number of runs"),
         (["--equal-accuracy", "60", "--variant", "a:"], "'60' is not an accuracy"),
-        (["--search-seeds", "x", "--variant", "a:"], "'x' is not a seed"),
+        (["--seeds", "x", "--variant", "a:"], "'x' is not a seed"),
         (["--variants", "a:"], "--variant"),
     ],
 )
@@ -332,5 +332,5 @@ def test_help_shows_examples_and_outputs() -> None:
     result = start_module("tests.lab.comparison", "--help")
     assert (result.returncode, result.stderr) == (0, "")
     assert "python -m tests.lab.comparison --out" in result.stdout
-    for file in ("table.md", "contest.md", "tokens.md", "metrics.md"):
+    for file in ("table.md", "tokens.md", "metrics.md"):
         assert f"OUT/{file}" in result.stdout

@@ -102,10 +102,6 @@ def test_a_variant_that_learns_nothing_is_named(
     [
         (["--against", "slow"], "--against slow: it needs --equal-accuracy"),
         (["--equal-accuracy", "--against", "other"], "the variants are slow, fast"),
-        (
-            ["--equal-accuracy", "--against", "slow", "--search", "optimizer.lr=1,2"],
-            "reports each variant twice",
-        ),
     ],
 )
 def test_an_invalid_reference_variant_is_refused_before_anything_starts(

@@ -95,11 +95,3 @@ def test_a_metric_that_no_run_has_is_refused_with_similar_names(
     message = capsys.readouterr().err
     assert "--metric policy/clip_fraction: the run" in message
     assert "Similar names are policy/clip_fraction_" in message
-
-
-def test_a_search_reports_accuracy_only(
-    compare: Callable[..., int], results: Launcher, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert compare(*TWO, "--metric", "a", "--search", "optimizer.lr=1e-3,1e-4") == ExitCode.REFUSED
-    assert "--metric a: a search reports accuracy only" in capsys.readouterr().err
-    assert results.commands == []

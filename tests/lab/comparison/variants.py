@@ -57,7 +57,6 @@ class Run:
 
     settings: the configuration as {"section.key": value} with the number of ranks, without the
         section `run` and the location of the engine.
-    is_trial: True for a trial of a search, where divergence is a result.
     """
 
     variant: str
@@ -66,7 +65,6 @@ class Run:
     overrides: tuple[str, ...]
     configuration: Configuration
     settings: dict[str, Any]
-    is_trial: bool = False
 
 
 @dataclass(frozen=True)
@@ -80,14 +78,10 @@ class RunPlanner:
     experiment: str
     ranks: int
     common: tuple[str, ...] = ()
-    is_trial: bool = False
 
-    def run(self, variant: str, overrides: Sequence[str], seed: int, *, label: str) -> Run:
-        """Plan one run. Raises `ComparisonRefused`.
-
-        label: name of the run's directory without its seed.
-        """
-        name = f"{label}-seed{seed}"
+    def run(self, variant: str, overrides: Sequence[str], seed: int) -> Run:
+        """Plan one run. Raises `ComparisonRefused`."""
+        name = f"{variant}-seed{seed}"
         overrides = (
             f"experiment={self.experiment}",
             *self.common,
@@ -103,12 +97,10 @@ class RunPlanner:
             configuration = compose(overrides, facts=facts)
         except ConfigurationRefused as refusal:
             where = f"--variant {variant}, seed {seed}"
-            if label != variant:
-                where += f", run {name}"
             raise ComparisonRefused(f"{where}: {refusal}") from refusal
         settings = _comparable(flat_settings(to_yaml(configuration)), self.ranks)
         directory = self.root / name
-        return Run(variant, seed, directory, overrides, configuration, settings, self.is_trial)
+        return Run(variant, seed, directory, overrides, configuration, settings)
 
 
 def read_variants(words: Sequence[Sequence[str]], seeds: Sequence[int]) -> list[Variant]:
@@ -187,19 +179,13 @@ def _comparable(settings: dict[str, Any], ranks: int | None) -> dict[str, Any]:
     return comparable if ranks is None else {"number of ranks": ranks} | comparable
 
 
-def has_diverged(run: Run) -> bool:
-    """True for a trial that ended because its numbers were no longer finite."""
-    record = read_exit_record(run.directory)
-    return run.is_trial and record is not None and record.code == ExitCode.NON_FINITE
-
-
 def is_complete(run: Run) -> bool:
     """True if the run has completed before.
 
     Raises `ComparisonRefused` if its directory holds another run, or if it is running.
     """
     record = read_exit_record(run.directory)
-    if record is None or (record.code != ExitCode.OK and not has_diverged(run)):
+    if record is None or record.code != ExitCode.OK:
         if run_is_alive(run.directory):
             raise ComparisonRefused(
                 f"{run.directory} is a run that is still running. Wait for its end, or give "
