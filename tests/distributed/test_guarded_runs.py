@@ -28,7 +28,7 @@ DTYPES = ("float32", "bfloat16")
 DAILY = (("single", "float32"), ("ep2", "bfloat16"))
 FAULTS = {
     "float32": ("poison", "step 5: NaN or Inf in the weights"),
-    "bfloat16": ("nan", "1 step had NaN or Inf in the loss or the gradients"),
+    "bfloat16": ("not_finite", "1 step had NaN or Inf in the loss or the gradients"),
 }
 GRID = [
     pytest.param(layout, dtype, marks=() if (layout, dtype) in DAILY else pytest.mark.nightly)

@@ -15,14 +15,32 @@ from typing import get_args
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE_FOLDERS = ("launch", "megatron_rl", "sglang_bridge", "kernels/espo_kernels")
-COMMANDS = {"train_rl", "preflight", "rehearsal", "checkpoint", "report", "profile_prompts", "slurm"}
+COMMANDS = (
+    "train_rl",
+    "preflight",
+    "rehearsal",
+    "checkpoint",
+    "report",
+    "profile_prompts",
+    "slurm",
+)
 MIN_METHODS = 4  # a class with fewer of them is data
 _CONSTRUCTORS = ("__init__", "__post_init__")
-_MUTATORS = frozenset(
-    """
-    add append appendleft clear discard extend insert pop popitem popleft remove setdefault subtract
-    update
-    """.split()
+_MUTATORS = (
+    "add",
+    "append",
+    "appendleft",
+    "clear",
+    "discard",
+    "extend",
+    "insert",
+    "pop",
+    "popitem",
+    "popleft",
+    "remove",
+    "setdefault",
+    "subtract",
+    "update",
 )
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -244,7 +262,7 @@ def _last_name(node: ast.AST) -> str:
 def entries_without_command() -> list[str]:
     """Return what lies in launch/ and is no command of a user."""
     names = {path.stem for path in (ROOT / "launch").iterdir()}
-    return sorted(name for name in names - COMMANDS if not name.startswith("__"))
+    return sorted(name for name in names.difference(COMMANDS) if not name.startswith("__"))
 
 
 def message_kinds() -> list[str]:

@@ -15,7 +15,7 @@ MARKER = -7.25
 class PlantedNumbers:
     """The policy-gradient loss of tokens.
 
-    action: what becomes of a loss at fault. spike: it is multiplied by 1000. nan: it is NaN.
+    action: what becomes of a loss at fault. spike: it is multiplied by 1000. not_finite: it is NaN.
     poison: an embedding that no token uses becomes NaN, and the loss stays. nothing: the loss
     stays. calls: the calls of the
     loss at fault, counted from 1 with that of the warm-up. Empty: those with the marker.
@@ -47,7 +47,7 @@ class PlantedNumbers:
             embedding = next(m for m in gc.get_objects() if _is_embedding(m))
             embedding.weight.data[0] = float("nan")
             return loss
-        factors = {"spike": 1000.0, "nan": float("nan"), "nothing": 1.0}
+        factors = {"spike": 1000.0, "not_finite": float("nan"), "nothing": 1.0}
         return loss * factors[self._action]
 
 
