@@ -110,7 +110,10 @@ def _option_refusals(text: str, following: str) -> Iterator[Refusal]:
             "One torchrun starts one run, which takes key=value and Hydra's questions --help, "
             "--cfg and --info"
         )
-        remedy = f"Loop in the shell. For your own files use {_SEARCH_PATH}=[file://DIR]"
+        remedy = (
+            "Write settings without dashes: --cfg job prints all keys. Loop in the shell. For your "
+            f"own files use {_SEARCH_PATH}=[file://DIR]"
+        )
         yield Refusal(option, value, rule, remedy)
     elif option in ("--cfg", "-c") and (value or following) != "job":
         rule = "This option shows the configuration of a job"

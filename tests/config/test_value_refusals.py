@@ -70,6 +70,7 @@ SUGGESTIONS = [
     ("--seed train.total_steps=3", "--seed=''", "Write seed=VALUE"),
     ("-experiment smoke", "-experiment=smoke", "Write experiment=smoke"),
     ("--multirun", "--multirun=''", "Loop in the shell"),
+    ("--learning-rate 1", "--learning-rate=''", "settings without dashes: --cfg job prints"),
     ("optimizer.lr = 1e-5", "optimizer.lr=1e-5", "Write optimizer.lr=1e-5"),
     ("optimizer.lr= 1e-5", "optimizer.lr=1e-5", "Write optimizer.lr=1e-5"),
     ("optimizer.lr =1e-5", "optimizer.lr=1e-5", "Write optimizer.lr=1e-5"),
