@@ -1,13 +1,16 @@
-"""Report what one or several runs reached: a page, the time of a step, or the expert routes.
+"""Report what one or several runs reached: a page, the samples, the time of a step, the routes.
 
 Examples:
 
     python launch/report.py runs/NAME
     python launch/report.py runs/A runs/B --out comparison.html
+    python launch/report.py samples runs/NAME --follow
+    python launch/report.py timeline runs/NAME
     python launch/report.py steps runs/NAME
     python launch/report.py heat-maps runs/NAME
 
 Outputs: without a command, one HTML page with curves, token account, times, faults and samples.
+`samples` prints what the model says. `timeline` draws when the run sampled, trained and synced.
 `steps` prints a Markdown table of seconds by section of a step. `heat-maps` writes
 runs/NAME/heat_maps/*.png and prints their names; the run needs train.replay_measure_every. The
 runs may be finished or running.
@@ -16,19 +19,26 @@ runs may be finished or running.
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 from pathlib import Path
-from statistics import mean
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.contracts.interrupts import exit_on_interrupt
 from megatron_rl.records.heat_maps import draw, heat_maps
-from megatron_rl.records.past_run import Record, RunUnreadable, read_metrics
-from megatron_rl.records.stopwatch import SECTIONS
+from megatron_rl.records.past_run import RunUnreadable, read_metrics
+from megatron_rl.records.progress import escape_unencodable
+from megatron_rl.records.report.step_times import report_steps
+from megatron_rl.records.samples.sample import SampleKind
+from megatron_rl.records.samples.show import ALL_KINDS, show_samples
+from megatron_rl.records.timeline.past_timeline import read_spans
+from megatron_rl.records.timeline.picture import draw_timeline
+from megatron_rl.records.timeline.trace import trace_events
 from megatron_rl.records.write_errors import write_problem
 
-_OTHER = "other"
 _PAGE = "page"
 _PAGE_NAME = "report.html"
 _PAGE_DESCRIPTION = """Write one HTML page about one or several runs, in the same charts.
@@ -37,6 +47,31 @@ _PAGE_DESCRIPTION = """Write one HTML page about one or several runs, in the sam
     python launch/report.py runs/A runs/B --out comparison.html
 
 Output: RUN/report.html, or report.html for several runs. It needs no network and no other file.
+"""
+_SAMPLES = """Show what the model of a run says: the shortest, the longest and the surest incorrect
+response.
+
+    python launch/report.py samples runs/NAME
+    python launch/report.py samples runs/NAME --follow
+    python launch/report.py samples runs/NAME --step 10 --kind most-clipped
+    python launch/report.py samples runs/NAME --step 10 --kind all --json
+
+The samples are those that samples.every keeps, of the newest step unless --step names another.
+docs/samples.md describes the files.
+
+Outputs: texts for a terminal of 80 columns or more, or one JSON object a line. Control characters
+that the model wrote are shown as escapes.
+"""
+_TIMELINE = """Show when a run sampled, trained and synced: a picture, and a trace for Perfetto.
+
+    python launch/report.py timeline runs/NAME
+    python launch/report.py timeline runs/NAME --steps 3:8
+    python launch/report.py timeline runs/NAME --trace trace.json
+
+The run writes timeline.jsonl, unless logger.timeline=false.
+
+Outputs: runs/NAME/timeline.png, or the file of --picture, and the file of --trace. A trace opens in
+https://ui.perfetto.dev and at chrome://tracing.
 """
 _STEPS = """Print the seconds of each section of a step: of the first step, which compiles, and the
 mean of all later steps.
@@ -58,21 +93,18 @@ train.replay_measure_every=10 to have such measurements.
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return the exit code."""
     options = parse_arguments(arguments)
-    target = Path()
     try:
-        if options.command == _PAGE:
-            target = options.out or default_page(options.runs)
-            write_page(options.runs, target)
-        elif options.command == "steps":
-            report_steps(options.run)
-        else:
-            target = options.run / "heat_maps"
-            draw_heat_maps(options.run)
+        options.command(options)
     except Failure as failure:
         print(failure, file=sys.stderr)
         return failure.exit_code
+    except KeyboardInterrupt:
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        # The reader, such as `head`, has enough. Python must not write the rest at its exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except OSError as error:
-        problem = write_problem(error, target)
+        problem = write_problem(error, options.target)
         if problem is None:
             raise
         print(problem, file=sys.stderr)
@@ -83,39 +115,76 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. A mistake ends the program with code 2."""
     words = list(sys.argv[1:] if arguments is None else arguments)
-    if words and words[0] not in (_PAGE, "steps", "heat-maps", "-h", "--help"):
+    if words and words[0] not in (*_COMMANDS, "-h", "--help"):
         words.insert(0, _PAGE)
     raw = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw, allow_abbrev=False)
-    commands = parser.add_subparsers(
-        dest="command", required=True, metavar="{page,steps,heat-maps}"
-    )
-    page = commands.add_parser(
-        _PAGE,
-        help="an HTML page about one or several runs (the default)",
-        description=_PAGE_DESCRIPTION,
-        formatter_class=raw,
-        allow_abbrev=False,
-    )
-    page.add_argument(
-        "runs", metavar="RUN", nargs="+", type=Path, help="directory of a run, such as runs/NAME"
-    )
-    page.add_argument(
-        "--out", metavar="FILE", type=Path, help="the page, instead of RUN/report.html"
-    )
-    summaries = {"steps": "seconds by section of a step", "heat-maps": "pictures of the routes"}
-    for name, description in (("steps", _STEPS), ("heat-maps", _HEAT_MAPS)):
+    names = f"{{{','.join(_COMMANDS)}}}"
+    commands = parser.add_subparsers(required=True, metavar=names)
+    for name, (summary, description, add_options, run) in _COMMANDS.items():
         command = commands.add_parser(
             name,
-            help=summaries[name],
+            help=summary,
             description=description,
             formatter_class=raw,
             allow_abbrev=False,
         )
-        command.add_argument(
-            "run", metavar="RUN", type=Path, help="directory of a run, such as runs/NAME"
-        )
+        add_options(command)
+        command.set_defaults(command=run, target=None)
     return parser.parse_args(words)
+
+
+def _add_run(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run", metavar="RUN", type=Path, help="directory of a run, such as runs/NAME"
+    )
+
+
+def _add_page_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "runs", metavar="RUN", nargs="+", type=Path, help="directory of a run, such as runs/NAME"
+    )
+    parser.add_argument(
+        "--out", metavar="FILE", type=Path, help="the page, instead of RUN/report.html"
+    )
+
+
+def _add_samples_options(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument(
+        "--follow", "-f", action="store_true", help="wait for new samples until the run ends"
+    )
+    parser.add_argument("--step", type=int, metavar="N", help="show this step")
+    parser.add_argument(
+        "--kind",
+        choices=[*map(str, SampleKind), ALL_KINDS],
+        help="show one kind, or all kept responses (default: the first three kinds)",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object a line")
+    parser.add_argument("--full", action="store_true", help="print long texts without a gap")
+
+
+def _add_timeline_options(parser: argparse.ArgumentParser) -> None:
+    _add_run(parser)
+    parser.add_argument(
+        "--steps",
+        type=step_range,
+        metavar="FIRST:LAST",
+        help="the steps to show, such as 3:8 (default: all)",
+    )
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="PNG to write")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="JSON file to write")
+
+
+def step_range(text: str) -> tuple[int, int]:
+    """Parse a range of steps, both ends included."""
+    try:
+        first, last = (int(part) for part in text.split(":"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected FIRST:LAST, such as 3:8") from None
+    if not 0 <= first <= last:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected 0 <= FIRST <= LAST")
+    return first, last
 
 
 def default_page(runs: Sequence[Path]) -> Path:
@@ -123,95 +192,54 @@ def default_page(runs: Sequence[Path]) -> Path:
     return runs[0] / _PAGE_NAME if len(runs) == 1 else Path(_PAGE_NAME)
 
 
-def write_page(runs: Sequence[Path], file: Path) -> None:
+def write_page(options: argparse.Namespace) -> None:
     """Write the page about some runs and print its name. Raises `RunUnreadable`."""
+    file = options.target = options.out or default_page(options.runs)
     # These imports take a second
     from megatron_rl.records.report.page import render_page
     from megatron_rl.records.report.past_run import read_runs
 
-    page = render_page(read_runs(runs))
+    page = render_page(read_runs(options.runs))
     temporary = file.with_name(f"{file.name}.part")
     temporary.write_text(page)
     temporary.replace(file)
     print(file)
 
 
-def report_steps(run: Path) -> None:
+def print_samples(options: argparse.Namespace) -> None:
+    """Print samples. Raises `RunUnreadable` and `SamplesUnreadable`."""
+    escape_unencodable(sys.stdout)
+    show_samples(
+        options.run,
+        step=options.step,
+        kind=options.kind,
+        follow=options.follow,
+        as_json=options.json,
+        is_full=options.full,
+    )
+    sys.stdout.flush()
+
+
+def write_timeline(options: argparse.Namespace) -> None:
+    """Draw the timeline of a run, and write its trace. Raises `RunUnreadable`."""
+    spans = read_spans(options.run, options.steps)
+    options.target = options.picture or options.run / "timeline.png"
+    draw_timeline(spans, options.target)
+    print(options.target)
+    if options.trace is not None:
+        options.target = options.trace
+        options.trace.write_text(json.dumps(trace_events(spans)))
+        print(options.trace)
+
+
+def print_steps(options: argparse.Namespace) -> None:
     """Print the step times of a run. Raises `RunUnreadable`."""
-    records = read_metrics(run)
-    steps = [record for record in records if _seconds(record, "step") > 0]
-    if not steps:
-        raise RunUnreadable(
-            f"{run}: no step is complete. Wait for the first step, or give another run"
-        )
-    print("\n".join(step_table(steps)))
-    print()
-    print("\n".join(totals(records)))
+    report_steps(options.run)
 
 
-def step_table(steps: Sequence[Record]) -> Iterator[str]:
-    """Yield the lines of a Markdown table of complete steps, at least one."""
-    first = steps[0]
-    later = _later(steps)
-    whole = mean(_seconds(record, "step") for record in later)
-    yield "| section | first step, s | later steps, s | share |"
-    yield "|---|---|---|---|"
-    for section in _sections_of(steps):
-        seconds = mean(_seconds(record, section) for record in later)
-        yield _row(section, _seconds(first, section), seconds, whole)
-    yield _row(_OTHER, _other_seconds(first), mean(map(_other_seconds, later)), whole)
-    yield f"| whole step | {_seconds(first, 'step'):.2f} | {whole:.2f} | |"
-
-
-def totals(records: Sequence[Record]) -> Iterator[str]:
-    """Yield the seconds of all steps, evaluations and checkpoints of a run."""
-    steps = [record for record in records if _seconds(record, "step") > 0]
-    exposed_seconds = mean(_seconds(record, "reward_exposed") for record in _later(steps))
-    seconds = sum(_seconds(step, "step") for step in steps)
-    num_steps = _count(len(steps), "step")
-    yield f"{num_steps}: {seconds:.1f} s; reward time exposed {exposed_seconds:.3f} s a step"
-    together = seconds
-    for section, name in (("eval", "evaluation"), ("checkpoint", "checkpoint")):
-        durations = [_seconds(record, section) for record in records if _seconds(record, section)]
-        if durations:
-            each = f", {mean(durations):.1f} s each" if len(durations) > 1 else ""
-            yield f"{_count(len(durations), name)}: {sum(durations):.1f} s{each}"
-            together += sum(durations)
-    if together > seconds:
-        yield f"together: {together:.1f} s"
-
-
-def _sections_of(steps: Sequence[Record]) -> Iterator[str]:
-    """Yield the sections that every training step has, and the others that some step has."""
-    for section, is_in_every_step in SECTIONS.items():
-        if is_in_every_step or any(_seconds(step, section) for step in steps):
-            yield section
-
-
-def _other_seconds(step: Record) -> float:
-    """The seconds of a step that are in no section."""
-    return max(0.0, _seconds(step, "step") - sum(_seconds(step, name) for name in SECTIONS))
-
-
-def _row(section: str, first: float, later: float, whole: float) -> str:
-    return f"| {section} | {first:.2f} | {later:.2f} | {later / whole:.0%} |"
-
-
-def _count(number: int, name: str) -> str:
-    return f"{number} {name}" if number == 1 else f"{number} {name}s"
-
-
-def _later(steps: Sequence[Record]) -> Sequence[Record]:
-    """Return all steps but the first, or the only one."""
-    return steps[1:] or steps
-
-
-def _seconds(record: Record, section: str) -> float:
-    return record.get(f"time/{section}") or 0.0
-
-
-def draw_heat_maps(run: Path) -> None:
+def draw_heat_maps(options: argparse.Namespace) -> None:
     """Write the heat maps of a run and print their files. Raises `RunUnreadable`."""
+    run = options.run
     if find_spec("matplotlib") is None:
         raise RunUnreadable("matplotlib draws the maps and is not installed. Run make install")
     maps = list(heat_maps(read_metrics(run)))
@@ -219,7 +247,7 @@ def draw_heat_maps(run: Path) -> None:
         raise RunUnreadable(
             f"{run}: no step measured its routes. Train with train.replay_measure_every=10"
         )
-    directory = run / "heat_maps"
+    directory = options.target = run / "heat_maps"
     directory.mkdir(exist_ok=True)
     for heat_map in maps:
         file = directory / f"{heat_map.name.replace('/', '_')}.png"
@@ -227,5 +255,26 @@ def draw_heat_maps(run: Path) -> None:
         print(file)
 
 
+_Command = tuple[
+    str,
+    str,
+    Callable[[argparse.ArgumentParser], None],
+    Callable[[argparse.Namespace], None],
+]
+# Summary, description, options and function of each command
+_COMMANDS: dict[str, _Command] = {
+    _PAGE: (
+        "an HTML page about one or several runs (the default)",
+        _PAGE_DESCRIPTION,
+        _add_page_options,
+        write_page,
+    ),
+    "samples": ("what the model says", _SAMPLES, _add_samples_options, print_samples),
+    "timeline": ("when it sampled and trained", _TIMELINE, _add_timeline_options, write_timeline),
+    "steps": ("seconds by section of a step", _STEPS, _add_run, print_steps),
+    "heat-maps": ("pictures of the routes", _HEAT_MAPS, _add_run, draw_heat_maps),
+}
+
 if __name__ == "__main__":
+    exit_on_interrupt()
     sys.exit(main())

@@ -174,7 +174,7 @@ def check_whole_way(warning: str) -> None:
         "experiment=quickstart",
         "model.path=runs/start/checkpoints/step-",
         "run.name=practice",
-        "launch/tail.py runs/practice",
+        "launch/report.py samples runs/practice",
         "launch/report.py runs/practice",
     )
     places = [section.find(stage) for stage in stages]

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from launch import timeline as command
+from launch import report
 from megatron_rl.contracts.commands import Checkpoint, Poll, Sync
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.group import Group
@@ -122,7 +122,7 @@ def run_directory(tmp_path: Path) -> Path:
 
 def test_the_command_writes_a_picture_and_a_trace(run_directory: Path) -> None:
     trace = run_directory / "trace.json"
-    code = command.main([str(run_directory), "--steps", "1:2", "--trace", str(trace)])
+    code = report.main(["timeline", str(run_directory), "--steps", "1:2", "--trace", str(trace)])
     assert code == ExitCode.OK
     assert (run_directory / "timeline.png").read_bytes().startswith(b"\x89PNG")
     assert len(json.loads(trace.read_text())["traceEvents"]) == 2 + len(SPANS) - 1
@@ -140,11 +140,11 @@ def test_the_command_names_what_is_missing(
 ) -> None:
     if not arguments:
         (run_directory / "timeline.jsonl").unlink()
-    assert command.main([str(run_directory), *arguments]) == ExitCode.REFUSED
+    assert report.main(["timeline", str(run_directory), *arguments]) == ExitCode.REFUSED
     assert message in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("steps", ["3", "5:4", "a:b", "-1:2"])
 def test_an_invalid_range_of_steps_is_refused(steps: str) -> None:
     with pytest.raises(SystemExit):
-        command.parse_arguments(["runs/x", f"--steps={steps}"])
+        report.parse_arguments(["timeline", "runs/x", f"--steps={steps}"])

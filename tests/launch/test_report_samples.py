@@ -1,4 +1,4 @@
-"""`launch/tail.py` as a user starts it."""
+"""`launch/report.py samples` as a user starts it."""
 
 import json
 import os
@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from launch import tail
+from launch import report
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.records.exit_record import write_exit_record
 from megatron_rl.records.reminder import Reminder
+from megatron_rl.records.samples import show
 from megatron_rl.records.samples.sample import SampleKind
 from tests.support.past_runs import write_run
 from tests.support.samples import make_sample, write_step
@@ -62,12 +63,12 @@ def texts(output: str) -> list[str]:
 def test_the_newest_step_is_shown_by_kind(
     run: Path, capsys: pytest.CaptureFixture[str], options: list[str], responses: list[str]
 ) -> None:
-    assert tail.main([str(run), *options]) == ExitCode.OK
+    assert report.main(["samples", str(run), *options]) == ExitCode.OK
     assert texts(capsys.readouterr().out) == responses
 
 
 def test_json_prints_one_object_a_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tail.main([str(run), "--json"]) == ExitCode.OK
+    assert report.main(["samples", str(run), "--json"]) == ExitCode.OK
     objects = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(o["text"], o["step"]) for o in objects] == [
         ("short", 10),
@@ -98,7 +99,7 @@ def test_what_cannot_be_shown_is_named(
         case "damaged":
             (run / "samples/step-0000010.parquet").write_bytes(b"PAR1")
             reason = "step-0000010.parquet cannot be read"
-    assert tail.main(arguments) == ExitCode.REFUSED
+    assert report.main(["samples", *arguments]) == ExitCode.REFUSED
     output = capsys.readouterr()
     assert reason in output.err and output.out == ""
 
@@ -106,7 +107,7 @@ def test_what_cannot_be_shown_is_named(
 @contextmanager
 def start(run: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     with subprocess.Popen(
-        [sys.executable, str(LAUNCH / "tail.py"), str(run), *options],
+        [sys.executable, str(LAUNCH / "report.py"), "samples", str(run), *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -163,7 +164,7 @@ def test_other_encodings_show_every_character(
     write_step(run, 30, [make_sample("\u6e2c\u2192\xb1\U0001f600", step=30, kinds=SHORTEST)])
     for option in ("--step=30", "--json", "--full"):
         job = subprocess.run(
-            [sys.executable, str(LAUNCH / "tail.py"), str(run), option],
+            [sys.executable, str(LAUNCH / "report.py"), "samples", str(run), option],
             capture_output=True,
             encoding=encoding,
             timeout=60,
@@ -183,8 +184,8 @@ def test_a_long_wait_says_so(
             raise KeyboardInterrupt
 
     monkeypatch.setattr(time, "sleep", sleep)
-    monkeypatch.setattr(tail, "Reminder", lambda: Reminder(0.0))
-    assert tail.main([str(run), "--follow"]) == ExitCode.INTERRUPTED
+    monkeypatch.setattr(show, "Reminder", lambda: Reminder(0.0))
+    assert report.main(["samples", str(run), "--follow"]) == ExitCode.INTERRUPTED
     output = capsys.readouterr()
     assert output.err.splitlines()[0] == (
         f"waiting for new samples of {run} for 0 s (samples.every=10)"
@@ -193,15 +194,15 @@ def test_a_long_wait_says_so(
 
 
 def test_following_a_step_ends_with_it(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert tail.main([str(run), "--follow", "--step", "1"]) == ExitCode.OK
+    assert report.main(["samples", str(run), "--follow", "--step", "1"]) == ExitCode.OK
     assert texts(capsys.readouterr().out) == ["first"]
     write_exit_record(run, 0, "the run is complete")
-    assert tail.main([str(run), "--follow", "--step", "7"]) == ExitCode.REFUSED
+    assert report.main(["samples", str(run), "--follow", "--step", "7"]) == ExitCode.REFUSED
     assert "has no samples of step 7" in capsys.readouterr().err
 
 
 def test_help_names_every_kind(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
-        tail.main(["--help"])
+        report.main(["samples", "--help"])
     text = capsys.readouterr().out
-    assert all(kind in text for kind in SampleKind) and os.sep + "tail.py" in text
+    assert all(kind in text for kind in SampleKind) and os.sep + "report.py" in text
