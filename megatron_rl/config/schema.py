@@ -283,11 +283,9 @@ class RolloutSettings(Section):
     # step trains.
     max_staleness: Whole = 0
     # What happens to open responses when the engines get new weights. wait: they end first, so each
-    # response has one version. budget: a response gets at most tokens_per_version tokens of each
-    # version before its step trains, and waits for the next one. resume: it is interrupted, and
-    # continued with the new weights. See docs/ahead.md.
-    on_update: Literal["wait", "budget", "resume"] = "wait"
-    tokens_per_version: Positive | None = None
+    # response has one version. resume: they are interrupted, and continued with the new
+    # weights. See docs/ahead.md.
+    on_update: Literal["wait", "resume"] = "wait"
     # The run stops when a larger share of a batch's rollouts is unusable.
     max_rejected_share: Share = 0.5
     # mode=train_only: the directory of a run with mode=rollout_only.

@@ -13,7 +13,7 @@ from megatron_rl.engines.fleet import Fleet
 from megatron_rl.engines.token_counter import TokenCounter
 from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.rollouts.partials.time_to_store import StopSource, TimeToStore
-from megatron_rl.rollouts.queue import HeldRequests, HoldTimedOut, RolloutQueue
+from megatron_rl.rollouts.queue import HoldTimedOut, RolloutQueue
 from megatron_rl.rollouts.steps.on_update import StoredPartials
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
@@ -71,19 +71,14 @@ class EngineConnections:
         """End every collector."""
         self.queue.stop()
 
-    def interrupt(self, idle: Callable[[], None]) -> HeldRequests:
+    def interrupt(self, idle: Callable[[], None]) -> int:
         """Stop all responses in the middle, until `proceed`. Raises `HoldTimedOut`.
+
+        Returns the tokens that collectors have received since the last hold.
 
         idle: called about every half second.
         """
         return self.queue.hold(abort=self._abort_all, idle=idle, timeout_seconds=_HOLD_SECONDS)
-
-    def settle(self, idle: Callable[[], None]) -> HeldRequests:
-        """Wait until every response has ended or has used up its budget of the present weights.
-
-        Without an engine the responses stay where they are. idle: called about every half second.
-        """
-        return self.queue.settle(can_continue=self.can_sample, idle=idle)
 
     def store_partials(self, idle: Callable[[], None], stop_source: StopSource) -> StoredPartials:
         """Stop all responses, store what there is of them until `release_partials`, and go on.
@@ -102,7 +97,7 @@ class EngineConnections:
                 idle=idle,
                 timeout_seconds=_HOLD_FOR_SAVE_SECONDS,
                 has_to_end=time_to_store.is_over_for_engines,
-            ).num_new_tokens
+            )
         groups = self.queue.store_partials(
             idle=idle, timeout_seconds=_STORE_SECONDS, has_to_end=time_to_store.is_over
         )

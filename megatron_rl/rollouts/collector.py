@@ -29,12 +29,10 @@ from megatron_rl.rollouts.messages import (
     GroupRequest,
     Held,
     Hold,
-    LiftBudgets,
     Partial,
     Proceed,
     Release,
     RemoveEngine,
-    Settle,
     SetVersion,
     Stop,
     StorePartials,
@@ -98,10 +96,8 @@ class Collector:
                 self._store.release(message.group_ids)
             case AddEngine() | RemoveEngine() | SetVersion():
                 await self._change_engines(message)
-            case Hold() | Settle() | StorePartials():
+            case Hold() | StorePartials():
                 self._start(self._come_to_rest(message))
-            case LiftBudgets():
-                self._runner.lift_budgets()
             case Proceed():
                 self._runner.engines.proceed()
             case Stop():
@@ -126,7 +122,7 @@ class Collector:
             range(request.first_sample, request.first_sample + request.num_samples),
             start=request.start,
         )
-        self._runner.announce(request, progress.episodes)
+        self._runner.announce(request)
         task = self._start(self._answer(request, progress))
         self._running[group_id] = _RunningGroup(request, task, progress)
 
@@ -168,18 +164,15 @@ class Collector:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _come_to_rest(self, message: Hold | Settle | StorePartials) -> None:
+    async def _come_to_rest(self, message: Hold | StorePartials) -> None:
         """Do what rank 0 needs before a weight sync or a checkpoint, and answer.
 
         An error ends the run: without a report rank 0 would wait in vain.
         """
         try:
             match message:
-                case Hold(keep_partials, number):
-                    await self._runner.engines.hold(keep_partials=keep_partials)
-                    await self._report_held(number)
-                case Settle(number):
-                    await self._runner.settle()
+                case Hold(number):
+                    await self._runner.engines.hold()
                     await self._report_held(number)
                 case StorePartials(number):
                     await self._store_partials(number)
@@ -188,10 +181,7 @@ class Collector:
 
     async def _report_held(self, number: int) -> None:
         engines = self._runner.engines
-        num_partials, num_tokens = engines.partials
-        await self._send(
-            Held(num_partials, num_tokens, engines.num_sampled, number, engines.idle_seconds)
-        )
+        await self._send(Held(engines.num_sampled, number, engines.idle_seconds))
 
     async def _change_engines(self, message: AddEngine | RemoveEngine | SetVersion) -> None:
         engines = self._runner.engines
@@ -269,14 +259,11 @@ class Collector:
 
     async def _restore(self, request: GroupRequest, progress: GroupProgress) -> None:
         """Take over what a checkpoint has of a group. In a thread: it may be gigabytes."""
-        indices = set(progress.episodes)
 
         def restore() -> None:
             progress.restore(self._load(request), self._shape)
 
         await asyncio.get_running_loop().run_in_executor(self._threads, restore)
-        for index in indices - set(progress.episodes):
-            self._runner.count_end(request, index)
 
     def _load(self, request: GroupRequest) -> dict[int, Rollout]:
         """Load the rollouts that a checkpoint has of a group, by sample index.

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import itertools
 import logging
 import time
 import traceback
 from collections import Counter
-from collections.abc import Awaitable, Callable, Collection, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from concurrent.futures import Executor
 from functools import partial
 from pathlib import Path
@@ -35,7 +34,6 @@ from megatron_rl.rollouts.messages import (
     Configure,
     FromCollector,
     GroupRequest,
-    VersionBudget,
 )
 from megatron_rl.rollouts.partials.progress import (
     NOT_RESTORED,
@@ -96,29 +94,14 @@ class EpisodeRunner:
             threads=threads,
         )
         self._logged_reasons: set[str] = set()
-        # By request: the places in the group of episodes that were announced and have not ended
-        self._playing: dict[tuple[str, int], set[int]] = {}
-        self._budgets: dict[tuple[str, int], VersionBudget] = {}  # by request
-        self._rest = asyncio.Event()  # set whenever an episode ends or a response is parked
-        self.engines.on_parking = self._rest.set
+        self._announced: set[tuple[str, int]] = set()  # group and attempt of each request
 
-    def announce(self, request: GroupRequest, indices: Collection[int]) -> None:
-        """Count episodes of a request as playing, from now on. indices: places in the group."""
-        self._playing[request.group_id, request.attempt] = set(indices)
-        if request.budget is not None:
-            self._budgets[request.group_id, request.attempt] = request.budget
+    def announce(self, request: GroupRequest) -> None:
+        """Let episodes of a request get responses, from now on until `forget`."""
+        self._announced.add((request.group_id, request.attempt))
 
     def _is_announced(self, request: GroupRequest) -> bool:
-        return (request.group_id, request.attempt) in self._playing
-
-    def _budget_of(self, request: GroupRequest) -> VersionBudget | None:
-        return self._budgets.get((request.group_id, request.attempt))
-
-    def count_end(self, request: GroupRequest, index: int) -> None:
-        """Count an episode of a request as ended."""
-        playing = self._playing.get((request.group_id, request.attempt), set())
-        playing.discard(index)
-        self._rest.set()
+        return (request.group_id, request.attempt) in self._announced
 
     async def stop(self, request: GroupRequest) -> int:
         """Sample nothing more for a request, and return the tokens that engines have sampled.
@@ -131,22 +114,10 @@ class EpisodeRunner:
         return await self.engines.stop(request.group_id)
 
     def forget(self, request: GroupRequest) -> None:
-        """Count no episode of a request as playing, and sample nothing more for it."""
-        if self._playing.pop((request.group_id, request.attempt), None) is not None:
+        """Sample nothing more for a request."""
+        if self._is_announced(request):
+            self._announced.remove((request.group_id, request.attempt))
             self.engines.forget(request.group_id)
-        self._budgets.pop((request.group_id, request.attempt), None)
-        self._rest.set()
-
-    def lift_budgets(self) -> None:
-        """Sample the responses of all announced requests to their end."""
-        self._budgets.clear()
-        self.engines.recheck_budgets()
-
-    async def settle(self) -> None:
-        """Wait until every announced episode has ended, or waits for other weights."""
-        while sum(map(len, self._playing.values())) > self.engines.num_parked:
-            self._rest.clear()
-            await self._rest.wait()
 
     async def run(
         self, request: GroupRequest, index: int, progress: EpisodeProgress | None = None
@@ -174,12 +145,9 @@ class EpisodeRunner:
             return EpisodeAttempt(progress.episode)
 
         subject = f"group {request.group_id}, rollout {index}"
-        try:
-            outcome = await self._user_classes.environment.play(
-                open_attempt, is_evaluation=request.evaluation, subject=subject
-            )
-        finally:
-            self.count_end(request, index)
+        outcome = await self._user_classes.environment.play(
+            open_attempt, is_evaluation=request.evaluation, subject=subject
+        )
         *lost_episodes, episode = episodes
         episode.rejected_tokens += _tokens_of(lost_episodes)
         episode.rejected_tokens += Counter({NOT_RESTORED: progress.drop_stored()})
@@ -253,7 +221,6 @@ class EpisodeRunner:
                     rejected_tokens=rejected_tokens,
                     seed=_response_seed(self._configuration.seed, rollout_id, turn),
                     is_wanted=partial(self._is_announced, request),
-                    budget=partial(self._budget_of, request),
                     pieces=pieces,
                     stop=stop,
                     num_known_routes=episode.num_routes,

@@ -54,21 +54,10 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     open_timeout_s: float = 600.0
 
 
-class VersionBudget(msgspec.Struct, frozen=True):
-    """The tokens that a response may have of each weight version before `last_version`.
-
-    Under `last_version` and later ones there is no limit.
-    """
-
-    num_tokens: Count
-    last_version: int
-
-
 class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     """Sample `num_samples` rollouts of one prompt and score them.
 
     first_sample: number of the group's rollouts that earlier requests have sampled.
-    budget: of each response. None: no limit.
     evaluation: return verdicts only. No rollout is kept and no routes are requested.
     extension: the collector samples the rest of the group by itself, if this rule says so. None: it
     does not. attempt: larger than that of earlier requests with its id. The answer repeats it.
@@ -82,7 +71,6 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     first_sample: Count = 0
     evaluation: bool = False
     attempt: Count = 0
-    budget: VersionBudget | None = None
     start: Group | None = None
     saved: tuple[SavedRollout, ...] = ()
     extension: Extension | None = None
@@ -144,25 +132,11 @@ class SetVersion(msgspec.Struct, frozen=True, tag="set_version"):
 class Hold(msgspec.Struct, frozen=True, tag="hold"):
     """Send no request to an engine until `Proceed`. The answer is `Held`.
 
-    keep_partials: rank 0 aborts the running requests on the engines, and they are continued later.
-    If not, they run to their end. number: the answer repeats it.
-    """
-
-    keep_partials: bool
-    number: Count = 0
-
-
-class Settle(msgspec.Struct, frozen=True, tag="settle"):
-    """Answer with `Held` once every response has ended or has used up its `VersionBudget`.
-
-    number: the answer repeats it.
+    Rank 0 aborts the running requests on the engines, and they are continued later. number: the
+    answer repeats it.
     """
 
     number: Count
-
-
-class LiftBudgets(msgspec.Struct, frozen=True, tag="lift_budgets"):
-    """Sample the responses of all requests so far to their end, whatever their budget is."""
 
 
 class StorePartials(msgspec.Struct, frozen=True, tag="store_partials"):
@@ -234,15 +208,12 @@ class EngineLeftOut(msgspec.Struct, frozen=True, tag="engine_left_out"):
 class Held(msgspec.Struct, frozen=True, tag="held"):
     """No engine works on a request of this collector, until `Proceed`.
 
-    num_partials, num_tokens: the responses that were interrupted, and their tokens.
     num_sampled: all tokens that this collector has received from engines. number: that of the
-    `Hold` or `Settle` which it answers. engines_idle: as in `GroupDone`.
+    `Hold` which it answers. engines_idle: as in `GroupDone`.
     """
 
-    num_partials: Count
-    num_tokens: Count
-    num_sampled: Count = 0
-    number: Count = 0
+    num_sampled: Count
+    number: Count
     engines_idle: float = 0.0
 
 
@@ -283,8 +254,6 @@ ToCollector = (
     | RemoveEngine
     | SetVersion
     | Hold
-    | Settle
-    | LiftBudgets
     | StorePartials
     | Proceed
     | Stop

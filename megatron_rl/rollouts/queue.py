@@ -11,7 +11,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import msgspec
@@ -37,12 +37,10 @@ from megatron_rl.rollouts.messages import (
     GroupRequest,
     Held,
     Hold,
-    LiftBudgets,
     Partial,
     Proceed,
     Release,
     RemoveEngine,
-    Settle,
     SetVersion,
     Stop,
     StorePartials,
@@ -96,18 +94,6 @@ class HoldTimedOut(Failure):
     exit_code = ExitCode.ENGINE_FAILED
 
 
-@dataclass(frozen=True)
-class HeldRequests:
-    """The responses that wait in the middle, and the tokens that they have.
-
-    num_new_tokens: tokens that collectors have received since the last hold.
-    """
-
-    num_partials: int
-    num_tokens: int
-    num_new_tokens: int = 0
-
-
 @dataclass
 class _Outstanding:
     """A request that was not answered yet. since: on the monotonic clock.
@@ -145,14 +131,12 @@ class _Holder:
 class _Holding:
     """The state of a hold.
 
-    message: sent to collectors that connect, until `proceed`. settle_numbers: by node, those that
-    were sent while responses settle. last_number: of all these messages. answers: by node, to the
-    present hold. num_sampled: by node and epoch, the tokens that the collector had received at the
-    last hold.
+    message: sent to collectors that connect, until `proceed`. last_number: of all these messages.
+    answers: by node, to the present hold. num_sampled: by node and epoch, the tokens that the
+    collector had received at the last hold.
     """
 
     message: Hold | None = None
-    settle_numbers: dict[int, int] | None = None
     last_number: int = 0
     answers: dict[int, Held] = field(default_factory=dict)
     num_sampled: Counter[tuple[int, int]] = field(default_factory=Counter)
@@ -425,19 +409,6 @@ class RolloutQueue:
             if self._outstanding and reminder.is_due():
                 self._write_log(self._describe_wait(num_arrived, reminder.seconds))
 
-    def lift_budgets(self) -> None:
-        """Let the responses of all requests so far be sampled to their end.
-
-        This includes groups that are requested again later.
-        """
-        for outstanding in self._outstanding.values():
-            outstanding.request = msgspec.structs.replace(outstanding.request, budget=None)
-        for group_id, holder in self._holders.items():
-            request = msgspec.structs.replace(holder.request, budget=None)
-            self._holders[group_id] = replace(holder, request=request)
-        for node in self.connected_nodes:
-            self._send(node, LiftBudgets())
-
     def withdraw(self, group_ids: Sequence[str]) -> None:
         """Drop requests, with or without an answer. The same ids may be requested again."""
         group_ids = [*group_ids, *self._begun_ids(group_ids)]
@@ -569,22 +540,25 @@ class RolloutQueue:
     def hold(
         self,
         *,
-        abort: Callable[[], None] | None,
+        abort: Callable[[], None],
         timeout_seconds: float,
         has_to_end: Callable[[], bool] = _never,
         idle: Callable[[], None] | None = None,
-    ) -> HeldRequests:
+    ) -> int:
         """Let collectors send no request until `proceed`, and wait until no engine works on one.
 
+        Returns the tokens that collectors have received since the last hold.
+
         abort: aborts all requests of all engines; they are continued later. It is called about
-        every half second, because a request may be on its way. None: they run to their end.
+        every half second, because a request may be on its way.
         has_to_end: asked as often. If it returns True, the time is over. idle: called as often.
 
         Raises `HoldTimedOut`, and `CollectorFailed`.
         """
         self._handle_events()
         self._holding.answers = {}
-        self._holding.message = Hold(abort is not None, self._next_hold_number())
+        self._holding.last_number += 1
+        self._holding.message = Hold(self._holding.last_number)
         for node in self.connected_nodes:
             self._send(node, self._holding.message)
         reminder = Reminder()
@@ -596,80 +570,19 @@ class RolloutQueue:
                     f"the engines of node(s) {sorted(waiting_nodes)} still worked on requests "
                     f"{seconds:.1f} s after these were to stop"
                 )
-            if abort is not None:
-                abort()
+            abort()
             if idle is not None:
                 idle()
             self._wait_for_events(_HOLD_POLL_SECONDS)
             if reminder.is_due():
                 self._write_log(f"waiting for requests of node(s) {sorted(waiting_nodes)} to stop")
-        return self._held_requests()
-
-    def settle(
-        self, *, can_continue: Callable[[], bool], idle: Callable[[], None] | None = None
-    ) -> HeldRequests:
-        """Wait until every response has ended or has used up its budget of the present weights.
-
-        It ends, because collectors limit the time of every response and environment, and once
-        `can_continue` returns False. idle: called about every half second.
-
-        Raises `CollectorFailed`.
-        """
-        self._handle_events()
-        self._holding.answers = {}
-        self._holding.settle_numbers = {}
-        for node in self.connected_nodes:
-            self._send_settle(node)
-        reminder = Reminder()
-        # Of nodes as events have told: the requests of one that is gone have to be moved first
-        while (
-            waiting_nodes := self._epochs.keys() - self._holding.answers.keys()
-        ) or self._is_any_unassigned():
-            if idle is not None:
-                idle()
-            if not can_continue():
-                break
-            self._wait_for_events(_HOLD_POLL_SECONDS)
-            if reminder.is_due():
-                place = f"node(s) {sorted(waiting_nodes)}" if waiting_nodes else "a lost collector"
-                self._write_log(f"waiting for responses of {place} to use up their budget")
-        self._holding.settle_numbers = None
-        return self._held_requests()
-
-    def _is_any_unassigned(self) -> bool:
-        """Return True if a request waits for a collector."""
-        return any(outstanding.node is None for outstanding in self._outstanding.values())
-
-    def _send_settle(self, node: int) -> None:
-        """Ask a node, after the requests that it has, to settle. Earlier answers do not count."""
-        if self._holding.settle_numbers is None:
-            return
-        number = self._next_hold_number()
-        self._holding.settle_numbers[node] = number
-        self._holding.answers.pop(node, None)
-        self._send(node, Settle(number))
-
-    def _next_hold_number(self) -> int:
-        self._holding.last_number += 1
-        return self._holding.last_number
+        return self._count_new_tokens()
 
     def _take_held(self, node: int, message: Held) -> None:
         """Take an answer to the present hold. Answers to earlier ones come late."""
-        number = None
-        if self._holding.settle_numbers is not None:
-            number = self._holding.settle_numbers.get(node)
-        elif self._holding.message is not None:
-            number = self._holding.message.number
-        if message.number == number:
+        hold = self._holding.message
+        if hold is not None and message.number == hold.number:
             self._holding.answers[node] = message
-
-    def _held_requests(self) -> HeldRequests:
-        answers = self._holding.answers.values()
-        return HeldRequests(
-            num_partials=sum(message.num_partials for message in answers),
-            num_tokens=sum(message.num_tokens for message in answers),
-            num_new_tokens=self._count_new_tokens(),
-        )
 
     def _count_new_tokens(self) -> int:
         """Return the tokens that collectors have received since the last call."""
@@ -833,7 +746,6 @@ class RolloutQueue:
             saved=() if start is None else start.rollouts,
         )
         self._send(node, request)
-        self._send_settle(node)
 
     def _nodes_to_request_from(self) -> list[int]:
         """Return the nodes that have engines. If there is none: those that can use other engines.
@@ -1024,7 +936,6 @@ class RolloutQueue:
             self._send(node, self._holding.message)
         if self._partials.is_wanted:
             self._send(node, StorePartials(self._partials.number))
-        self._send_settle(node)
         self._assign_waiting()
         # Other nodes may have requests that they cannot answer
         self._provide_engines()
@@ -1157,7 +1068,7 @@ def _ids_of(request: GroupRequest) -> list[str]:
 
 def _require_same(begun_request: GroupRequest, request: GroupRequest) -> None:
     """Raise ValueError unless the rest of a group is requested as a collector has begun with it."""
-    if msgspec.structs.replace(begun_request, budget=request.budget) != request:
+    if begun_request != request:
         raise ValueError(
             f"group {request.group_id}: its collector samples {begun_request.num_samples} "
             f"rollouts from {begun_request.first_sample} on, and {request.num_samples} from "

@@ -319,7 +319,7 @@ class Leader:
         """Sample the batch of a step."""
         source = self.parts.rollouts
         last_step = self._last_step(step)
-        self.steps_ahead.begin_open(step, last_step, self._version, source)
+        self.steps_ahead.begin_open(step, last_step, source)
         with self._responses_observed(step):
             batch = self.steps_ahead.take(step, source)
         self.steps_ahead.begin_next(step, last_step, source)
@@ -647,7 +647,7 @@ class Leader:
         """
         source = self.parts.rollouts
         if self._is_stop_requested() and self.steps_ahead.is_under_way(step, source):
-            self.steps_ahead.begin_open(step, self._last_step(step), self._version, source)
+            self.steps_ahead.begin_open(step, self._last_step(step), source)
 
     def _begin_new_run(self) -> None:
         with self._record(0) as values:

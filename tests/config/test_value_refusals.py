@@ -54,6 +54,7 @@ SUGGESTIONS = [
     ("experiment=nope", "experiment=nope", "quickstart"),
     ("+engine=nope", "engine=nope", "external, managed"),
     ("algo.name=ppo", "algo.name=ppo", "algo=grpo|gspo|cispo|espo|sft|custom"),
+    ("rollout.on_update=budget", "rollout.on_update=budget", "wait, resume"),
     ("run.name=a,b", "run.name=a,b", "'run.name=\"a,b\"'"),
     (["model.path=/a b/c=d"], "model.path=/a b/c=d", "'model.path=\"/a b/c=d\"'"),
     (

@@ -121,41 +121,11 @@ def assert_accounted(run: Path, max_age: float) -> None:
 
 
 @pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
-def test_a_killed_run_with_budgets_equals_one_without_checkpoints_bit_for_bit(
+def test_a_run_that_interrupts_responses_is_stopped_and_continues_them(
     tmp_path: Path, dtype: str
 ) -> None:
-    """The killed run has one engine, so its responses end at other times."""
     settings = (
         f"model.dtype={dtype}",
-        "rollout.max_staleness=2",
-        "rollout.on_update=budget",
-        "rollout.tokens_per_version=2",
-        "rollout.max_new_tokens=8",
-        f"train.total_steps={STEPS}",
-        "run.save_weights=true",
-    )
-    whole = run_whole(tmp_path / "whole", *settings, "engine.count=2")
-    saves = ("run.checkpoint_every=2", "run.keep_checkpoints=9", "engine.max_running_requests=5")
-    killed_run = run_killed(tmp_path / "killed", 3, *settings, *saves)
-    assert_same_weights(killed_run, whole, STEPS)
-    assert metrics_of_any_engines(killed_run) == metrics_of_any_engines(whole)
-    for run in (whole, killed_run):
-        assert_accounted(run, 2.0)
-    state = read_state(killed_run / "checkpoints/iter_0000002")
-    assert (state.position.steps_ahead, state.position.open_steps) == ((), (3, 4))
-    groups = read_open_groups(killed_run, 2)
-    open_rollouts = [
-        rollout
-        for group in groups
-        for rollout in group.rollouts
-        if rollout.sample_index in group.open_samples
-    ]
-    assert open_rollouts, "the checkpoint has no rollout in the middle"
-
-
-@pytest.mark.nightly
-def test_a_run_that_interrupts_responses_is_stopped_and_continues_them(tmp_path: Path) -> None:
-    settings = (
         "rollout.max_staleness=2",
         "rollout.on_update=resume",
         "rollout.max_new_tokens=64",

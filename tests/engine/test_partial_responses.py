@@ -2,6 +2,7 @@
 
 import asyncio
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -14,7 +15,7 @@ from megatron_rl.rollouts.generation.engine_pool import EnginePool, RequestForm
 from megatron_rl.rollouts.messages import FromCollector
 from sglang_bridge.generation import Generation
 from tests.sglang_bridge.tiny_model import LAYERS, TOP_K, write_tiny_model
-from tests.support.engines import running_engine
+from tests.support.engines import interrupt, running_engine
 from tests.support.exactness import EXACT
 
 pytestmark = pytest.mark.engine
@@ -28,7 +29,8 @@ async def ignore(message: FromCollector) -> None:
     """Drop a report."""
 
 
-async def generate(pool: EnginePool) -> list[Generation]:
+async def generate(pool: EnginePool, pieces: Sequence[list[Generation]]) -> list[Generation]:
+    """Sample a response for each list, which receives its pieces."""
     requests = [
         pool.generate(
             [4 + index, 5, 6],
@@ -37,8 +39,9 @@ async def generate(pool: EnginePool) -> list[Generation]:
             return_routes=True,
             rejected_tokens=Counter(),
             seed=100 + index,
+            pieces=parts,
         )
-        for index in range(NUM_REQUESTS)
+        for index, parts in enumerate(pieces)
     ]
     return await asyncio.gather(*requests)
 
@@ -46,8 +49,8 @@ async def generate(pool: EnginePool) -> list[Generation]:
 def interrupted_pairs(
     model: Path, directory: Path, dtype: Literal["float32", "bfloat16"]
 ) -> tuple[list[tuple[Generation, Generation]], int]:
-    """Return whole responses with their interrupted twins, and the number of interruptions."""
-    num_partials = 0
+    """Return whole responses with their interrupted twins, and the number of their pieces."""
+    num_pieces = 0
     with running_engine(model, directory, max_running_requests=8, dtype=dtype) as engine:
         form = RequestForm(
             api_key=engine.keys.api_key,
@@ -56,31 +59,25 @@ def interrupted_pairs(
             vocab_size=None,
         )
 
-        async def interrupt(pool: EnginePool) -> int:
-            hold = asyncio.create_task(pool.hold(keep_partials=True))
-            while not hold.done():
-                await asyncio.to_thread(engine.admin().abort_all)
-                await asyncio.sleep(0.05)
-            num_partials, _ = pool.partials
-            pool.proceed()
-            return num_partials
-
         async def run() -> list[tuple[Generation, Generation]]:
-            nonlocal num_partials
+            nonlocal num_pieces
             pool = EnginePool([engine.engine], EngineSettings(), form, ignore)
-            whole = await generate(pool)
+            whole = await generate(pool, [[] for _ in range(NUM_REQUESTS)])
             for _ in range(5):  # all responses may have ended before the first interruption
-                task = asyncio.create_task(generate(pool))
+                pieces: list[list[Generation]] = [[] for _ in range(NUM_REQUESTS)]
+                task = asyncio.create_task(generate(pool, pieces))
                 for _ in range(MAX_PIECES):
                     await asyncio.sleep(0.1)
-                    num_partials += await interrupt(pool)
+                    await interrupt(pool, engine)
+                    pool.proceed()
                 twins = await task
-                if num_partials:
+                num_pieces = sum(map(len, pieces))
+                if num_pieces:
                     break
             await pool.close()
             return list(zip(whole, twins, strict=True))
 
-        return asyncio.run(run()), num_partials
+        return asyncio.run(run()), num_pieces
 
 
 @pytest.mark.skipif(
@@ -91,8 +88,8 @@ def test_an_interrupted_response_equals_an_uninterrupted_one_bit_for_bit(
     dtype: Literal["float32", "bfloat16"], tmp_path: Path
 ) -> None:
     model = write_tiny_model(tmp_path / "model", seed=0)
-    pairs, num_partials = interrupted_pairs(model, tmp_path, dtype)
-    assert num_partials, "no response was interrupted"
+    pairs, num_pieces = interrupted_pairs(model, tmp_path, dtype)
+    assert num_pieces, "no response was interrupted"
     for whole, twin in pairs:
         assert twin.output_ids.tolist() == whole.output_ids.tolist()
         assert np.array_equal(twin.logprobs, whole.logprobs)

@@ -25,11 +25,12 @@ from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts
 from megatron_rl.rollouts.generation.engine_pool import EnginePool, RequestForm
-from megatron_rl.rollouts.messages import FromCollector, VersionBudget
+from megatron_rl.rollouts.messages import FromCollector
+from megatron_rl.rollouts.repetition import RepetitionStop
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.generation import Generation
 from sglang_bridge.server.managed_engine import ManagedEngine
-from tests.support.engines import running_engine
+from tests.support.engines import interrupt, running_engine
 from tests.support.exactness import EXACT
 from tests.support.policies import COLUMN_ADDITION
 from tests.support.recordings import write_rollouts
@@ -38,7 +39,7 @@ from tests.support.torchrun import torchrun
 SCRIPT = Path(__file__).with_name("megatron_logprobs.py")
 VERSIONS = (0, 1, 2)
 NUM_PROMPTS = 40
-TOKENS_PER_VERSION = 6
+PIECE = 6  # tokens of the largest piece. Each version samples about as many
 # Both add in the same order in float32 (docs/on_policy.md)
 LIMIT = 2e-6 if EXACT else 5e-5
 
@@ -76,6 +77,8 @@ class Readings:
             **arguments: Any,
         ) -> Generation:
             generation = await generate(client, input_ids, sampling, first_route_row=0, **arguments)
+            if not len(generation.output_ids):
+                return generation  # it was aborted at once
             self.replies.append((list(input_ids), generation))
             assert generation.routes is not None
             return replace(generation, routes=generation.routes[first_route_row:])
@@ -129,10 +132,20 @@ def load_version(engine: ManagedEngine, checkpoint: Path, version: int) -> None:
     admin.resume()
 
 
+async def change_version(
+    pool: EnginePool, engine: ManagedEngine, checkpoint: Path, version: int
+) -> None:
+    """Interrupt the responses, and continue them with other weights."""
+    await interrupt(pool, engine)
+    await asyncio.to_thread(load_version, engine, checkpoint, version)
+    pool.set_version(version)
+    pool.proceed()
+
+
 async def sample(
     engine: ManagedEngine, checkpoints: Sequence[Path], prompts: Sequence[Prompt]
 ) -> list[Generation]:
-    """Sample responses whose engine gets the next weights whenever all of them wait."""
+    """Sample responses that are interrupted for the next weights of their engine."""
     shape = read_shape(str(checkpoints[0]))
     routes = route_shape(shape)
 
@@ -150,6 +163,7 @@ async def sample(
     sampling = Sampling(
         max_new_tokens=40, temperature=1.0, stop_token_ids=tuple(shape.eos_token_ids)
     )
+    pieces: list[list[Generation]] = [[] for _ in prompts]
     tasks = [
         asyncio.create_task(
             pool.generate(
@@ -159,19 +173,29 @@ async def sample(
                 return_routes=True,
                 rejected_tokens=Counter(),
                 seed=index,
-                budget=lambda: VersionBudget(TOKENS_PER_VERSION, VERSIONS[-1]),
+                pieces=pieces[index],
+                stop=RepetitionStop(threshold=1.0, ngram=2, every=PIECE),
             )
         )
         for index, prompt in enumerate(prompts)
     ]
     for version in VERSIONS[1:]:
-        while pool.num_parked < sum(not task.done() for task in tasks):
-            await asyncio.sleep(0.05)
-        await asyncio.to_thread(load_version, engine, checkpoints[version], version)
-        pool.set_version(version)
+        while is_any_behind(tasks, pieces, version * PIECE):
+            await asyncio.sleep(0.01)
+        await change_version(pool, engine, checkpoints[version], version)
     generations = await asyncio.gather(*tasks)
     await pool.close()
     return generations
+
+
+def is_any_behind(
+    tasks: Sequence[asyncio.Task[Generation]], pieces: Sequence[list[Generation]], num_tokens: int
+) -> bool:
+    """Return True if an open response has fewer tokens."""
+    return any(
+        not task.done() and sum(len(piece.output_ids) for piece in parts) < num_tokens
+        for task, parts in zip(tasks, pieces, strict=True)
+    )
 
 
 def assert_rows_of_each_reading(

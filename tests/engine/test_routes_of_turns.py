@@ -103,7 +103,7 @@ async def sample_episodes(engine: ManagedEngine) -> list[Rollout]:
             for i, prompt in enumerate(prompts())
         ]
         for request in requests:
-            runner.announce(request, [0])
+            runner.announce(request)
         results = await asyncio.gather(*(runner.run(request, 0) for request in requests))
         await runner.close()
     return [result.rollout for result in results if isinstance(result, ScoredRollout)]

@@ -67,7 +67,7 @@ async def play_with(answer: Answer) -> Rollout:
         request = GroupRequest(group_id="g", prompt=PROMPT, num_samples=1, sampling=sampling)
         with ThreadPoolExecutor(1) as threads:
             runner = EpisodeRunner(settings, ignore, threads)
-            runner.announce(request, [0])
+            runner.announce(request)
             result = await runner.run(request, 0)
             await runner.close()
         assert isinstance(result, ScoredRollout), result

@@ -296,9 +296,7 @@ def test_responses_go_on_at_the_other_node_when_an_engine_is_killed(
     """The second node has no other engine. Its collector keeps what it has begun with."""
     settings = [
         *settings_of(dtype, MEDIUM),
-        "rollout.max_staleness=2",
-        "rollout.on_update=budget",
-        "rollout.tokens_per_version=6",
+        "rollout.max_staleness=1",
     ]
     reference = start_job(tmp_path, *settings, "engine.count=2", ranks=2)
     output, _ = reference.communicate(timeout=900)

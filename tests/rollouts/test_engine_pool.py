@@ -528,7 +528,7 @@ def test_a_response_that_is_no_longer_wanted_is_not_requested() -> None:
 
     async def run() -> None:
         async with pool_of(engine) as (pool, _, _):
-            await pool.hold(keep_partials=False)
+            await pool.hold()
             wanted_flags = {"r/0": True, "r/1": True}
             requests = {
                 rid: asyncio.create_task(

@@ -1,4 +1,4 @@
-"""Holding requests: nothing is dispatched, running responses end or wait in the middle."""
+"""A hold: nothing is requested, and running responses wait in the middle."""
 
 import asyncio
 import base64
@@ -72,8 +72,7 @@ def interrupt(engine: InterruptedEngine) -> Generation:
             pool = EnginePool([Engine(url=url)], EngineSettings(), FORM, ignore)
             task = generate(pool)
             await asyncio.sleep(0.05)
-            await asyncio.wait_for(pool.hold(keep_partials=True), 5)
-            assert pool.partials == ((1, engine.num_first) if engine.num_first else (0, 0))
+            await asyncio.wait_for(pool.hold(), 5)
             await asyncio.sleep(0.1)
             assert not task.done() and len(engine.bodies) == 1
             pool.proceed()
@@ -109,7 +108,7 @@ def test_a_response_without_a_token_begins_again() -> None:
     assert engine.bodies[1]["input_ids"] == list(PROMPT.token_ids)
 
 
-def test_running_responses_end_before_a_hold_without_partials() -> None:
+def test_a_response_that_ends_during_a_hold_is_complete_and_the_next_one_waits() -> None:
     engine = InterruptedEngine(2)
     engine.num_first = len(WHOLE)
 
@@ -118,8 +117,7 @@ def test_running_responses_end_before_a_hold_without_partials() -> None:
             pool = EnginePool([Engine(url=url)], EngineSettings(), FORM, ignore)
             task = generate(pool)
             await asyncio.sleep(0.05)
-            await asyncio.wait_for(pool.hold(keep_partials=False), 5)
-            assert pool.partials == (0, 0)
+            await asyncio.wait_for(pool.hold(), 5)
             assert (await asyncio.wait_for(task, 1)).output_ids.tolist() == WHOLE
             waiting = generate(pool)
             await asyncio.sleep(0.3)
@@ -151,7 +149,7 @@ def test_an_engine_that_does_not_stop_is_left_out_unless_the_hold_is_over(
             pool = EnginePool([Engine(url=slow)], EngineSettings(), FORM, report)
             task = generate(pool)
             await asyncio.sleep(0.05)
-            hold = asyncio.create_task(pool.hold(keep_partials=True))
+            hold = asyncio.create_task(pool.hold())
             if proceeds:
                 await asyncio.sleep(0.1)
                 pool.proceed()
@@ -185,11 +183,11 @@ def test_a_hold_that_is_over_leaves_no_engine_out_during_the_next_one(
             task = generate(pool)
             await asyncio.sleep(0.05)
             monkeypatch.setattr(seconds, 0.3)
-            first_hold = asyncio.create_task(pool.hold(keep_partials=True))
+            first_hold = asyncio.create_task(pool.hold())
             await asyncio.sleep(0.05)
             pool.proceed()
             monkeypatch.setattr(seconds, 60.0)
-            await asyncio.wait_for(pool.hold(keep_partials=True), 5)
+            await asyncio.wait_for(pool.hold(), 5)
             assert (await task).output_ids.tolist() == WHOLE
             await first_hold
             assert reports == []

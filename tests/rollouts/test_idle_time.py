@@ -73,6 +73,6 @@ def test_the_queue_reports_idle_engines_since_the_last_call(hub: CollectorHub, p
     assert queue.count_in_flight() == 3
     assert queue.engines_idle_seconds() == 2.0
     assert queue.engines_idle_seconds() == 0.0
-    threading.Timer(0.2, lambda: peer.send(Held(0, 0, number=1, engines_idle=2.5))).start()
-    queue.hold(abort=None, timeout_seconds=10)
+    threading.Timer(0.2, lambda: peer.send(Held(0, 1, engines_idle=2.5))).start()
+    queue.hold(abort=lambda: None, timeout_seconds=10)
     assert queue.engines_idle_seconds() == 0.5

@@ -12,15 +12,7 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.environments.environment import Environment
 from megatron_rl.environments.episode import Episode
 from megatron_rl.rollouts.collector import Collector
-from megatron_rl.rollouts.messages import (
-    FromCollector,
-    GroupDone,
-    GroupRequest,
-    Held,
-    Settle,
-    SetVersion,
-    VersionBudget,
-)
+from megatron_rl.rollouts.messages import FromCollector, GroupDone, GroupRequest, SetVersion
 from tests.support.fake_engine import Reply, configuration, fake_engine, routes
 from tests.support.scripted_model import EOS, PROMPT
 
@@ -30,6 +22,8 @@ SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
 
 class FailingEngine:
     """Samples the first piece of a response, and fails at the next one.
+
+    Somebody aborts a request for more than a piece.
 
     failure: refuse: it answers with status 400. spoil: it samples tokens without usable
     log-probabilities. hang: it does not answer.
@@ -46,12 +40,13 @@ class FailingEngine:
         if not is_first and self._failure == "hang":
             return None
         ids = list(range(5, 5 + PIECE))
+        is_aborted = body["sampling_params"]["max_new_tokens"] > PIECE
         self.num_sampled += PIECE
         logprob = -0.5 if is_first else None
         return {
             "output_ids": ids,
             "meta_info": {
-                "finish_reason": {"type": "length"},
+                "finish_reason": {"type": "abort" if is_aborted else "length"},
                 "weight_version": "3",
                 "output_token_logprobs": [(logprob, token, None) for token in ids],
                 "routed_experts": routes(body, PIECE),
@@ -60,7 +55,7 @@ class FailingEngine:
 
 
 def collect(engine: FailingEngine, settings: RolloutSettings, environment: str) -> GroupDone:
-    """Sample a group of two, which gets other weights once it has used up its budget."""
+    """Sample a group of two."""
 
     async def run() -> GroupDone:
         outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
@@ -68,18 +63,9 @@ def collect(engine: FailingEngine, settings: RolloutSettings, environment: str) 
             base = configuration(url, environment=EnvironmentSettings(name=environment))
             collector = Collector(0, msgspec.structs.replace(base, rollout=settings), outbox.put)
             await collector.handle(SetVersion(3))
-            budget = None
-            if settings.tokens_per_version is not None:
-                budget = VersionBudget(settings.tokens_per_version, 4)
             await collector.handle(
-                GroupRequest(
-                    group_id="g", prompt=PROMPT, num_samples=2, sampling=SAMPLING, budget=budget
-                )
+                GroupRequest(group_id="g", prompt=PROMPT, num_samples=2, sampling=SAMPLING)
             )
-            if budget is not None:
-                await collector.handle(Settle(1))
-                assert isinstance(await asyncio.wait_for(outbox.get(), 10), Held)
-                await collector.handle(SetVersion(4))
             while not isinstance(answer := await asyncio.wait_for(outbox.get(), 20), GroupDone):
                 pass
             await collector.close()
@@ -89,9 +75,7 @@ def collect(engine: FailingEngine, settings: RolloutSettings, environment: str) 
 
 
 SETTINGS = {
-    "budget": RolloutSettings(
-        max_new_tokens=16, max_staleness=1, on_update="budget", tokens_per_version=PIECE
-    ),
+    "aborted": RolloutSettings(max_new_tokens=16),
     "stop_repetition": RolloutSettings(
         max_new_tokens=16, stop_repetition=0.5, stop_repetition_ngram=2, stop_repetition_every=PIECE
     ),

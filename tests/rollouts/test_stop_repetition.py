@@ -17,13 +17,7 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import FinishReason, Rollout
 from megatron_rl.rollouts.collector import Collector
 from megatron_rl.rollouts.generation.engine_pool import EnginePool, RequestForm
-from megatron_rl.rollouts.messages import (
-    FromCollector,
-    GroupDone,
-    GroupRequest,
-    SetVersion,
-    VersionBudget,
-)
+from megatron_rl.rollouts.messages import FromCollector, GroupDone, GroupRequest, SetVersion
 from megatron_rl.rollouts.partials.saved_groups import SavedGroup
 from megatron_rl.rollouts.repetition import RepetitionStop, repetition
 from megatron_rl.rollouts.store import read_rollout
@@ -85,9 +79,7 @@ def stop_of(settings: RolloutSettings = SETTINGS) -> RepetitionStop:
     return stop
 
 
-def sample(
-    engine: InterruptedEngine, stop: RepetitionStop | None, budget: VersionBudget | None = None
-) -> Generation:
+def sample(engine: InterruptedEngine, stop: RepetitionStop | None) -> Generation:
     async def run() -> Generation:
         async with fake_engine(engine, seconds=0.0) as url:
             pool = EnginePool([Engine(url=url)], EngineSettings(), FORM, ignore)
@@ -100,7 +92,6 @@ def sample(
                     return_routes=True,
                     rejected_tokens=Counter(),
                     stop=stop,
-                    budget=lambda: None if pool._version == 4 else budget,
                 )
             )
             generation = await asyncio.wait_for(task, 10)
@@ -169,13 +160,6 @@ def test_where_a_response_is_cut_off_does_not_depend_on_its_pieces(
     assert stop.has_stopped == (length < len(response))
     expected_reason = FinishReason.LENGTH if stop.has_stopped else FinishReason.STOP
     assert generation.finish_reason is expected_reason
-
-
-@pytest.mark.parametrize("num_tokens", [12, 13, 20])
-def test_a_budget_and_a_stop_hold_together(num_tokens: int) -> None:
-    budget = VersionBudget(num_tokens, 9)
-    generation = sample(InterruptedEngine(LOOP), stop_of(), budget)
-    assert generation.output_ids.tolist() == LOOP[:12]
 
 
 @pytest.mark.parametrize("num_tokens", range(1, 13))

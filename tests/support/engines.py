@@ -1,5 +1,6 @@
 """One real SGLang server for tests."""
 
+import asyncio
 import contextlib
 import time
 from collections.abc import Iterator, Sequence
@@ -8,6 +9,7 @@ from typing import Literal
 
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.fp8_weights import quantization_config
+from megatron_rl.rollouts.generation.engine_pool import EnginePool
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.keys import RunKeys, create_keys
@@ -73,6 +75,14 @@ def running_fp8_engine(
     finally:
         server.stop()
         lifeline.close()
+
+
+async def interrupt(pool: EnginePool, engine: ManagedEngine) -> None:
+    """Stop all responses of a pool in the middle, until `proceed`."""
+    hold = asyncio.create_task(pool.hold())
+    while not hold.done():
+        await asyncio.to_thread(engine.admin().abort_all)
+        await asyncio.sleep(0.05)
 
 
 def flush_idle_cache(admin: AdminClient, *, seconds: float = 20.0) -> None:

@@ -4,7 +4,7 @@ import asyncio
 import base64
 import contextlib
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,7 @@ LAYERS = 4
 TOPK = 2
 
 Reply = dict[str, Any]
-Answer = Callable[[int, Reply], Reply | bytes | int | None]
+Answer = Callable[[int, Reply], Awaitable[Reply] | Reply | bytes | int | None]
 
 
 def reply(request: Reply, text: str, **changes: object) -> Reply:
@@ -54,13 +54,16 @@ async def fake_engine(
     answer: Answer, *, healthy: Callable[[], bool] = lambda: True, seconds: float = 0.01
 ) -> AsyncIterator[str]:
     """Serve `/generate` and `/health` and yield the URL: request number n gets `answer(n,
-    request)`: a reply or its bytes, a status, or with None no answer. seconds: what each takes."""
+    request)`: a reply or its bytes, one to wait for, a status, or with None no answer. seconds:
+    what each takes."""
     count = 0
 
     async def generate(request: web.Request) -> web.Response:
         nonlocal count
         count += 1
         result = answer(count - 1, json.loads(await request.read()))
+        if isinstance(result, Awaitable):
+            result = await result
         await asyncio.sleep(3600.0 if result is None else seconds)
         if isinstance(result, bytes):
             return web.Response(body=result)

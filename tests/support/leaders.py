@@ -112,7 +112,7 @@ class ScriptedParts:
     def open_steps(self) -> tuple[int, ...]:
         return () if self._open_step is None else (self._open_step,)
 
-    def begin_step(self, step: int, budget: object = None) -> None:
+    def begin_step(self, step: int) -> None:
         self._open_step = step
         self.begun_steps.append(step)
 
@@ -122,17 +122,11 @@ class ScriptedParts:
         self._open_step = None
         return self.sample(step)
 
-    def settle(self) -> None:
-        pass
-
     def drop_open(self) -> int:
         return 0
 
     def open_groups(self, partials: Sequence[Group]) -> dict[int, tuple[Group, ...]]:
         return {step: tuple(partials) for step in self.open_steps}
-
-    def lift_budgets(self) -> None:
-        pass
 
     def count_tokens(self) -> int:
         num_tokens = self._num_tokens

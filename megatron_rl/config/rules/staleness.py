@@ -31,12 +31,6 @@ def check_staleness(c: Configuration) -> Iterator[BrokenRule]:
 def _check_on_update(c: Configuration) -> Iterator[BrokenRule]:
     rollout = c.rollout
     key = "rollout.on_update"
-    if rollout.on_update == "budget" and rollout.tokens_per_version is None:
-        rule = "A response needs a number of tokens after which it waits for the next weights"
-        yield BrokenRule("rollout.tokens_per_version", rule, f"Give one, or use {key}=wait")
-    if rollout.on_update != "budget" and rollout.tokens_per_version is not None:
-        rule = f"Only {key}=budget reads this key, and {key}={rollout.on_update}"
-        yield BrokenRule("rollout.tokens_per_version", rule, f"Remove it, or use {key}=budget")
     if rollout.on_update == "wait":
         return
     if not rollout.max_staleness:

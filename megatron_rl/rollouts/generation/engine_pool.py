@@ -22,12 +22,7 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.rollouts.generation.idle_time import IdleTime
 from megatron_rl.rollouts.generation.partial_response import PartialResponse
 from megatron_rl.rollouts.generation.slots import Slots
-from megatron_rl.rollouts.messages import (
-    AbortRequest,
-    EngineLeftOut,
-    FromCollector,
-    VersionBudget,
-)
+from megatron_rl.rollouts.messages import AbortRequest, EngineLeftOut, FromCollector
 from megatron_rl.rollouts.repetition import RepetitionStop
 from sglang_bridge.client import GenerateClient, RequestExpired, may_succeed_elsewhere
 from sglang_bridge.engine import Engine
@@ -198,21 +193,15 @@ class EnginePool:
         self._slots_per_engine = _QUEUE_PER_SLOT * settings.max_running_requests
         self._change = asyncio.Event()
         self._version: int | None = None
-        self._responses: set[PartialResponse] = set()
         self._gate = asyncio.Event()
         self._gate.set()
-        self._keeps_partials = False
         self._num_holds = 0
         self._idle = asyncio.Event()  # no engine works on a request
         self._idle.set()
-        self._version_change = asyncio.Event()
         self.num_sampled = 0  # tokens that engines have sent
         self._num_sampled_of = Counter[str]()  # the same by group
         self._running: set[_RunningRequest] = set()
         self._stopped_groups: set[str] = set()
-        # Responses that wait for other weights, and the rollout of each
-        self._parked_responses: dict[PartialResponse, str] = {}
-        self.on_parking: Callable[[], None] = lambda: None
         self._idle_time = IdleTime()
         for engine in engines:
             self.add(engine)
@@ -229,13 +218,6 @@ class EnginePool:
     def set_version(self, version: int) -> None:
         """Use responses of these weights alone, from now on."""
         self._version = version
-        self.recheck_budgets()
-
-    def recheck_budgets(self) -> None:
-        """Let parked responses look whether they may go on."""
-        self._parked_responses.clear()  # from now on, not only once their tasks go on
-        self._version_change.set()
-        self._version_change = asyncio.Event()
 
     def add(self, engine: Engine) -> None:
         """Send requests to an engine from now on. One with the same URL is replaced."""
@@ -273,7 +255,6 @@ class EnginePool:
         rejected_tokens: Counter[str],
         seed: int | None = None,
         is_wanted: Callable[[], bool] = lambda: True,
-        budget: Callable[[], VersionBudget | None] = lambda: None,
         pieces: list[Generation] | None = None,
         stop: RepetitionStop | None = None,
         num_known_routes: int = 0,
@@ -287,8 +268,6 @@ class EnginePool:
         rid: GROUP/ROLLOUT. rejected_tokens: receives the tokens of responses that cannot be used,
         by the reason. The tokens of a request without a reply are unknown.
         is_wanted: if it returns False, nothing more is sent, and this waits until it is cancelled.
-        budget: returns the present one. A response that has used it up waits for other weights, or
-        for another budget.
         pieces: what there is of the response already. It receives further pieces as they arrive.
         stop: cuts a response off that repeats itself. Its finish reason is then LENGTH.
         num_known_routes: inputs, from the first, whose routes are left out.
@@ -298,27 +277,15 @@ class EnginePool:
             token_ids, sampling, [] if pieces is None else pieces, num_known_routes
         )
         attempts = _Attempts(self._settings.retries, rejected_tokens)
-        self._responses.add(response)
         try:
             # It may have been stored while it was looked at
             is_begun = bool(response.pieces) and not response.is_complete
             if is_begun and stop is not None and await self._is_stopped(response, stop):
                 return _cut_off(response)
-            while True:
-                limit = self._limit(response, budget())
-                if limit == 0:
-                    await self._park(response, rid)
-                    continue
-                async with self._slots:
-                    generation = await self._extend_and_check(
-                        response, limit, stop, fields, attempts
-                    )
-                if generation is not None:
-                    return generation
+            async with self._slots:
+                return await self._extend_and_check(response, stop, fields, attempts)
         except _NotWanted:
             pass
-        finally:
-            self._responses.remove(response)
         # An environment in another process may go on for some time after its cancellation. An
         # exception could make it ask again and again.
         await asyncio.get_running_loop().create_future()
@@ -327,27 +294,18 @@ class EnginePool:
     async def _extend_and_check(
         self,
         response: PartialResponse,
-        limit: int | None,
         stop: RepetitionStop | None,
         fields: _RequestFields,
         attempts: _Attempts,
-    ) -> Generation | None:
-        """Sample a response to its end, or at most `limit` tokens of it, or until it is stopped.
-
-        Returns the whole response, None if some of it is left.
-        """
-        last_end = None if limit is None else response.num_tokens + limit
+    ) -> Generation:
+        """Sample a response to its end, or until it is stopped because it repeats itself."""
         while True:
-            ends = [] if stop is None else [stop.next_check(response.num_tokens)]
-            if last_end is not None:
-                ends.append(last_end)
-            generation = await self._extend(response, min(ends, default=None), fields, attempts)
+            end = None if stop is None else stop.next_check(response.num_tokens)
+            generation = await self._extend(response, end, fields, attempts)
             if generation is not None:
                 return generation
             if stop is not None and await self._is_stopped(response, stop):
                 return _cut_off(response)
-            if response.num_tokens == last_end:
-                return None
 
     async def _is_stopped(self, response: PartialResponse, stop: RepetitionStop) -> bool:
         """Measure in a thread: a long response takes milliseconds."""
@@ -383,8 +341,6 @@ class EnginePool:
             if not self._is_interrupted(piece, attempts):
                 return _join_last_piece(response, piece)
             response.add(piece)
-            if limit is not None and not response.is_complete:
-                return None  # less is left of its budget
         return response.generation()
 
     def _require_wanted(self, fields: _RequestFields) -> None:
@@ -392,53 +348,19 @@ class EnginePool:
         if fields.group in self._stopped_groups or not fields.is_wanted():
             raise _NotWanted
 
-    def _limit(self, response: PartialResponse, budget: VersionBudget | None) -> int | None:
-        """Return how many tokens a response may get of the present weights, None: any number."""
-        if budget is None or self._version is None or self._version >= budget.last_version:
-            return None
-        return max(0, budget.num_tokens - response.tokens_of(self._version))
-
-    @property
-    def num_parked(self) -> int:
-        """The number of rollouts of which every open response waits for other weights.
-
-        0 while another response is open.
-        """
-        if self._responses - self._parked_responses.keys():
-            return 0
-        return len(set(self._parked_responses.values()))
-
-    async def _park(self, response: PartialResponse, rid: str) -> None:
-        """Wait for the next weights."""
-        self._parked_responses[response] = rid
-        self.on_parking()
-        try:
-            await self._version_change.wait()
-        finally:
-            self._parked_responses.pop(response, None)
-
-    @property
-    def partials(self) -> tuple[int, int]:
-        """The number of responses that were interrupted, and of their tokens."""
-        partials = [response for response in self._responses if response.pieces]
-        return len(partials), sum(response.num_tokens for response in partials)
-
-    async def hold(self, *, keep_partials: bool) -> None:
+    async def hold(self) -> None:
         """Send no further request until `proceed`, and wait until no engine works on one.
 
-        keep_partials: requests that an engine aborts meanwhile are continued later. An engine that
-        does not abort them within two minutes is left out, and others continue them. If False, the
-        running ones are expected to end.
+        Requests that an engine aborts meanwhile are continued later. An engine that does not abort
+        them within two minutes is left out, and others continue them.
         """
-        self._keeps_partials = keep_partials
         self._gate.clear()
         self._num_holds += 1
         number = self._num_holds
-        if keep_partials:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._idle.wait(), _STOP_SECONDS)
-            if number == self._num_holds and not self._gate.is_set():
-                await self._leave_out_busy()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._idle.wait(), _STOP_SECONDS)
+        if number == self._num_holds and not self._gate.is_set():
+            await self._leave_out_busy()
         await self._idle.wait()
 
     async def _leave_out_busy(self) -> None:
@@ -453,7 +375,6 @@ class EnginePool:
     def proceed(self) -> None:
         """Send requests again, and continue the responses that were interrupted."""
         self._gate.set()
-        self._keeps_partials = False
 
     async def stop(self, group: str) -> int:
         """Request nothing more for a group, until `forget`. Its running requests are aborted.
@@ -516,7 +437,7 @@ class EnginePool:
         """
         if piece.finish_reason is not FinishReason.ABORT or piece.is_expired:
             return False
-        if self._keeps_partials or len(piece.output_ids):
+        if not self._gate.is_set() or len(piece.output_ids):
             return True
         attempts.empty_aborts += 1
         return attempts.empty_aborts < _MAX_EMPTY_ABORTS

@@ -48,15 +48,6 @@ class PartialResponse:
         """The largest number of tokens that may follow."""
         return self.sampling.max_new_tokens - self.num_tokens
 
-    def tokens_of(self, version: int | None) -> int:
-        """Return the number of tokens so far that a weight version has sampled."""
-        return sum(
-            span.end - span.start
-            for piece in self.pieces
-            for span in piece.version_spans
-            if span.version == str(version)
-        )
-
     def next_sampling(self, limit: int | None = None) -> Sampling:
         """Return the parameters for the rest of the response, or for at most `limit` tokens."""
         num_tokens = self.num_remaining if limit is None else min(limit, self.num_remaining)

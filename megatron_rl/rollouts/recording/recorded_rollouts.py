@@ -21,7 +21,6 @@ from megatron_rl.contracts.routes import (
     validate_stored_routes,
 )
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
-from megatron_rl.rollouts.messages import VersionBudget
 from megatron_rl.rollouts.partials.saved_groups import SavedGroup
 from megatron_rl.rollouts.recording.format import BATCH_FILE, BatchRecord, SavedRollout
 from megatron_rl.rollouts.recording.reader import (
@@ -275,7 +274,7 @@ class RecordedRollouts:
         """None: a batch is read as a whole."""
         return ()
 
-    def begin_step(self, step: int, budget: VersionBudget | None = None) -> None:
+    def begin_step(self, step: int) -> None:
         """Do nothing: the batches are sampled already."""
 
     def finish_step(self, can_continue: Callable[[], bool] | None = None) -> RolloutBatch:
@@ -307,12 +306,6 @@ class RecordedRollouts:
     def open_groups(self, partials: Sequence[Group]) -> dict[int, tuple[Group, ...]]:
         """Return nothing: no step is open."""
         return {}
-
-    def lift_budgets(self) -> None:
-        """Do nothing: no response is open."""
-
-    def settle(self) -> None:
-        """Do nothing: the position counts the batches that were read."""
 
     def replace_lost(self, batch: RolloutBatch) -> RolloutBatch:
         """Return the batch: this process holds its rollouts, so they cannot be gone."""

@@ -9,7 +9,6 @@ from typing import Protocol
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.group import Group
 from megatron_rl.rollouts.partials.time_to_store import StopSource
-from megatron_rl.rollouts.queue import HeldRequests
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead, StepSource
 
 
@@ -31,16 +30,15 @@ class ResponseControl(Protocol):
         """Return False while nothing samples rollouts."""
         ...
 
-    def interrupt(self, idle: Callable[[], None]) -> HeldRequests:
-        """Stop all responses in the middle, until `proceed`. idle: called regularly."""
+    def interrupt(self, idle: Callable[[], None]) -> int:
+        """Stop all responses in the middle, until `proceed`. idle: called regularly.
+
+        Returns the tokens that collectors have received since the last hold.
+        """
         ...
 
     def proceed(self) -> None:
         """Continue the responses that were stopped."""
-        ...
-
-    def settle(self, idle: Callable[[], None]) -> HeldRequests:
-        """Wait until every response has ended or has used up its budget."""
         ...
 
     def store_partials(self, idle: Callable[[], None], stop_source: StopSource) -> StoredPartials:
@@ -123,8 +121,8 @@ class WaitForResponses:
 
 
 @dataclass
-class _OpenResponses:
-    """Responses that go on under other weights.
+class InterruptResponses:
+    """Stops responses in the middle. The next weights continue them, on any engine.
 
     stores_partials: a checkpoint holds them. If not, they are sampled to their end before one.
     """
@@ -135,6 +133,14 @@ class _OpenResponses:
     stores_partials: bool
     is_quiet: bool = False
     num_uncounted: int = 0
+
+    def before_sync(self, source: StepSource) -> int:
+        num_tokens = self.num_uncounted + self.control.interrupt(self.idle)
+        self.num_uncounted = 0
+        return num_tokens
+
+    def after_sync(self, source: StepSource) -> None:
+        self.control.proceed()
 
     def before_save(
         self, source: StepSource, stop_source: StopSource
@@ -149,36 +155,12 @@ class _OpenResponses:
         self.steps_ahead.complete_for_save(source, stop_source)
         if not source.open_steps and not stop_source.stop_requested:
             # A resumed run gets the new tokens with the checkpoint
-            self.num_uncounted += self.control.settle(self.idle).num_new_tokens
+            self.num_uncounted += self.control.interrupt(self.idle)
+            self.control.proceed()
         return {}
 
     def after_save(self) -> None:
         self.control.release_partials()
-
-    def _count(self, requests: HeldRequests) -> int:
-        num_tokens = self.num_uncounted + requests.num_new_tokens
-        self.num_uncounted = 0
-        return num_tokens
-
-
-class ParkResponses(_OpenResponses):
-    """Waits until each response has ended or used up its budget. The next weights continue it."""
-
-    def before_sync(self, source: StepSource) -> int:
-        return self._count(self.control.settle(self.idle))
-
-    def after_sync(self, source: StepSource) -> None:
-        """Do nothing: the new version continues the responses."""
-
-
-class InterruptResponses(_OpenResponses):
-    """Stops responses in the middle. The next weights continue them, on any engine."""
-
-    def before_sync(self, source: StepSource) -> int:
-        return self._count(self.control.interrupt(self.idle))
-
-    def after_sync(self, source: StepSource) -> None:
-        self.control.proceed()
 
 
 def open_steps_ahead(
@@ -193,14 +175,8 @@ def open_steps_ahead(
     idle: called regularly while responses come to rest. stores_partials: what there is of a rollout
     can be stored.
     """
-    steps_ahead = StepsAhead(
-        settings.max_staleness,
-        continues_responses=settings.on_update != "wait",
-        tokens_per_version=settings.tokens_per_version,
-    )
-    on_update: OnUpdate = WaitForResponses(steps_ahead, control.can_sample)
-    if settings.on_update == "budget":
-        on_update = ParkResponses(control, idle, steps_ahead, stores_partials)
-    elif settings.on_update == "resume":
-        on_update = InterruptResponses(control, idle, steps_ahead, stores_partials)
-    return steps_ahead, on_update
+    resumes = settings.on_update == "resume"
+    steps_ahead = StepsAhead(settings.max_staleness, continues_responses=resumes)
+    if resumes:
+        return steps_ahead, InterruptResponses(control, idle, steps_ahead, stores_partials)
+    return steps_ahead, WaitForResponses(steps_ahead, control.can_sample)

@@ -10,7 +10,7 @@ from megatron_rl.contracts.group import Group, sampled_tokens
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.prompts.selection.selector import RolloutRequest, Selector
-from megatron_rl.rollouts.messages import GroupRequest, VersionBudget
+from megatron_rl.rollouts.messages import GroupRequest
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.steps.step_sampling import StepSampling, label_of
@@ -63,16 +63,16 @@ class RolloutSampler:
         """The steps that have begun and are not finished, in order."""
         return tuple(self._open)
 
-    def begin_step(self, step: int, budget: VersionBudget | None = None) -> None:
+    def begin_step(self, step: int) -> None:
         """Request the first rollouts of a step.
 
-        budget: of each response. Raises ValueError while an earlier step has to be finished first.
+        Raises ValueError while an earlier step has to be finished first.
         """
         if self._open and not self.selector.ignores_rollouts:
             open_step = self.open_steps[0]
             raise ValueError(f"step {open_step} is open: finish it before step {step}")
         self._states_before[step] = self.selector.state()
-        sampling = StepSampling(step, self.selector.select(step), budget)
+        sampling = StepSampling(step, self.selector.select(step))
         self._open[step] = sampling
         self._submit(sampling, sampling.selection.first_round())
 
@@ -92,14 +92,11 @@ class RolloutSampler:
         batch = self.replace_lost(self._end(sampling))
         self._failed_ids[sampling.step] = batch.delivered_ids
         self.require(sampling.step, batch)
-        self.settle()
-        return batch
-
-    def settle(self) -> None:
-        """Count the steps that have ended as sampled, also those whose batch cannot be used."""
+        # Earlier ones too, whose batch could not be used
         for step in self._states_before.keys() - self._open.keys():
             del self._states_before[step]
         self._failed_ids.clear()
+        return batch
 
     def drop_open(self) -> int:
         """Drop the steps that are open or have failed, with their requests.
@@ -147,10 +144,6 @@ class RolloutSampler:
             if group.group_id in sampling.requested_ids:
                 groups[group.group_id] = group
         return tuple(groups.values())
-
-    def lift_budgets(self) -> None:
-        """Let the responses of all open steps be sampled to their end."""
-        self.queue.lift_budgets()
 
     def sample_again(
         self, step: int, batch: RolloutBatch, rollout_ids: Sequence[str]
@@ -297,7 +290,6 @@ class RolloutSampler:
                     num_samples=request.samples,
                     first_sample=request.first_sample,
                     sampling=parameters,
-                    budget=sampling.budget,
                     extension=request.extension,
                 )
                 for part_id, request in sampling.register(requests).items()

@@ -11,7 +11,7 @@ import msgspec
 from megatron_rl.contracts.group import Group
 from megatron_rl.prompts.selection.restored_step import RestoredStep
 from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult, StepSelection
-from megatron_rl.rollouts.messages import VersionBudget, extension_id, first_id
+from megatron_rl.rollouts.messages import extension_id, first_id
 
 
 @dataclass
@@ -20,14 +20,13 @@ class StepSampling:
 
     Parts of a group come under different ids: those of the first request and of its extension.
 
-    budget: of each response, None without a limit. parts: by the id of their request.
+    parts: by the id of their request.
     generated_tokens: those that engines have sampled. unused_tokens: those of groups that were
     dropped, by their class in the account.
     """
 
     step: int
     selection: StepSelection
-    budget: VersionBudget | None = None
     parts: dict[str, Group] = field(default_factory=dict)
     generated_tokens: int = 0
     unused_tokens: Mapping[str, int] = field(default_factory=dict)

@@ -10,7 +10,6 @@ from typing import Protocol
 from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.run_state import SelectorState
-from megatron_rl.rollouts.messages import VersionBudget
 from megatron_rl.rollouts.partials.time_to_store import StopSource
 from megatron_rl.rollouts.rejections import UserClassFailed
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, TooManyRejected
@@ -24,19 +23,12 @@ class StepSource(Protocol):
         """The steps that have begun and are not finished, in order."""
         ...
 
-    def begin_step(self, step: int, budget: VersionBudget | None = None) -> None:
-        """Request the first rollouts of a step, without waiting for them.
-
-        budget: of each response.
-        """
+    def begin_step(self, step: int) -> None:
+        """Request the first rollouts of a step, without waiting for them."""
         ...
 
     def finish_step(self, can_continue: Callable[[], bool] | None = None) -> RolloutBatch | None:
         """Wait for the batch of the oldest open step. None once `can_continue` returns False."""
-        ...
-
-    def settle(self) -> None:
-        """Count the last step as sampled, although its batch cannot be used."""
         ...
 
     def drop_open(self) -> int:
@@ -60,10 +52,6 @@ class StepSource(Protocol):
 
         partials: what there is of those that are not finished.
         """
-        ...
-
-    def lift_budgets(self) -> None:
-        """Let the responses of all open steps be sampled to their end."""
         ...
 
     def restore(self, state: SelectorState) -> None:
@@ -94,19 +82,11 @@ class StepsAhead:
     continues_responses: responses go on under new weights, so that any number of steps may be open.
     If not, a step begins once the one before is sampled whole, and is sampled whole before the
     engines get other weights. More than one step ahead would then only make rollouts older.
-    tokens_per_version: the budget of a response until its step trains. None: no limit.
     """
 
-    def __init__(
-        self,
-        max_staleness: int = 0,
-        *,
-        continues_responses: bool = False,
-        tokens_per_version: int | None = None,
-    ) -> None:
+    def __init__(self, max_staleness: int = 0, *, continues_responses: bool = False) -> None:
         self._max_staleness = max_staleness
         self._continues_responses = continues_responses
-        self._tokens_per_version = tokens_per_version
         self._batches: dict[int, RolloutBatch] = {}  # by step
         # By step with a batch: the place among the prompts before it, if it is known
         self._states_before: dict[int, SelectorState] = {}
@@ -166,18 +146,18 @@ class StepsAhead:
         """Return True for a step that has begun, here or before the checkpoint."""
         return self.has_begun(step, source) or step in self._saved_steps
 
-    def begin_open(self, step: int, last_step: int, version: int, source: StepSource) -> None:
+    def begin_open(self, step: int, last_step: int, source: StepSource) -> None:
         """Begin the steps that may be sampled with the present weights, before `step` is taken.
 
         last_step: rollouts of later steps are not sampled, unless these were open in the
-        checkpoint. version: of the present weights.
+        checkpoint.
         """
         if not self._continues_responses:
             return
         for ahead_step in range(step, step + self._max_staleness + 1):
             is_sampled = ahead_step <= last_step or ahead_step in self._saved_steps
             if is_sampled and not self.has_begun(ahead_step, source):
-                source.begin_step(ahead_step, self._budget(ahead_step - step, version))
+                source.begin_step(ahead_step)
 
     def take(self, step: int, source: StepSource) -> RolloutBatch:
         """Return the batch of a step, which is sampled now if it was not before.
@@ -236,8 +216,6 @@ class StepsAhead:
         """
         if stop_source.stop_requested:
             return
-        if self._tokens_per_version is not None:
-            source.lift_budgets()  # also of groups that are sampled again, because they are lost
         self.complete(source, lambda: not stop_source.stop_requested)
         if stop_source.stop_requested:
             return
@@ -273,9 +251,3 @@ class StepsAhead:
         self._failures = {}
         self._saved_steps = frozenset()
         return group_ids, num_tokens
-
-    def _budget(self, num_ahead: int, version: int) -> VersionBudget | None:
-        """Return the budget of a step that trains after `num_ahead` further syncs."""
-        if self._tokens_per_version is None or not num_ahead:
-            return None
-        return VersionBudget(self._tokens_per_version, version + num_ahead)

@@ -176,7 +176,7 @@ class ResumePoint:
             return
         remedy = f"Give at least {saved_age}"
         if saved_age > 1 and rollout.on_update == "wait":
-            remedy += f", and {_ON_UPDATE}=budget or resume"
+            remedy += f", and {_ON_UPDATE}=resume"
         raise CheckpointOfOtherRun(
             f"{_STALENESS}={rollout.max_staleness}: with {_ON_UPDATE}={rollout.on_update}, a token "
             f"may be at most {age} version(s) old. {self.checkpoint} holds {content}, of up to "

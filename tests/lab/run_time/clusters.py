@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean, stdev
@@ -14,7 +13,7 @@ from tests.lab.run_time.simulation.engine import EngineSpeed
 from tests.lab.run_time.simulation.lengths import LogNormalLengths
 from tests.lab.run_time.simulation.run import SimulatedRun, TrainerSpeed, simulate
 
-OnUpdate = Literal["wait", "budget", "resume"]
+OnUpdate = Literal["wait", "resume"]
 
 # Seconds of a forward pass of an engine. Guesses of the size that a 30B model with 3B active
 # parameters has on one GPU.
@@ -24,9 +23,6 @@ INTERRUPT_SECONDS = 1.0
 SHARES = (0.2, 0.5, 0.8)
 WAYS: tuple[tuple[OnUpdate, int], ...] = (
     ("wait", 1),
-    ("budget", 1),
-    ("budget", 2),
-    ("budget", 4),
     ("resume", 1),
     ("resume", 2),
     ("resume", 4),
@@ -151,16 +147,11 @@ def _simulate(
         seed=seed,
     )
     tokens = fmean(sum(map(sum, lengths.lengths(step))) for step in scenario.steady)
-    budget = None
-    if on_update == "budget":
-        # With fewer, responses are left that the trainer waits for
-        budget = math.ceil(scenario.cap / staleness)
     return simulate(
         RolloutSettings(
             max_new_tokens=scenario.cap,
             max_staleness=staleness,
             on_update=on_update,
-            tokens_per_version=budget,
         ),
         lengths,
         Machines(speed=SPEED, engines=scenario.engines, max_running=scenario.max_running),
@@ -200,7 +191,6 @@ def assumption_table(scenario: Scenario) -> Iterator[str]:
         "a sync": f"{SYNC_SECONDS:g} s",
         "an interruption": f"{INTERRUPT_SECONDS:g} s",
         "training": "in proportion to the tokens of the step",
-        "`rollout.tokens_per_version`": f"{scenario.cap:,} / `max_staleness`",
         "rewards, selection, evaluations, checkpoints, failures": "none",
         "cores, memory or network that engines and trainer share": "none",
         "memory for contexts": "enough for all responses that run",

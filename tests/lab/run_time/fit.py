@@ -179,7 +179,7 @@ def group_ends(machines: Machines, lengths: GroupLengths) -> list[float]:
     """Return when each group of a step that is sampled alone is complete, in seconds."""
     cluster = Cluster(machines)
     groups = [
-        Group([Response((1, i, j), PROMPT_TOKENS, n) for j, n in enumerate(group)], None)
+        Group([Response((1, i, j), PROMPT_TOKENS, n) for j, n in enumerate(group)])
         for i, group in enumerate(lengths)
     ]
     cluster.request(groups)

@@ -124,7 +124,6 @@ def read_run(directory: Path) -> MeasuredRun:
     rollout = RolloutSettings(
         **{key: settings[f"rollout.{key}"] for key in keys},
         on_update=settings["rollout.on_update"],
-        tokens_per_version=settings["rollout.tokens_per_version"],
     )
     return MeasuredRun(
         name=directory.name,

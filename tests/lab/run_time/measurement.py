@@ -44,12 +44,10 @@ _HALF = "rollout.prompts_per_step=32"
 _THREE_QUARTERS = "rollout.prompts_per_step=48"
 _NARROW = "engine.max_running_requests=64"
 _RESUME = "rollout.on_update=resume"
-_BUDGET = ("rollout.on_update=budget", "rollout.tokens_per_version=12")
 # Fitted runs are between the others: the speed of a machine changes over minutes
 PLAN = (
     PlannedRun("alone", (), True),
     PlannedRun("wait1", (ONE_AHEAD,), True),
-    PlannedRun("budget2", (_TWO_AHEAD, *_BUDGET)),
     PlannedRun("narrow", (_NARROW,), True),
     PlannedRun("resume1", (ONE_AHEAD, _RESUME), True),
     PlannedRun("most-wait1", (_THREE_QUARTERS, ONE_AHEAD)),

@@ -1,21 +1,14 @@
 """The engine of each request, and the time at which it gets it: as in the collector."""
 
-from types import SimpleNamespace
-from typing import Any, cast
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from megatron_rl.rollouts.generation import engine_pool
-from megatron_rl.rollouts.generation.partial_response import PartialResponse
-from megatron_rl.rollouts.messages import VersionBudget
 from tests.lab.run_time.simulation.cluster import QUEUE_PER_SLOT, Cluster, Group, Machines
 from tests.lab.run_time.simulation.engine import EngineSpeed, Response
 
 
 def make_group(index: int, *lengths: int) -> Group:
-    return Group([Response((1, index, i), 1, n) for i, n in enumerate(lengths)], None)
+    return Group([Response((1, index, i), 1, n) for i, n in enumerate(lengths)])
 
 
 def sample(machines: Machines, *groups: Group) -> Cluster:
@@ -114,25 +107,3 @@ def test_requests_that_are_sent_again_do_not_queue_behind_those_that_were_interr
 def test_a_wait_for_nothing_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="nothing samples them"):
         Cluster(Machines(speed=EngineSpeed())).wait(lambda: False)
-
-
-@given(
-    version=st.integers(0, 4),
-    last_version=st.integers(0, 4),
-    num_tokens=st.integers(0, 9),
-    num_so_far=st.integers(0, 9),
-)
-def test_budgets_limit_a_response_as_in_the_collector(
-    version: int, last_version: int, num_tokens: int, num_so_far: int
-) -> None:
-    budget = VersionBudget(num_tokens, last_version)
-    pool = cast(engine_pool.EnginePool, SimpleNamespace(_version=version))
-    partial: Any = SimpleNamespace(tokens_of={version: num_so_far}.__getitem__)
-    limit = engine_pool.EnginePool._limit(pool, cast(PartialResponse, partial), budget)
-    response = Response((1, 0, 0), 1, 100)
-    response.add(version, num_so_far)
-    (node,) = Machines(speed=EngineSpeed()).open_nodes()
-    node.version = version
-    node.accept(Group([response], budget))
-    assert node._limit(response) == (100 - num_so_far if limit is None else limit)
-    assert node.is_settled == (limit == 0)

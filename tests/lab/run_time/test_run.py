@@ -3,7 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config.schema import RolloutSettings
-from megatron_rl.rollouts.steps.on_update import InterruptResponses, ParkResponses, WaitForResponses
+from megatron_rl.rollouts.steps.on_update import InterruptResponses, WaitForResponses
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 from tests.lab.run_time.simulation import cluster as cluster_module
 from tests.lab.run_time.simulation.cluster import Machines, Slowdown
@@ -26,14 +26,9 @@ TEN_TOKENS = TraceLengths([[[10], [10]]], prompt_tokens=3)
 
 
 def make_settings(
-    max_staleness: int, on_update: str = "wait", tokens: int | None = None
+    max_staleness: int, on_update: Literal["wait", "resume"] = "wait"
 ) -> RolloutSettings:
-    return RolloutSettings(
-        max_new_tokens=100,
-        max_staleness=max_staleness,
-        on_update=on_update,  # type: ignore[arg-type]
-        tokens_per_version=tokens,
-    )
+    return RolloutSettings(max_new_tokens=100, max_staleness=max_staleness, on_update=on_update)
 
 
 def step_seconds(run: SimulatedRun) -> list[float]:
@@ -56,32 +51,12 @@ def test_wait_takes_the_slower_of_both(max_staleness: int) -> None:
     assert step_seconds(slow) == [51, 41, 41, 41]
 
 
-def test_budget_samples_a_part_of_each_response_ahead() -> None:
-    run = simulate(make_settings(1, "budget", 4), TEN_TOKENS, ENGINE, TRAINER, 5)
-    # Four tokens of each response are there when its step begins, and six are left.
-    assert step_seconds(run) == [15, 11, 11, 11, 11]
-    assert [dict(step.ages) for step in run.steps[1:]] == [{1: 8, 0: 12}] * 4
-    # Prompts of 3 tokens, and in four steps prompts with the tokens so far
-    assert run.num_read == 5 * 2 * 3 + 4 * 2 * (3 + 4)
-
-
-def test_budget_holds_the_sync_until_it_is_used_up() -> None:
-    # Step 2 trains for a second while step 3 needs nine for its budget. One token is left then.
-    quick = replace(TRAINER, step=1.0)
-    run = simulate(make_settings(1, "budget", 9), TEN_TOKENS, ENGINE, quick, 4)
-    second = run.steps[1]
-    assert second.taken_at - second.start == pytest.approx(1)
-    # The first pass reads all. The others decode the nine tokens of step 3.
-    assert second.rest_at - second.start == pytest.approx(9)
-    assert second.seconds == pytest.approx(10)
-
-
 def test_a_sync_waits_for_requests_that_no_engine_has_yet() -> None:
     slow = replace(ENGINE, speed=EngineSpeed(step=1.0, dispatch=5.0))
     quick = replace(TRAINER, step=1.0)
-    run = simulate(make_settings(1, "budget", 10), TEN_TOKENS, slow, quick, 4)
-    # A step is complete when it begins to train, and the next one has not reached the engine.
-    assert step_seconds(run) == [5 + 10 + 1 + 1, 5 + 10 + 1, 5 + 10 + 1, 1 + 1]
+    run = simulate(make_settings(1), TEN_TOKENS, slow, quick, 4)
+    # A step is trained when the next one has not reached the engine.
+    assert step_seconds(run) == [2 * (5 + 10) + 1, 5 + 10 + 1, 5 + 10 + 1, 1 + 1]
 
 
 def test_resume_continues_responses_after_the_sync() -> None:
@@ -144,8 +119,6 @@ def test_training_takes_time_for_each_token() -> None:
     ("choice", "num_steps", "text"),
     [
         (make_settings(0, "resume"), 4, "max_staleness of at least 1"),
-        (make_settings(1, "budget"), 4, "needs tokens_per_version"),
-        (make_settings(1, "wait", 4), 4, "nothing else reads it"),
         (make_settings(4), 4, "too short"),
     ],
 )
@@ -158,7 +131,6 @@ def test_settings_that_a_run_refuses(choice: RolloutSettings, num_steps: int, te
     ("rule", "choice"),
     [
         (WaitForResponses, make_settings(1)),
-        (ParkResponses, make_settings(1, "budget", 9)),
         (InterruptResponses, make_settings(1, "resume")),
     ],
 )
@@ -171,7 +143,7 @@ def test_a_sync_that_holds_nothing_is_found(
 
 
 def test_a_step_that_begins_too_early_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    def begin_two_more(self: StepsAhead, step: int, last: int, version: int, source: Any) -> None:
+    def begin_two_more(self: StepsAhead, step: int, last: int, source: Any) -> None:
         for ahead_step in range(step, min(step + 3, last) + 1):
             if not self.has_begun(ahead_step, source):
                 source.begin_step(ahead_step)
@@ -194,8 +166,6 @@ WAYS = [
     make_settings(0),
     make_settings(1),
     make_settings(3),
-    make_settings(1, "budget", 5),
-    make_settings(3, "budget", 2),
     make_settings(1, "resume"),
     make_settings(3, "resume"),
 ]

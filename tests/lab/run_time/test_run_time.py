@@ -132,14 +132,12 @@ def fit_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def other_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp("others")
     two = "rollout.max_staleness=2"
-    budget = ("rollout.on_update=budget", "rollout.tokens_per_version=12")
     return [
         write_run(root / "alone", "seed=1"),
         write_run(root / "wait", "seed=1", "rollout.max_staleness=1"),
         write_run(
             root / "most", "seed=1", "rollout.max_staleness=1", "rollout.prompts_per_step=48"
         ),
-        write_run(root / "budget", "seed=1", two, *budget),
         write_run(root / "resume", "seed=1", two, "rollout.on_update=resume"),
     ]
 
@@ -192,7 +190,7 @@ def test_other_runs_are_predicted(fit_runs: Sequence[Path], other_runs: Sequence
     runs = [read_run(directory) for directory in fit_runs]
     others = [read_run(directory) for directory in other_runs]
     comparisons = compare(fit(runs), runs, others)
-    assert [item.is_fitted for item in comparisons] == [True] * 6 + [False] * 5
+    assert [item.is_fitted for item in comparisons] == [True] * 6 + [False] * 4
     assert max(abs(item.error) for item in comparisons) < 0.04
     lines = list(comparison_table(comparisons))
     assert lines[-1].startswith("Largest error of runs that were not fitted: ")
@@ -311,7 +309,7 @@ def test_planned_runs_are_accepted_and_check_what_was_not_fitted() -> None:
     assert fitted_settings.isdisjoint(plan.settings for plan in PLAN if not plan.is_fitted)
     assert PLAN[1].with_seed(3) == ("wait1-seed3", ("seed=3", "rollout.max_staleness=1"), True)
     other_settings = " ".join(" ".join(plan.settings) for plan in PLAN if not plan.is_fitted)
-    for value in ("max_staleness=2", "on_update=budget", "on_update=resume"):
+    for value in ("max_staleness=2", "on_update=resume"):
         assert value in other_settings
 
 

@@ -19,12 +19,13 @@ from megatron_rl.rollouts.messages import (
     FromCollector,
     GroupDone,
     GroupRequest,
+    Held,
+    Hold,
     Partial,
+    Proceed,
     Release,
-    Settle,
     SetVersion,
     StorePartials,
-    VersionBudget,
 )
 from megatron_rl.rollouts.partials.progress import NOT_RESTORED
 from megatron_rl.rollouts.partials.saved_groups import SavedGroup
@@ -35,29 +36,38 @@ from tests.support.saved_groups import save_group
 from tests.support.scripted_model import EOS, PROMPT, TOKENIZER
 
 SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
-BUDGET = VersionBudget(2, 2)
 WHOLE = [*TOKENIZER.encode("04678"), EOS]
 CALL = [*TOKENIZER.encode("a3+8="), EOS]
 SUM = TOKENIZER.encode("11")
 REST = [*TOKENIZER.encode("b12"), EOS]
-REQUEST = GroupRequest(group_id="g", prompt=PROMPT, num_samples=3, sampling=SAMPLING, budget=BUDGET)
+REQUEST = GroupRequest(group_id="g", prompt=PROMPT, num_samples=3, sampling=SAMPLING)
 CALCULATOR = EnvironmentSettings(name="calculator")
 
 
 class TrackedEngine:
     """Answers with the next tokens of a script: what follows the prompt, sums included.
 
-    version: of its weights. num_sampled: the tokens that it has sampled. Expert 0 of a row is the
-    version that has recorded it.
+    version: of its weights. largest_piece: a longer response waits after as many tokens, until
+    `abort`. num_sampled: the tokens that it has sampled. Expert 0 of a row is the version that has
+    recorded it.
     """
 
-    def __init__(self, script: list[int], version: int = 0) -> None:
+    def __init__(self, script: list[int], largest_piece: int = 2) -> None:
         self.script = script
-        self.version = version
+        self.version = 0
+        self.largest_piece = largest_piece
+        self.num_waiting = 0
         self.num_sampled = 0
         self.seeds: list[int] = []
+        self._abort = asyncio.Event()
 
-    def __call__(self, n: int, body: Reply) -> Reply:
+    def abort(self) -> None:
+        """Answer the requests that wait."""
+        self._abort.set()
+        self._abort = asyncio.Event()
+        self.num_waiting = 0
+
+    async def __call__(self, n: int, body: Reply) -> Reply:
         self.seeds.append(body["sampling_params"]["sampling_seed"])
         start = len(body["input_ids"]) - len(PROMPT.token_ids)
         ids = []
@@ -65,19 +75,27 @@ class TrackedEngine:
             ids.append(token)
             if token == EOS:
                 break
+        finish = "stop" if ids[-1] == EOS else "length"
+        if len(ids) > self.largest_piece:
+            ids = ids[: self.largest_piece]
+            finish = "abort"
         self.num_sampled += len(ids)
         num_rows = len(body["input_ids"]) + len(ids) - 1 - body.get("routed_experts_start_len", 0)
         rows = np.full((num_rows, LAYERS, TOPK), self.version, np.int32)
         rows[:, :, 1] += 2
-        return {
+        reply = {
             "output_ids": ids,
             "meta_info": {
-                "finish_reason": {"type": "stop" if ids[-1] == EOS else "length"},
+                "finish_reason": {"type": finish},
                 "weight_version": str(self.version),
                 "output_token_logprobs": [(-0.25 * token, token, None) for token in ids],
                 "routed_experts": base64.b64encode(rows.tobytes()).decode(),
             },
         }
+        if finish == "abort":
+            self.num_waiting += 1
+            await self._abort.wait()
+        return reply
 
 
 class Desk:
@@ -94,10 +112,18 @@ class Desk:
     async def hear(self) -> FromCollector:
         return await asyncio.wait_for(self.outbox.get(), 10)
 
+    async def interrupt(self, engine: TrackedEngine, num_open: int = 3) -> None:
+        """Stop its open responses in the middle, until `Proceed`."""
+        async with asyncio.timeout(10):
+            while engine.num_waiting < num_open:
+                await asyncio.sleep(0.01)
+        await self.tell(Hold(1))
+        engine.abort()
+        held = await self.hear()
+        assert isinstance(held, Held) and held.num_sampled == engine.num_sampled
+
     async def store(self, number: int = 1) -> tuple[Group, list[Rollout]]:
-        """Return what there is of its only group, once that is at rest."""
-        await self.tell(Settle(number))
-        await self.hear()
+        """Return what there is of its only group, which is at rest."""
         await self.tell(StorePartials(number))
         partial = await self.hear()
         assert isinstance(partial, Partial) and partial.number == number
@@ -112,23 +138,23 @@ async def finish(
     environment: EnvironmentSettings | None,
     versions: range,
     request: GroupRequest,
+    num_open: int = 3,
 ) -> tuple[Group, list[Rollout]]:
     """Sample a group to its end, under some versions one after the other.
 
-    Returns the group and its rollouts.
+    num_open: rollouts that are sampled. Returns the group and its rollouts.
     """
     async with fake_engine(engine) as url:
         desk = Desk(url, environment)
         for version in versions:
             engine.version = version
+            is_last = version == versions[-1]
+            engine.largest_piece = 16 if is_last else 2
             await desk.tell(SetVersion(version))
-            if version == versions[0]:
-                await desk.tell(request)
-            await desk.tell(Settle(version + 1))
-            message = await desk.hear()
-            if version != versions[-1]:
-                assert not isinstance(message, GroupDone)
-        answer = message if isinstance(message, GroupDone) else await desk.hear()
+            await desk.tell(request if version == versions[0] else Proceed())
+            if not is_last:
+                await desk.interrupt(engine, num_open)
+        answer = await desk.hear()
         assert isinstance(answer, GroupDone)
         assert answer.generated_tokens == sampled_tokens(answer.group)
         rollouts = [read_rollout(ref) for ref in answer.group.rollouts]
@@ -154,9 +180,9 @@ async def begin(
         for version in range(num_versions):
             engine.version = version
             await desk.tell(SetVersion(version))
-            if not version:
-                await desk.tell(request)
-            group, rollouts = await desk.store(version + 1)
+            await desk.tell(Proceed() if version else request)
+            await desk.interrupt(engine)
+        group, rollouts = await desk.store()
         await desk.collector.close()
     return save_group(folder, group, rollouts)
 
@@ -167,10 +193,11 @@ async def resume(
     versions: range,
     partial: SavedGroup,
     request: GroupRequest = REQUEST,
+    num_open: int = 3,
 ) -> tuple[Group, list[Rollout]]:
     """Sample a group to its end with another collector."""
     request = msgspec.structs.replace(request, start=partial.group, saved=partial.rollouts)
-    return await finish(engine, environment, versions, request)
+    return await finish(engine, environment, versions, request, num_open)
 
 
 async def sample_twice(
@@ -186,7 +213,7 @@ async def sample_twice(
     """
     whole = await finish(engines[0], environment, range(3), REQUEST)
     partial = await begin(engines[1], environment, folder, num_versions=num_versions)
-    second = await resume(engines[2], environment, range(num_versions - 1, 3), partial)
+    second = await resume(engines[2], environment, range(num_versions, 3), partial)
     return partial, [whole, second]
 
 
@@ -197,10 +224,11 @@ def test_a_collector_that_cannot_store_open_rollouts_says_why(
         raise OSError("No space left on device")
 
     async def run() -> FromCollector:
-        async with fake_engine(TrackedEngine(WHOLE)) as url:
+        engine = TrackedEngine(WHOLE)
+        async with fake_engine(engine) as url:
             desk = Desk(url, None)
-            await desk.tell(SetVersion(0), REQUEST, Settle(1))
-            await desk.hear()
+            await desk.tell(SetVersion(0), REQUEST)
+            await desk.interrupt(engine)
             monkeypatch.setattr(RolloutStore, "begin", begin)
             await desk.tell(StorePartials(1))
             answer = await desk.hear()
@@ -250,13 +278,12 @@ def test_a_turn_that_has_ended_is_not_sampled_again(tmp_path: Path) -> None:
     """The calculator plays it again, and the second turn goes on."""
     rest = [*TOKENIZER.encode("b123456"), EOS]
     script = [*CALL, *SUM, *rest]
-    request = msgspec.structs.replace(REQUEST, budget=VersionBudget(len(CALL), 1))
-    engine = TrackedEngine(script)
+    engine = TrackedEngine(script, len(CALL))
     next_engine = TrackedEngine(script)
 
     async def run() -> tuple[SavedGroup, list[Rollout]]:
-        partial = await begin(engine, CALCULATOR, tmp_path, request)
-        _, second = await resume(next_engine, CALCULATOR, range(2), partial, request)
+        partial = await begin(engine, CALCULATOR, tmp_path)
+        _, second = await resume(next_engine, CALCULATOR, range(1, 2), partial)
         return partial, second
 
     partial, second = asyncio.run(run())
@@ -291,7 +318,7 @@ def test_finished_rollouts_keep_their_verdicts_and_rejected_ones_stay_rejected(
         partial = save_group(tmp_path, saved_group, whole_rollouts[:1])
         assert partial.fits(REQUEST)
         next_engine = TrackedEngine(WHOLE)
-        group, rollouts = await resume(next_engine, None, range(3), partial)
+        group, rollouts = await resume(next_engine, None, range(3), partial, num_open=1)
         assert_same(rollouts, [whole_rollouts[0], whole_rollouts[2]])
         assert [r.verdict.reward for r in group.rollouts] == [
             0.25,
@@ -314,6 +341,7 @@ def test_tokens_that_the_environment_does_not_ask_for_are_counted_as_rejected(
         async with fake_engine(engine) as url:
             desk = Desk(url, None)
             await desk.tell(SetVersion(0), REQUEST)
+            await desk.interrupt(engine)
             group, rollouts = await desk.store()
             await desk.collector.close()
         other_prompt = msgspec.structs.replace(PROMPT, token_ids=PROMPT.token_ids[::-1])
@@ -334,11 +362,9 @@ def test_a_finished_group_is_read_and_no_engine_is_asked(tmp_path: Path) -> None
         saved = save_group(tmp_path, whole, rollouts)
         assert saved.is_finished
         desk = Desk("http://127.0.0.1:1")
-        await desk.tell(
-            msgspec.structs.replace(REQUEST, start=saved.group, saved=saved.rollouts), Settle(1)
-        )
-        messages = [await desk.hear(), await desk.hear()]
-        (answer,) = [message for message in messages if isinstance(message, GroupDone)]
+        await desk.tell(msgspec.structs.replace(REQUEST, start=saved.group, saved=saved.rollouts))
+        answer = await desk.hear()
+        assert isinstance(answer, GroupDone)
         assert answer.generated_tokens == saved.num_tokens
         assert_same([read_rollout(ref) for ref in answer.group.rollouts], rollouts)
         assert [ref.verdict for ref in answer.group.rollouts] == [r.verdict for r in whole.rollouts]
@@ -377,15 +403,14 @@ def test_stored_partials_are_freed_and_their_group_goes_on() -> None:
         async with fake_engine(engine) as url:
             desk = Desk(url, None)
             await desk.tell(SetVersion(0), REQUEST)
+            await desk.interrupt(engine)
             group, _ = await desk.store(7)
             await desk.tell(Release(("partials-7/g",)))
             with pytest.raises(RolloutGone):
                 read_rollout(group.rollouts[0])
-            for version in (1, 2):
-                engine.version = version
-                await desk.tell(SetVersion(version), Settle(version))
-                message = await desk.hear()
-            answer = message if isinstance(message, GroupDone) else await desk.hear()
+            engine.largest_piece = 16
+            await desk.tell(Proceed())
+            answer = await desk.hear()
             assert isinstance(answer, GroupDone) and len(answer.group.rollouts) == 3
             await desk.collector.close()
 

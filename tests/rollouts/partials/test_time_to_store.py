@@ -13,7 +13,7 @@ from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.engines.connections import EngineConnections
 from megatron_rl.rollouts.hub import CollectorHub
 from megatron_rl.rollouts.partials.time_to_store import TimeToStore
-from megatron_rl.rollouts.queue import HeldRequests, RolloutQueue
+from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.steps.on_update import OnUpdate, StoredPartials, open_steps_ahead
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
@@ -122,31 +122,32 @@ class Control:
 
     def __init__(self) -> None:
         self.num_calls = 0
+        self.is_held = False
         self.num_new_tokens = 0
 
-    def settle(self, idle: Any) -> HeldRequests:
+    def interrupt(self, idle: Any) -> int:
+        self.is_held = True
         num_tokens = self.num_new_tokens
         self.num_new_tokens = 0
-        return HeldRequests(0, 0, num_tokens)
+        return num_tokens
 
-    def can_sample(self) -> bool:
-        return True
+    def proceed(self) -> None:
+        self.is_held = False
 
     def store_partials(self, idle: Any, stop_source: Any) -> StoredPartials:
         self.num_calls += 1
         return StoredPartials((), 3)
 
 
+SETTINGS = RolloutSettings(max_new_tokens=4, max_staleness=1, on_update="resume")
+
+
 @pytest.mark.parametrize("is_stopping", [False, True])
-@pytest.mark.parametrize("on_update", ["budget", "resume"])
-def test_open_responses_are_stored_at_each_checkpoint(on_update: str, is_stopping: bool) -> None:
-    settings = RolloutSettings(
-        max_new_tokens=4, max_staleness=1, on_update=on_update, tokens_per_version=2
-    )
+def test_open_responses_are_stored_at_each_checkpoint(is_stopping: bool) -> None:
     control: Any = Control()
     source: Any = SimpleNamespace(open_steps=(7,), open_groups=lambda groups: {7: groups})
     parts: OnUpdate
-    _, parts = open_steps_ahead(settings, control, idle)
+    _, parts = open_steps_ahead(SETTINGS, control, idle)
     stop_source = ScriptedStop()
     if is_stopping:
         stop_source.request()
@@ -156,26 +157,23 @@ def test_open_responses_are_stored_at_each_checkpoint(on_update: str, is_stoppin
     assert parts.num_uncounted == 6
 
 
-@pytest.mark.parametrize("on_update", ["budget", "resume"])
-def test_tokens_that_are_completed_for_a_checkpoint_are_counted_with_it(on_update: str) -> None:
+def test_tokens_that_are_completed_for_a_checkpoint_are_counted_with_it() -> None:
     """A user-defined environment cannot continue an episode, so open ones are completed."""
-    settings = RolloutSettings(
-        max_new_tokens=4, max_staleness=1, on_update=on_update, tokens_per_version=2
-    )
     control: Any = Control()
-    source: Any = SimpleNamespace(open_steps=(), lift_budgets=lambda: None)
+    source: Any = SimpleNamespace(open_steps=())
     parts: OnUpdate
-    _, parts = open_steps_ahead(settings, control, idle, stores_partials=False)
+    _, parts = open_steps_ahead(SETTINGS, control, idle, stores_partials=False)
     control.num_new_tokens = 30
     stop_source = ScriptedStop()
     assert parts.before_save(source, stop_source) == {}
-    assert parts.num_uncounted == 30
+    assert parts.num_uncounted == 30 and not control.is_held
     control.num_new_tokens = 12
     failed_source: Any = SimpleNamespace(
-        open_steps=(7,), state=lambda: None, lift_budgets=lambda: None, finish_step=lambda _: None
+        open_steps=(7,), state=lambda: None, finish_step=lambda _: None
     )
     assert parts.before_save(failed_source, stop_source) == {}
     assert parts.num_uncounted == 30  # what is still open could take long
     stop_source.request()
     assert parts.before_save(source, stop_source) == {}
     assert parts.num_uncounted == 30  # nothing was completed, and there is no time to ask
+    assert parts.before_sync(source) == 42 and parts.num_uncounted == 0

@@ -21,7 +21,7 @@ from megatron_rl.engines.token_counter import TokenComparison, TokenCounter
 from megatron_rl.prompts.selection.factory import open_selector
 from megatron_rl.prompts.selection.selector import Selector
 from megatron_rl.prompts.source import PromptSource
-from megatron_rl.rollouts.messages import GroupRequest, VersionBudget
+from megatron_rl.rollouts.messages import GroupRequest
 from megatron_rl.rollouts.partials.saved_groups import SavedGroup, SavedGroups
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, TooManyRejected
 from megatron_rl.rollouts.steps.sampler import RolloutSampler
@@ -51,7 +51,6 @@ class SimulatedQueue:
     version: int = 0
     serves: bool = True
     num_repeated: int = 0
-    num_lifts: int = 0
     engines_left_out: tuple[str, ...] = ()
     lost_ids: set[str] = field(default_factory=set)
     saved_ids: set[str] = field(default_factory=set)  # of groups that a checkpoint has
@@ -131,9 +130,6 @@ class SimulatedQueue:
             self._delivered_requests.pop(group_id, None)
             self._ready = [group for group in self._ready if group.group_id != group_id]
 
-    def lift_budgets(self) -> None:
-        self.num_lifts += 1
-
     def arrived_groups(self, group_ids: Collection[str]) -> list[Group]:
         wanted_ids = set(group_ids) - self.lost_ids
         return [group for group in self._ready if group.group_id in wanted_ids]
@@ -201,7 +197,7 @@ class SimulatedRun:
 
     def run(self, steps: int, faults: dict[int, str]) -> SimulatedRun:
         for step in range(1, steps + 1):
-            self.ahead.begin_open(step, steps, self.queue.version, self.sampler)
+            self.ahead.begin_open(step, steps, self.sampler)
             batch = self.ahead.take(step, self.sampler)
             self.ahead.begin_next(step, steps, self.sampler)
             fault = faults.get(step, "")
@@ -355,32 +351,24 @@ def test_responses_that_continue_are_trained_once_and_never_too_old(
 def test_a_selector_that_reads_rollouts_has_one_open_step() -> None:
     run = make_run("belief", max_staleness=3, seed=0, continues=True)
     with pytest.raises(ValueError, match="step 1 is open"):
-        run.ahead.begin_open(1, 9, 0, run.sampler)
+        run.ahead.begin_open(1, 9, run.sampler)
 
 
-def test_open_steps_begin_with_the_budget_of_their_distance() -> None:
+def test_no_more_steps_are_open_than_allowed_and_none_after_the_last_one() -> None:
     run = make_run("uniform", max_staleness=2, seed=0, continues=True)
-    run.ahead = StepsAhead(2, continues_responses=True, tokens_per_version=7)
-    run.ahead.begin_open(4, 9, 11, run.sampler)
+    run.ahead.begin_open(4, 9, run.sampler)
     assert run.sampler.open_steps == (4, 5, 6)
-    budgets = [sampling.budget for sampling in run.sampler._open.values()]
-    assert budgets == [None, VersionBudget(7, 12), VersionBudget(7, 13)]
     run.ahead.take(4, run.sampler)
-    run.ahead.begin_open(5, 6, 12, run.sampler)
+    run.ahead.begin_open(5, 6, run.sampler)
     assert run.sampler.open_steps == (5, 6)
 
 
 def test_steps_that_were_open_in_a_checkpoint_begin_although_their_phase_ends() -> None:
     """Otherwise their responses would draw fewer tokens of the present weights than before."""
     run = make_run("uniform", max_staleness=2, seed=0, continues=True)
-    run.ahead = StepsAhead(2, continues_responses=True, tokens_per_version=7)
     run.ahead.restore({}, (4, 5, 6), last_step=5)
-    run.ahead.begin_open(4, 4, 11, run.sampler)
+    run.ahead.begin_open(4, 4, run.sampler)
     assert run.sampler.open_steps == (4, 5)
-    assert [sampling.budget for sampling in run.sampler._open.values()] == [
-        None,
-        VersionBudget(7, 12),
-    ]
 
 
 def test_without_continued_responses_one_step_is_sampled_ahead_at_most() -> None:
@@ -454,8 +442,6 @@ def test_a_batch_that_cannot_be_used_is_an_error_of_its_own_step(
     assert run.sampler.state() == state
     with pytest.raises(TooManyRejected, match="step-2"):
         run.ahead.take(2, run.sampler)
-    run.sampler.settle()
-    assert run.sampler.state() != state
 
 
 def lose(run: SimulatedRun, batch: RolloutBatch, num_groups: int) -> list[str]:
@@ -529,7 +515,7 @@ def test_the_engines_and_the_run_count_what_is_sampled_again(
 def test_a_batch_that_is_sampled_again_in_vain_is_an_error_of_its_own_step(saves: bool) -> None:
     """A checkpoint finds it, or an earlier step that is taken."""
     run = make_run("uniform", max_staleness=2, seed=0, continues=True)
-    run.ahead.begin_open(1, 9, 0, run.sampler)
+    run.ahead.begin_open(1, 9, run.sampler)
     run.ahead.take(1, run.sampler)
     run.ahead.complete(run.sampler)
     state = run.ahead.state_before(3)
@@ -548,7 +534,7 @@ def test_a_batch_that_is_sampled_again_in_vain_is_an_error_of_its_own_step(saves
 
 def test_groups_of_a_batch_that_is_sampled_again_in_vain_are_dropped() -> None:
     run = make_run("uniform", max_staleness=2, seed=0, continues=True)
-    run.ahead.begin_open(1, 9, 0, run.sampler)
+    run.ahead.begin_open(1, 9, run.sampler)
     batch = run.ahead.take(1, run.sampler)
     run.queue.release(batch.delivered_ids)
     run.ahead.complete(run.sampler)
@@ -563,7 +549,7 @@ def test_steps_after_one_that_failed_are_selected_again_by_a_resumed_run(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = make_run("uniform", max_staleness=2, seed=0, continues=True)
-    run.ahead.begin_open(1, 9, 0, run.sampler)
+    run.ahead.begin_open(1, 9, run.sampler)
     run.ahead.take(1, run.sampler)
     state = run.sampler.state()
 
@@ -589,7 +575,7 @@ def test_steps_after_one_that_failed_are_selected_again_by_a_resumed_run(
 def test_a_stop_request_ends_the_wait_for_open_steps_before_a_checkpoint(num_waits: int) -> None:
     """Steps that are complete by then stay complete, and the rest stays open."""
     run = make_run("uniform", max_staleness=2, seed=0, continues=True)
-    run.ahead.begin_open(1, 9, 0, run.sampler)
+    run.ahead.begin_open(1, 9, run.sampler)
     stop_source = ScriptedStop()
 
     waits = itertools.count(1)
@@ -620,7 +606,7 @@ def test_batches_that_are_dropped_are_counted() -> None:
 @pytest.mark.parametrize("continues", [False, True])
 def test_prompts_of_dropped_steps_are_selected_again(name: str, continues: bool) -> None:
     run = make_run(name, max_staleness=2, seed=0, continues=continues and name == "uniform")
-    run.ahead.begin_open(1, 9, 0, run.sampler)
+    run.ahead.begin_open(1, 9, run.sampler)
     run.ahead.take(1, run.sampler)
     state = run.sampler.state()
     run.ahead.begin_next(1, 9, run.sampler)
@@ -638,7 +624,7 @@ def test_prompts_of_dropped_batches_of_a_checkpoint_are_not_selected_again() -> 
     run = make_run("uniform", max_staleness=2, seed=0, continues=True)
     run.sampler.restore(first_run.sampler.state())
     run.ahead.restore(first_run.ahead.batches)
-    run.ahead.begin_open(2, 9, 0, run.sampler)
+    run.ahead.begin_open(2, 9, run.sampler)
     run.ahead.complete(run.sampler)
     assert list(run.ahead.batches) == [2, 3, 4]
     run.ahead.drop(run.sampler)
@@ -648,7 +634,7 @@ def test_prompts_of_dropped_batches_of_a_checkpoint_are_not_selected_again() -> 
 def test_batches_of_a_checkpoint_are_all_read_when_the_first_is_taken() -> None:
     """Later the checkpoint may be gone. That they are read is no repeated request."""
     first_run = make_run("uniform", max_staleness=2, seed=0, continues=True)
-    first_run.ahead.begin_open(1, 3, 0, first_run.sampler)
+    first_run.ahead.begin_open(1, 3, first_run.sampler)
     first_run.ahead.complete(first_run.sampler)
     batches = first_run.ahead.batches
     ids = [id_ for batch in batches.values() for id_ in batch.delivered_ids]

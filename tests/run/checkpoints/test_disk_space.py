@@ -191,7 +191,7 @@ def test_a_resumed_run_needs_space_for_fewer_new_checkpoints(
 
 @pytest.mark.parametrize(
     ("on_update", "max_staleness", "num_steps"),
-    [("wait", 0, 0), ("wait", 1, 1), ("wait", 3, 1), ("resume", 1, 1), ("budget", 4, 4)],
+    [("wait", 0, 0), ("wait", 1, 1), ("wait", 3, 1), ("resume", 1, 1), ("resume", 4, 4)],
 )
 def test_checkpoints_hold_the_rollouts_of_later_steps(
     on_update: str,

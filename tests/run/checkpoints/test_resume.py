@@ -355,27 +355,27 @@ def make_resume_point(
     return ResumePoint(root, msgspec.structs.replace(state, position=position))
 
 
-BUDGET = ("rollout.on_update=budget", "rollout.tokens_per_version=20")
+RESUME = "rollout.on_update=resume"
 BOUNDS = [
-    ({"open_steps": (6, 7)}, ("rollout.max_staleness=2", *BUDGET), ("rollout.max_staleness=2",), 1),
+    ({"open_steps": (6, 7)}, ("rollout.max_staleness=2", RESUME), ("rollout.max_staleness=2",), 1),
     (
         {"open_steps": (6,)},
-        ("rollout.max_staleness=1", *BUDGET),
+        ("rollout.max_staleness=1", RESUME),
         ("rollout.max_staleness=1",),
         None,
     ),
     # A user-defined environment: the checkpoint holds whole batches, which may be old
     (
         {"steps_ahead": (6,)},
-        ("rollout.max_staleness=3", *BUDGET),
-        ("rollout.max_staleness=2", *BUDGET),
+        ("rollout.max_staleness=3", RESUME),
+        ("rollout.max_staleness=2", RESUME),
         2,
     ),
     ({"steps_ahead": (6,)}, ("rollout.max_staleness=3",), ("rollout.max_staleness=1",), None),
     (
         {"steps_ahead": (6,)},
         ("rollout.max_staleness=3",),
-        ("rollout.max_staleness=1", *BUDGET),
+        ("rollout.max_staleness=1", RESUME),
         None,
     ),
 ]
@@ -423,7 +423,7 @@ def test_open_groups_keep_their_scorer_and_environment(
     tmp_path: Path, change: str, is_refused: bool
 ) -> None:
     """Rollouts of one group would have verdicts of two scorers."""
-    ahead = ("rollout.max_staleness=2", *BUDGET, "train.total_steps=9")
+    ahead = ("rollout.max_staleness=2", RESUME, "train.total_steps=9")
     first = make_configuration(tmp_path, *ahead)
     resume_point = make_resume_point(tmp_path, first, open_steps=(6, 7))
     c = make_configuration(tmp_path, *ahead, change)
@@ -439,7 +439,7 @@ def test_open_groups_keep_their_scorer_and_environment(
 
 
 def test_open_groups_keep_the_options_of_their_scorer(tmp_path: Path) -> None:
-    ahead = ("rollout.max_staleness=2", *BUDGET, "train.total_steps=9")
+    ahead = ("rollout.max_staleness=2", RESUME, "train.total_steps=9")
     ahead = (*ahead, "reward=custom", f"reward.name={__name__}:Weighted")
     first = make_configuration(tmp_path, *ahead, "reward.options.weight=2")
     resume_point = make_resume_point(tmp_path, first, open_steps=(6, 7))
@@ -472,8 +472,7 @@ def test_rollouts_that_were_sampled_otherwise_are_refused(
     """The trainer computes log-probabilities at the present temperature."""
     ahead = (
         "rollout.max_staleness=2",
-        "rollout.on_update=budget",
-        "rollout.tokens_per_version=20",
+        RESUME,
         "train.total_steps=9",
     )
     state = make_state(5, flat_configuration(make_configuration(tmp_path, *ahead)))

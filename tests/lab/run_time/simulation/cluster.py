@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_rl.rollouts.messages import VersionBudget
 from tests.lab.run_time.simulation.engine import EngineSpeed, Piece, Response, SimulatedEngine
 
 # Requests in flight for each that an engine can run at a time, as in rollouts/generation.
@@ -67,10 +66,9 @@ class Machines:
 
 @dataclass
 class Group:
-    """The responses to one prompt. budget: of each of them."""
+    """The responses to one prompt."""
 
     responses: Sequence[Response]
-    budget: VersionBudget | None
     num_open: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -100,7 +98,6 @@ class SimulatedNode:
         # Requests on their way to an engine, with the time of their arrival
         self._way: deque[tuple[float, Response]] = deque()
         self._last_arrival = -math.inf
-        self._parked_responses: list[Response] = []
         self._open_responses: list[Response] = []  # they keep their slots
         self._groups: dict[Response, Group] = {}  # of responses that are not complete
         self._is_open = True
@@ -114,20 +111,7 @@ class SimulatedNode:
         self.load += len(group.responses)
         for response in group.responses:
             self._groups[response] = group
-            self._queue(response)
-
-    @property
-    def is_settled(self) -> bool:
-        """True if every response waits for other weights."""
-        return len(self._groups) == len(self._parked_responses)
-
-    def set_version(self, version: int) -> None:
-        """Let responses go on with other weights."""
-        self.version = version
-        responses = self._parked_responses
-        self._parked_responses = []
-        for response in responses:
-            self._queue(response)
+            self._waiters.append(response)
 
     def finish(self, engine: SimulatedEngine, time: float) -> None:
         """End passes of an engine, and the pieces that end with them. time: since the start."""
@@ -179,33 +163,15 @@ class SimulatedNode:
     def _end(self, piece: Piece, time: float) -> None:
         response = piece.response
         response.add(self.version, piece.num_sampled)
-        if not response.is_complete:
-            self._queue(response)
-            return
         response.end = time
         group = self._groups.pop(response)
         group.num_open -= 1
         if not group.num_open:
             self.load -= len(group.responses)
 
-    def _queue(self, response: Response) -> None:
-        """Let a response wait for a slot, or for other weights if its budget is used up."""
-        if self._limit(response) == 0:
-            self._parked_responses.append(response)
-        else:
-            self._waiters.append(response)
-
     def _hand_over(self, response: Response) -> None:
         engine = min(self.engines, key=lambda engine: engine.in_flight)
-        engine.add(Piece(response, self._limit(response)))
-
-    def _limit(self, response: Response) -> int:
-        """Return how many tokens a response may get of the present weights."""
-        remaining = response.length - response.num_tokens
-        budget = self._groups[response].budget
-        if budget is None or self.version >= budget.last_version:
-            return remaining
-        return min(remaining, max(0, budget.num_tokens - response.by_version[self.version]))
+        engine.add(Piece(response, response.length - response.num_tokens))
 
 
 class Cluster:
@@ -266,10 +232,6 @@ class Cluster:
             raise RuntimeError("an engine works on requests while it gets other weights")
         self._pass(seconds)
 
-    def settle(self) -> None:
-        """Wait until every response has ended, or waits for other weights."""
-        self.wait(lambda: all(node.is_settled for node in self._nodes))
-
     def interrupt(self) -> bool:
         """Stop every response in the middle, until `proceed`. Returns False if none is running."""
         is_any_busy = self._is_any_busy()
@@ -288,7 +250,7 @@ class Cluster:
     def set_version(self, version: int) -> None:
         """Let engines sample with other weights."""
         for node in self._nodes:
-            node.set_version(version)
+            node.version = version
 
     def _is_any_busy(self) -> bool:
         return any(engine.is_busy for _, engine in self._engines)

@@ -10,9 +10,7 @@ from statistics import fmean
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.group import Group as RolloutGroup
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
-from megatron_rl.rollouts.messages import VersionBudget
 from megatron_rl.rollouts.partials.time_to_store import StopSource
-from megatron_rl.rollouts.queue import HeldRequests
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.steps.on_update import OnUpdate, StoredPartials, open_steps_ahead
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
@@ -91,7 +89,7 @@ def simulate(
 ) -> SimulatedRun:
     """Simulate a run. It depends on its arguments alone.
 
-    settings: `max_staleness`, `on_update` and `tokens_per_version` count.
+    settings: `max_staleness` and `on_update` count.
 
     Raises ValueError for settings that a run refuses.
     """
@@ -114,8 +112,6 @@ def simulate(
 def _check(settings: RolloutSettings, num_steps: int) -> None:
     if settings.on_update != "wait" and not settings.max_staleness:
         raise ValueError(f"on_update={settings.on_update} needs max_staleness of at least 1")
-    if (settings.on_update == "budget") != (settings.tokens_per_version is not None):
-        raise ValueError("on_update=budget needs tokens_per_version, and nothing else reads it")
     if num_steps <= settings.max_staleness:
         raise ValueError(
             f"a run of {num_steps} step(s) is too short for max_staleness={settings.max_staleness}"
@@ -136,7 +132,7 @@ class _SimulatedLoop:
 
     def run_step(self, step: int) -> StepTime:
         start = self.cluster.now
-        self.steps_ahead.begin_open(step, self.num_steps, self.version, self.source)
+        self.steps_ahead.begin_open(step, self.num_steps, self.source)
         batch = self.steps_ahead.take(step, self.source)
         taken_at = self.cluster.now
         self.steps_ahead.begin_next(step, self.num_steps, self.source)
@@ -188,14 +184,14 @@ class _SimulatedSource:
     def open_steps(self) -> tuple[int, ...]:
         return tuple(self._open)
 
-    def begin_step(self, step: int, budget: VersionBudget | None = None) -> None:
+    def begin_step(self, step: int) -> None:
         groups = []
         for index, lengths in enumerate(self.workload.lengths(step)):
             responses = [
                 Response((step, index, sample), self.workload.prompt_tokens, length)
                 for sample, length in enumerate(lengths)
             ]
-            groups.append(Group(responses, budget))
+            groups.append(Group(responses))
         self._open.append(step)
         self.responses[step] = [response for group in groups for response in group.responses]
         self.cluster.request(groups)
@@ -226,17 +222,11 @@ class _SimulatedSource:
     def state(self) -> SelectorState:
         return SelectorState(prompts=PromptCursor(epoch=0, position=0, digest=""))
 
-    def settle(self) -> None:
-        raise RuntimeError("a simulated step does not fail")
-
     def drop_open(self) -> int:
         raise RuntimeError("a simulated run does not drop steps")
 
     def restore(self, state: SelectorState) -> None:
         raise RuntimeError("a simulated run does not drop steps")
-
-    def lift_budgets(self) -> None:
-        raise RuntimeError("a simulated run saves no checkpoint")
 
     def open_groups(self, partials: Sequence[RolloutGroup]) -> dict[int, tuple[RolloutGroup, ...]]:
         raise RuntimeError("a simulated run saves no checkpoint")
@@ -252,17 +242,13 @@ class _SimulatedControl:
     def can_sample(self) -> bool:
         return True
 
-    def interrupt(self, idle: Callable[[], None]) -> HeldRequests:
+    def interrupt(self, idle: Callable[[], None]) -> int:
         if self.cluster.interrupt():
             self.cluster.rest(self.interrupt_seconds)
-        return HeldRequests(0, 0)
+        return 0
 
     def proceed(self) -> None:
         self.cluster.proceed()
-
-    def settle(self, idle: Callable[[], None]) -> HeldRequests:
-        self.cluster.settle()
-        return HeldRequests(0, 0)
 
     def store_partials(self, idle: Callable[[], None], stop_source: StopSource) -> StoredPartials:
         raise RuntimeError("a simulated run saves no checkpoint")
