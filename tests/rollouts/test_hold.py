@@ -10,11 +10,20 @@ import pytest
 
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.prompt import Sampling
+from megatron_rl.rollouts.collector import Collector
 from megatron_rl.rollouts.generation.engine_pool import EnginePool, RequestForm
-from megatron_rl.rollouts.messages import AbortRequest, EngineLeftOut, FromCollector
+from megatron_rl.rollouts.messages import (
+    AbortRequest,
+    EngineLeftOut,
+    FromCollector,
+    GroupRequest,
+    Held,
+    Hold,
+    Withdraw,
+)
 from sglang_bridge.engine import Engine
-from sglang_bridge.generation import FinishReason, Generation
-from tests.support.fake_engine import LAYERS, TOPK, Reply, fake_engine
+from sglang_bridge.generation import FinishReason, Generation, VersionSpan
+from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine
 from tests.support.scripted_model import EOS, PROMPT, TOKENIZER
 
 SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
@@ -27,6 +36,7 @@ class InterruptedEngine:
 
     def __init__(self, num_first: int) -> None:
         self.num_first = num_first
+        self.version = 3
         self.bodies: list[dict[str, Any]] = []
 
     def __call__(self, n: int, body: Reply) -> Reply:
@@ -40,7 +50,7 @@ class InterruptedEngine:
             "output_ids": ids,
             "meta_info": {
                 "finish_reason": {"type": "stop" if n else "abort"},
-                "weight_version": "3",
+                "weight_version": str(self.version),
                 "output_token_logprobs": [(-0.5 - n, token, None) for token in ids],
                 "routed_experts": base64.b64encode(rows.tobytes()).decode(),
             },
@@ -51,14 +61,16 @@ async def ignore(message: FromCollector) -> None:
     """Drop a report."""
 
 
-def generate(pool: EnginePool) -> asyncio.Task[Generation]:
+def generate(
+    pool: EnginePool, rejected_tokens: Counter[str] | None = None
+) -> asyncio.Task[Generation]:
     return asyncio.create_task(
         pool.generate(
             PROMPT.token_ids,
             SAMPLING,
             rid="r",
             return_routes=True,
-            rejected_tokens=Counter(),
+            rejected_tokens=Counter() if rejected_tokens is None else rejected_tokens,
             seed=11,
         )
     )
@@ -75,6 +87,8 @@ def interrupt(engine: InterruptedEngine) -> Generation:
             await asyncio.wait_for(pool.hold(), 5)
             await asyncio.sleep(0.1)
             assert not task.done() and len(engine.bodies) == 1
+            engine.version = 4
+            pool.set_version(4)
             pool.proceed()
             generation = await asyncio.wait_for(task, 5)
             await pool.close()
@@ -88,6 +102,7 @@ def test_an_interrupted_response_goes_on_with_its_seed_and_tokens() -> None:
     generation = interrupt(engine)
     assert generation.output_ids.tolist() == WHOLE
     assert generation.finish_reason is FinishReason.STOP
+    assert generation.version_spans == (VersionSpan("3", 0, 2), VersionSpan("4", 2, 6))
     first, second = engine.bodies
     assert second["input_ids"] == [*PROMPT.token_ids, *WHOLE[:2]]
     assert second["sampling_params"]["sampling_seed"] == 11
@@ -225,6 +240,51 @@ def test_a_response_that_somebody_else_aborts_goes_on() -> None:
     assert generation.output_ids.tolist() == WHOLE
     assert generation.finish_reason is FinishReason.STOP
     assert num_requests == 2
+
+
+def test_aborted_tokens_without_routes_are_sampled_again() -> None:
+    """SGLang sends them after a retraction. The whole response needs their routes."""
+    engine = InterruptedEngine(2)
+    rejected = Counter[str]()
+
+    def answer(n: int, body: Reply) -> Reply:
+        reply = engine(n, body)
+        if not n:
+            del reply["meta_info"]["routed_experts"]
+        return reply
+
+    async def run() -> Generation:
+        async with fake_engine(answer) as url:
+            pool = EnginePool([Engine(url=url)], EngineSettings(), FORM, ignore)
+            generation = await asyncio.wait_for(generate(pool, rejected), 5)
+            assert pool.num_sampled == 2 + len(WHOLE)
+            await pool.close()
+            return generation
+
+    generation = asyncio.run(run())
+    assert generation.output_ids.tolist() == WHOLE
+    assert generation.routes is not None
+    assert len(generation.routes) == len(PROMPT.token_ids) + len(WHOLE) - 1
+    assert rejected == {"aborted_without_routes": 2}
+    assert engine.bodies[1]["input_ids"] == list(PROMPT.token_ids)
+
+
+def test_a_hold_does_not_wait_for_requests_that_were_withdrawn() -> None:
+    async def run() -> None:
+        async with fake_engine(lambda n, body: None) as url:
+            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+            collector = Collector(0, configuration(url), outbox.put)
+            await collector.handle(
+                GroupRequest(group_id="g", prompt=PROMPT, num_samples=2, sampling=SAMPLING)
+            )
+            await asyncio.sleep(0.2)
+            await collector.handle(Withdraw(("g",)))
+            await collector.handle(Hold(4))
+            held = await asyncio.wait_for(outbox.get(), 5)
+            assert isinstance(held, Held) and (held.num_sampled, held.number) == (0, 4)
+            await collector.close()
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize("num_aborts", [9, 10])
