@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import shape
 from tests.support.style import (
     MAX_PARTICIPLES_PER_1000,
     functions_of,
@@ -184,3 +185,78 @@ def test_an_invariant_without_a_test_is_found() -> None:
     assert unproven("A.\n\nInvariant: it holds (tests/a.py::test_b).", tests) == []
     for claim in ("it holds.", "it holds (tests/a.py::test_c).", "it holds (tests/b.py)."):
         assert len(unproven(f"A.\n\nInvariant: {claim}", tests)) == 1
+
+
+# At most as many as there are. A change may lower a limit, and a new offender has to replace one.
+LIMITS = {
+    "private constructor parameters": 0,
+    "protocols with one implementation": 10,
+    "exceptions that nobody catches": 41,
+    "message kinds": 21,
+    "keys": 192,
+    "tests of private names": 106,
+    "entries of launch/ without a command": 1,
+}
+LARGEST = {"write pairs": 60, "constructor parameters": 33}
+
+
+@pytest.fixture(scope="module")
+def measures() -> dict[str, list[str]]:
+    return shape.measure()
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_relations_do_not_grow(measures: dict[str, list[str]], name: str) -> None:
+    assert len(measures[name]) <= LIMITS[name], measures[name]
+
+
+@pytest.mark.parametrize("name", LARGEST)
+def test_the_largest_class_does_not_grow(measures: dict[str, list[str]], name: str) -> None:
+    assert shape.largest(measures[name]) <= LARGEST[name], measures[name][:5]
+
+
+PLANTED = """
+@dataclass
+class Counter:
+    limit: int
+    _count: int = 0
+    _log: list = field(default_factory=list, init=False)
+
+    def add(self, name):
+        self._count += 1
+        self._log.append(name)
+        self.part.state[name] = 1
+        del self.part.other
+        local.count = 1
+
+    def read(self): return self._count
+    def has(self): return bool(self._log)
+    def name(self): return self.part.name
+
+class Reader(Protocol):
+    def read(self): ...
+    def has(self): ...
+
+class Expected(Exception): ...
+class Unexpected(Exception): ...
+class Derived(Unexpected): ...
+
+try: ...
+except (OSError, Expected): ...
+
+def test_a(): assert box._items == [] and self._own
+def test_b(monkeypatch): monkeypatch.setattr("a.b._c", 1)
+def test_c(): assert box.items == []
+"""
+
+
+def test_each_relation_is_measured() -> None:
+    trees = {"a.py": ast.parse(PLANTED)}
+    classes = shape.classes_of(trees)
+    counter = classes[0]
+    pairs = {attribute for _, attribute in shape.write_pairs(counter)}
+    assert pairs == {"_count", "_log", "part.state", "part.other"}
+    assert shape.constructor_parameters(counter) == ["limit", "_count"]
+    assert shape.lonely_protocols(classes) == ["Reader"]
+    assert shape.uncaught_exceptions(classes, trees) == ["Derived", "Unexpected"]
+    assert shape.tests_of_private_names(trees) == ["a.py::test_a", "a.py::test_b"]
