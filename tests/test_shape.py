@@ -125,9 +125,7 @@ def test_kernels_folder_is_no_package() -> None:
 
 
 BRANCHES = "\n".join(f"    if x == {i}:\n        return {i}" for i in range(12))
-NODES = "\n".join(f"    x = x + {i}" for i in range(60))
 OFFENDERS = {
-    "syntax nodes": f"def f(x):\n{NODES}\n",
     "complexity": f"def f(x):\n{BRANCHES}\n",
     "levels of comprehensions": "def f(x):\n    return [[[c for c in b] for b in a] for a in x]\n",
     "parallel assignment": "a, b = 1, 2\n",
@@ -193,11 +191,11 @@ LIMITS = {
     "protocols with one implementation": 10,
     "exceptions that nobody catches": 41,
     "message kinds": 21,
-    "keys": 192,
-    "tests of private names": 106,
+    "keys": 194,
+    "tests of private names": 105,
     "entries of launch/ without a command": 1,
 }
-LARGEST = {"write pairs": 60, "constructor parameters": 33}
+LARGEST = {"write pairs": 55, "constructor parameters": 26}
 
 
 @pytest.fixture(scope="module")

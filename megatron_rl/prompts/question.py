@@ -125,9 +125,9 @@ class CheckedRows:
 
     bad_rows: BadRows
     num_bad: int = 0
-    _has_usable: bool = False
-    _first_bad: tuple[str, str] | None = None
-    _origin_by_reason: dict[str, str] = field(default_factory=dict)
+    _has_usable: bool = field(default=False, init=False)
+    _first_bad: tuple[str, str] | None = field(default=None, init=False)
+    _origin_by_reason: dict[str, str] = field(default_factory=dict, init=False)
 
     def add_usable(self) -> None:
         """Note a usable row. Raises `PromptDataError` for a bad row before it."""

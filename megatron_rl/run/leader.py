@@ -100,21 +100,25 @@ class Leader:
     guard: GuardSettings = field(default_factory=GuardSettings)
     engine: EngineSettings = field(default_factory=EngineSettings)
     resume_state: InitVar[LoopState | None] = None
-    _first_step: int = 1
-    _is_resumed: bool = False
-    _num_updates: int = 0
-    _pending_metrics: dict[str, float] = field(default_factory=dict)
-    _accuracies: deque[float] = field(default_factory=deque)
-    _is_synced: bool = False
-    _is_untrained: bool = False  # the current step has trained nothing
-    _unevaluated_metrics: dict[str, float] | None = None
-    _uncompared_tokens: int = 0  # sampled for the next record before the checkpoint
-    _num_in_flight: int = 0  # rollouts of later steps when the step had its own
-    _audit_obstacle_logged: bool = False
-    _unchanged_weights: UnchangedWeightsAlarm = field(default_factory=UnchangedWeightsAlarm)
-    _balance: ZeroVarianceBalanceAlarm = field(default_factory=ZeroVarianceBalanceAlarm)
-    _selection: SelectionAlarm = field(default_factory=SelectionAlarm)
-    _account: AccountAlarm = field(default_factory=AccountAlarm)
+    _first_step: int = field(default=1, init=False)
+    _is_resumed: bool = field(default=False, init=False)
+    _num_updates: int = field(default=0, init=False)
+    _pending_metrics: dict[str, float] = field(default_factory=dict, init=False)
+    _accuracies: deque[float] = field(default_factory=deque, init=False)
+    _is_synced: bool = field(default=False, init=False)
+    _is_untrained: bool = field(default=False, init=False)  # the current step has trained nothing
+    _unevaluated_metrics: dict[str, float] | None = field(default=None, init=False)
+    # Sampled for the next record before the checkpoint
+    _uncompared_tokens: int = field(default=0, init=False)
+    # Rollouts of later steps when the step had its own
+    _num_in_flight: int = field(default=0, init=False)
+    _audit_obstacle_logged: bool = field(default=False, init=False)
+    _unchanged_weights: UnchangedWeightsAlarm = field(
+        default_factory=UnchangedWeightsAlarm, init=False
+    )
+    _balance: ZeroVarianceBalanceAlarm = field(default_factory=ZeroVarianceBalanceAlarm, init=False)
+    _selection: SelectionAlarm = field(default_factory=SelectionAlarm, init=False)
+    _account: AccountAlarm = field(default_factory=AccountAlarm, init=False)
 
     def __post_init__(self, resume_state: LoopState | None) -> None:
         self._guards = Guards(

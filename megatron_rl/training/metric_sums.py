@@ -27,8 +27,8 @@ class MetricSums:
 
     sums: dict[str, tuple[float, float]] = field(default_factory=dict)
     maxima: dict[str, float] = field(default_factory=dict)
-    _device_sums: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
-    _device_maxima: dict[str, torch.Tensor] = field(default_factory=dict, repr=False)
+    _device_sums: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, init=False)
+    _device_maxima: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, init=False)
 
     def add(
         self, sums: Mapping[str, torch.Tensor], maxima: Mapping[str, torch.Tensor] | None = None

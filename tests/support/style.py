@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-MAX_NODES = 300
 MAX_COMPLEXITY = 12
 MAX_COMPREHENSION_DEPTH = 2
 MAX_COLUMNS = 100
@@ -101,11 +100,6 @@ def functions_of(tree: ast.AST) -> Iterator[Function]:
     yield from (node for node in ast.walk(tree) if isinstance(node, Function))
 
 
-def node_count(function: Function) -> int:
-    """The number of syntax nodes of a function."""
-    return sum(1 for _ in ast.walk(function))
-
-
 def complexity(function: Function) -> int:
     """McCabe's number: 1 + branches. Each further operand of `and` or `or` is a branch."""
     branches = 0
@@ -124,9 +118,8 @@ def comprehension_depth(node: ast.AST) -> int:
 
 
 def dense_functions(tree: ast.Module, source: str) -> Iterator[Problem]:
-    """Yield functions with too many nodes, branches or nested comprehensions."""
+    """Yield functions with too many branches or nested comprehensions."""
     measures: list[tuple[str, Callable[[Function], int], int]] = [
-        ("syntax nodes", node_count, MAX_NODES),
         ("complexity", complexity, MAX_COMPLEXITY),
         ("levels of comprehensions", comprehension_depth, MAX_COMPREHENSION_DEPTH),
     ]

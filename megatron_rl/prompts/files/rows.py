@@ -27,7 +27,7 @@ class Rows:
     task: str = DEFAULT_TASK
     questions: list[Question] = field(default_factory=list)
     first_bad_row: bytes = b""
-    _place_by_id: dict[str, str] = field(default_factory=dict)
+    _place_by_id: dict[str, str] = field(default_factory=dict, init=False)
 
     def add(self, row: bytes, number: int, origin: str, place: str) -> None:
         """Add the row of a number, a JSON object.

@@ -102,12 +102,12 @@ class BeliefStep:
 
     selector: BeliefSelector
     step: int
-    _candidates: list[Candidate] = field(default_factory=list)
-    _prompt_ids: set[str] = field(default_factory=set)
-    _acceptances: list[float] = field(default_factory=list)  # of all offered prompts
-    _num_rounds: int = 0
-    _has_learned: bool = False
-    _metrics: dict[str, float] = field(default_factory=dict)
+    _candidates: list[Candidate] = field(default_factory=list, init=False)
+    _prompt_ids: set[str] = field(default_factory=set, init=False)
+    _acceptances: list[float] = field(default_factory=list, init=False)  # of all offered prompts
+    _num_rounds: int = field(default=0, init=False)
+    _has_learned: bool = field(default=False, init=False)
+    _metrics: dict[str, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         rollout = self.selector.rollout

@@ -47,12 +47,12 @@ class OversampleStep:
     """Selection of one step. See `StepSelection`."""
 
     selector: Oversample
-    _prompts: list[Prompt] = field(default_factory=list)
-    _groups: dict[int, Group] = field(default_factory=dict)
-    _prefix: int = 0  # groups without a gap, from the first on
-    _num_mixed_in_prefix: int = 0
-    _num_rounds: int = 0
-    _metrics: dict[str, float] = field(default_factory=dict)
+    _prompts: list[Prompt] = field(default_factory=list, init=False)
+    _groups: dict[int, Group] = field(default_factory=dict, init=False)
+    _prefix: int = field(default=0, init=False)  # groups without a gap, from the first on
+    _num_mixed_in_prefix: int = field(default=0, init=False)
+    _num_rounds: int = field(default=0, init=False)
+    _metrics: dict[str, float] = field(default_factory=dict, init=False)
 
     def first_round(self) -> list[RolloutRequest]:
         return self.next_round()

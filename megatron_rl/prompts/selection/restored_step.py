@@ -26,7 +26,7 @@ class RestoredStep:
 
     saved: SelectionResult
     saved_metrics: Mapping[str, float]
-    _groups: dict[int, Group] = field(default_factory=dict)
+    _groups: dict[int, Group] = field(default_factory=dict, init=False)
 
     def first_round(self) -> list[RolloutRequest]:
         """Return requests for all groups. What the checkpoint has of them is their answer."""

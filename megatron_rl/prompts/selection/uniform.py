@@ -20,7 +20,7 @@ class UniformStep:
 
     prompts: Sequence[Prompt]
     samples: int
-    _groups: dict[int, Group] = field(default_factory=dict)
+    _groups: dict[int, Group] = field(default_factory=dict, init=False)
 
     def first_round(self) -> list[RolloutRequest]:
         return [

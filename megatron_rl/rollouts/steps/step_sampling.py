@@ -30,8 +30,9 @@ class StepSampling:
     parts: dict[str, Group] = field(default_factory=dict)
     generated_tokens: int = 0
     unused_tokens: Mapping[str, int] = field(default_factory=dict)
-    _requests: dict[str, RolloutRequest] = field(default_factory=dict)  # without an answer, by id
-    _answered: dict[str, RolloutRequest] = field(default_factory=dict)  # by id
+    # Without an answer, by id
+    _requests: dict[str, RolloutRequest] = field(default_factory=dict, init=False)
+    _answered: dict[str, RolloutRequest] = field(default_factory=dict, init=False)  # by id
 
     @classmethod
     def restored(cls, step: int, selection: RestoredStep) -> StepSampling:

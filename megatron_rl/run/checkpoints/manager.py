@@ -71,7 +71,7 @@ class CheckpointManager:
     last_saved_step: int | None = None
     reference: str = ""
     best: BestCheckpoint | None = None
-    _is_saving: bool = False
+    _is_saving: bool = field(default=False, init=False)
 
     @property
     def stop_requested(self) -> bool:

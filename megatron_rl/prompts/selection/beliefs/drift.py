@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -21,8 +21,8 @@ class SharedDrift:
     Σ h (z - μ) / (V + R) and Σ h² / (V + R), with an exponential decay of 2 % per step.
     """
 
-    _products: float = 0.0
-    _squares: float = 0.0
+    _products: float = field(default=0.0, init=False)
+    _squares: float = field(default=0.0, init=False)
 
     @property
     def rate(self) -> float:

@@ -33,8 +33,8 @@ class PassRatePrior:
     """
 
     rates: Mapping[str, PassRate] = field(default_factory=dict)
-    _excess_sum: float = 0.0
-    _weight: float = 0.0
+    _excess_sum: float = field(default=0.0, init=False)
+    _weight: float = field(default=0.0, init=False)
 
     def estimate(self, prompt_id: str) -> tuple[float, float] | None:
         """Return the mean and the variance of ψ by a prompt's rate, or None without a rate.

@@ -39,8 +39,8 @@ class ProcessNoise:
     for all together, with an exponential decay of 2 % per step.
     """
 
-    _sums_by_stratum: dict[Stratum, _Sums] = field(default_factory=dict)
-    _shared_sums: _Sums = (0.0, 0.0)
+    _sums_by_stratum: dict[Stratum, _Sums] = field(default_factory=dict, init=False)
+    _shared_sums: _Sums = field(default=(0.0, 0.0), init=False)
 
     def rate(self, stratum: Stratum) -> float:
         """Return q of a stratum, in rad² per step, shrunk towards the shared rate."""

@@ -67,8 +67,8 @@ class Moments:
 class Strata:
     """Moments of every stratum and of all strata together."""
 
-    _moments_by_stratum: dict[Stratum, Moments] = field(default_factory=dict)
-    _shared_moments: Moments = field(default_factory=Moments)
+    _moments_by_stratum: dict[Stratum, Moments] = field(default_factory=dict, init=False)
+    _shared_moments: Moments = field(default_factory=Moments, init=False)
 
     def prior(self, stratum: Stratum) -> tuple[float, float]:
         """Return the mean and the variance of ψ of a prompt that was never sampled."""
