@@ -8,7 +8,7 @@ Start it in the root of the repository:
     python -m tests.lab.run_time fit --runs runs/A runs/B --held-out runs/C
     python -m tests.lab.run_time ahead --out runs/ahead           # about 5 minutes a round
 
-`measure` trains ten short runs one after the other, and repeats that with other seeds. Constants
+`measure` trains nine short runs one after the other, and repeats that with other seeds. Constants
 are fitted to six of them, and predict the others, which have other settings. Nothing else should
 use the cores. Runs that are there already are not trained again.
 
