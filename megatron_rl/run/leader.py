@@ -254,8 +254,12 @@ class Leader:
         values |= self._keep_samples(batch, credit, plan, outcome)
         self.holder.release(batch.delivered_ids)
         self._guards.observe(plan, outcome, values)
-        with self._save_before_sync_failure(step, values):
+        with self._save_before_sync_failure(step, values, watch):
             self._sync_after_step(values, watch, failure)
+        self._report_step(step, values, watch)
+
+    def _report_step(self, step: int, values: dict[str, float], watch: Stopwatch) -> None:
+        """Add the times of a step to its metrics, print its line and what is wrong."""
         values |= watch.values()
         self.records.progress.log_step(step, values, is_sampled=self.weights is not None)
         self._report_alarms(values)
@@ -269,6 +273,8 @@ class Leader:
             with self._next_rollouts(watch), self._abortable():
                 return self._on_update.before_sync(self.parts.rollouts), None
         except (*_ROLLOUT_FAILURES, WaitAborted) as failure:
+            if self._on_update.is_quiet:
+                self._uncompared_tokens += self.parts.rollouts.count_tokens()
             return None, failure
 
     def _sync_after_step(
@@ -556,14 +562,17 @@ class Leader:
             raise
 
     @contextlib.contextmanager
-    def _save_before_sync_failure(self, step: int, values: dict[str, float]) -> Iterator[None]:
+    def _save_before_sync_failure(
+        self, step: int, values: dict[str, float], watch: Stopwatch
+    ) -> Iterator[None]:
         """Save what a step has trained if the rollouts of later steps fail before its end.
 
-        values: the metrics of the step.
+        values: the metrics of the step. watch: its times.
         """
         try:
             yield
         except (*_ROLLOUT_FAILURES, WaitAborted) as failure:
+            self._report_step(step, values, watch)
             metrics = dict(values)
             if self.curriculum is not None:
                 metrics |= self.curriculum.update(metrics)
@@ -805,6 +814,7 @@ class Leader:
                 self._exit_if_requested(step - 1, before)
             else:
                 self._exit_if_requested(step)
+            raise
         except _ROLLOUT_FAILURES:
             if self._is_untrained:
                 self._save_before_failure(before, self.checkpoints)

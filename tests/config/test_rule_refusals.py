@@ -324,10 +324,14 @@ LOGGER = [
     ("logger.profile_steps=[1,999]", "logger.profile_steps=[1, 999]", "train.total_steps"),
     ("logger.profile_steps=[1] mode=eval", "logger.profile_steps=[1]", "mode=eval"),
 ]
+ENTROPY = "guard.entropy=stop guard.min_entropy=0.1"
 GUARD = [
     ("guard.spike=rollback", "guard.spike=rollback", "off, skip, stop"),
     ("guard.nonfinite=rollback", "guard.nonfinite=rollback", "skip, stop"),
     ("guard.entropy=skip", "guard.entropy=skip", "off, stop"),
+    (f"{ENTROPY} run.checkpoint_every=1", "run.keep_checkpoints=2", "Give at least 4"),
+    (f"{ENTROPY} run.checkpoint_every=2", "run.keep_checkpoints=2", "Give at least 3"),
+    (f"{ENTROPY} run.checkpoint_every=1 guard.patience=2", "run.keep_checkpoints=2", "at least 3"),
     ("guard.entropy=stop", "guard.min_entropy=null", "nats per token"),
     ("guard.entropy=stop guard.min_entropy=0", "guard.min_entropy=0", "greater than 0"),
     ("guard.spike=skip guard.spike_factor=1", "guard.spike_factor=1", "greater than 1"),

@@ -123,5 +123,7 @@ class CheckpointStore:
         for number in range(1, 10_000):
             target = checkpoint.with_suffix(f"{_DAMAGE_SUFFIX}-{number}")
             if not target.exists():
-                return checkpoint.rename(target)
+                checkpoint.rename(target)
+                sync_folder(self.folder)
+                return target
         raise FileExistsError(f"{self.folder} holds thousands of damaged checkpoints")

@@ -120,21 +120,25 @@ class Guards:
             raise StoppedByGuard(text, failure.first_step) from failure.__cause__
 
     def _set_aside_from(self, first_step: int) -> str:
-        """Set aside the checkpoints from a step on. Returns what a run can resume from."""
+        """Set aside the checkpoints from a step on. Returns what a run can resume from.
+
+        Without a good one they stay: a run that resumes would begin with step 0.
+        """
         if self._checkpoints is None or not self._checkpoints.settings.checkpoint_every:
             return ""
         try:
             self._checkpoints.wait_for_save()
-        except Failure as failure:
-            self._progress.log(f"warning: {failure}")
-        good_steps = []
-        for checkpoint in self._store.checkpoints():
-            step = step_of(checkpoint) or 0
-            if step < first_step:
-                good_steps.append(step)
-                continue
-            name = self._store.set_aside(checkpoint).name
-            self._progress.log(f"the weights of step {step} may be at fault: they are in {name}")
-        if not good_steps:
-            return f"There is no checkpoint from before step {first_step}"
+            checkpoints = {step_of(path) or 0: path for path in self._store.checkpoints()}
+            good_steps = [step for step in checkpoints if step < first_step]
+            if not good_steps:
+                return f"No checkpoint from before step {first_step} is left"
+            for step in sorted(checkpoints.keys() - set(good_steps)):
+                name = self._store.set_aside(checkpoints[step]).name
+                text = f"the weights of step {step} may be at fault: they are in {name}"
+                self._progress.log(text)
+            if self._store.best_link.is_symlink() and not self._store.best_link.exists():
+                self._store.set_best(None)
+        except (Failure, OSError) as error:
+            self._progress.log(f"warning: checkpoints cannot be set aside: {error}")
+            return ""
         return f"run.resume=auto goes on after step {max(good_steps)}"

@@ -60,7 +60,7 @@ class NonFiniteGuard:
             f"{steps} had NaN or Inf in the loss or the gradients ({key}). The batches are in "
             f"{self.rollouts}"
         )
-        raise StoppedByGuard(text, plan.step)
+        raise StoppedByGuard(text, plan.step - self.count + 1)
 
     def observe_responses(self, step: int, failure: Exception) -> None:
         """Take a batch of which too many responses have NaN.

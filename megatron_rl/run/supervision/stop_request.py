@@ -112,6 +112,8 @@ class StopRequest:
         if not self.is_wait_abortable or not self.source or self._deadline is None:
             return
         if self._clock() > self._abort_time:
+            # The file may be removed before the run has ended
+            self.signal_name = self.signal_name or self.source
             raise WaitAborted
 
     def _limit_by_job(self) -> None:

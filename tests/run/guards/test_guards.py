@@ -16,7 +16,7 @@ import pytest
 from megatron_rl.config.schema import EngineSettings, GuardSettings
 from megatron_rl.contracts.commands import Checkpoint, Command
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.contracts.run_state import GuardState, LoopState, MismatchState
+from megatron_rl.contracts.run_state import BestState, GuardState, LoopState, MismatchState
 from megatron_rl.rollouts.rollout_batch import NonFiniteResponses, RolloutBatch
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.run.guards.stopped_by_guard import StoppedByGuard
@@ -215,9 +215,30 @@ def test_entropy_must_be_low_in_consecutive_steps(tmp_path: Path) -> None:
 def test_a_guard_that_stops_without_a_good_checkpoint_says_so(tmp_path: Path) -> None:
     guard = GuardSettings(entropy="stop", min_entropy=0.1, patience=2)
     parts = Parts(Ranks(tmp_path / "checkpoints"), entropies=[0.05, 0.05])
-    with pytest.raises(StoppedByGuard, match="There is no checkpoint from before step 0"):
+    with pytest.raises(StoppedByGuard, match="No checkpoint from before step 0 is left"):
         run(parts, tmp_path, 9, every=1, guard=guard)
-    assert checkpoint_names(tmp_path) == ["iter_0000001.damaged-1"]
+    assert checkpoint_names(tmp_path) == ["iter_0000001"]
+
+
+def test_checkpoints_of_consecutive_steps_with_nan_are_set_aside(tmp_path: Path) -> None:
+    """They hold the count of these steps: a run that resumes from one would stop too soon."""
+    parts = Parts(Ranks(tmp_path / "checkpoints"), finite=[True, True, False, False, False])
+    with pytest.raises(StoppedByGuard, match=r"3 consecutive .*goes on after step 2"):
+        run(parts, tmp_path, 9, every=1, max_nonfinite_steps=3)
+    good_names = ["iter_0000001", "iter_0000002"]
+    bad_names = [f"iter_000000{step}.damaged-1" for step in (3, 4)]
+    assert checkpoint_names(tmp_path) == good_names + bad_names
+
+
+def test_a_best_checkpoint_that_is_set_aside_is_the_best_no_longer(tmp_path: Path) -> None:
+    store = CheckpointStore(tmp_path / "checkpoints")
+    parts = Parts(Ranks(store.folder), entropies=[1.0, 1.0, 0.05, 0.05])
+    store.folder.mkdir()
+    store.set_best(BestState(metric="eval/accuracy", value=0.9, step=3))
+    guard = GuardSettings(entropy="stop", min_entropy=0.1, patience=2)
+    with pytest.raises(StoppedByGuard, match="goes on after step 1"):
+        run(parts, tmp_path, 9, every=1, guard=guard)
+    assert not store.best_link.is_symlink() and not (tmp_path / "best.json").exists()
 
 
 def test_responses_with_nan_leave_checkpoints_of_weights_that_engines_did_not_have(

@@ -172,3 +172,18 @@ def test_a_run_saves_after_ctrl_c() -> None:
     code, errors, _ = run_process(REQUEST + "run_with_request(9.0, save)", signal.SIGINT)
     assert code == 75
     assert "saved after SIGINT" in errors
+
+
+def test_a_wait_that_was_aborted_stays_aborted_when_the_file_is_removed(tmp_path: Path) -> None:
+    now = [0.0]
+    stop = StopRequest(10.0, clock=lambda: now[0], seconds_of_job=lambda: 10.0)
+    file = tmp_path / "stop"
+    stop.watch_file(file)
+    file.touch()
+    assert stop.source == "the file stop"
+    stop.is_wait_abortable = True
+    now[0] = 5.5
+    with pytest.raises(WaitAborted):
+        stop.check_deadline()
+    file.unlink()
+    assert stop.source == "the file stop"
