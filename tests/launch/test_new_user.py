@@ -45,7 +45,7 @@ def refusal_of(*overrides: str) -> str:
             "experiment='': A setting is key=value, without spaces. Write exper",
         ),
         ("experiment=smoke", "experiments=smoke", "experiments=smoke: There is no such key"),
-        ("experiment=smoke", "--experiment=smoke", "takes key=value"),
+        ("experiment=smoke", "--experiment=smoke", "Write experiment=smoke"),
         (
             "data=jsonl",
             "data=json",
