@@ -221,7 +221,7 @@ def test_a_guard_that_stops_without_a_good_checkpoint_says_so(tmp_path: Path) ->
 
 
 def test_checkpoints_of_consecutive_steps_with_nan_are_set_aside(tmp_path: Path) -> None:
-    """They hold the count of these steps: a run that resumes from one would stop too soon."""
+    """A run that resumes from one, with its count of these steps, would stop too soon."""
     parts = Parts(Ranks(tmp_path / "checkpoints"), finite=[True, True, False, False, False])
     with pytest.raises(StoppedByGuard, match=r"3 consecutive .*goes on after step 2"):
         run(parts, tmp_path, 9, every=1, max_nonfinite_steps=3)
