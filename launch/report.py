@@ -30,10 +30,8 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.interrupts import exit_on_interrupt
 from megatron_rl.records.heat_maps import draw, heat_maps
 from megatron_rl.records.past_run import RunUnreadable, read_metrics
-from megatron_rl.records.progress import escape_unencodable
 from megatron_rl.records.report.step_times import report_steps
-from megatron_rl.records.samples.sample import SampleKind
-from megatron_rl.records.samples.show import ALL_KINDS, show_samples
+from megatron_rl.records.samples.sample import ALL_KINDS, SampleKind
 from megatron_rl.records.timeline.past_timeline import read_spans
 from megatron_rl.records.timeline.picture import draw_timeline
 from megatron_rl.records.timeline.trace import trace_events
@@ -208,6 +206,10 @@ def write_page(options: argparse.Namespace) -> None:
 
 def print_samples(options: argparse.Namespace) -> None:
     """Print samples. Raises `RunUnreadable` and `SamplesUnreadable`."""
+    # These imports take a third of a second
+    from megatron_rl.records.progress import escape_unencodable
+    from megatron_rl.records.samples.show import show_samples
+
     escape_unencodable(sys.stdout)
     show_samples(
         options.run,
@@ -230,11 +232,6 @@ def write_timeline(options: argparse.Namespace) -> None:
         options.target = options.trace
         options.trace.write_text(json.dumps(trace_events(spans)))
         print(options.trace)
-
-
-def print_steps(options: argparse.Namespace) -> None:
-    """Print the step times of a run. Raises `RunUnreadable`."""
-    report_steps(options.run)
 
 
 def draw_heat_maps(options: argparse.Namespace) -> None:
@@ -271,7 +268,12 @@ _COMMANDS: dict[str, _Command] = {
     ),
     "samples": ("what the model says", _SAMPLES, _add_samples_options, print_samples),
     "timeline": ("when it sampled and trained", _TIMELINE, _add_timeline_options, write_timeline),
-    "steps": ("seconds by section of a step", _STEPS, _add_run, print_steps),
+    "steps": (
+        "seconds by section of a step",
+        _STEPS,
+        _add_run,
+        lambda options: report_steps(options.run),
+    ),
     "heat-maps": ("pictures of the routes", _HEAT_MAPS, _add_run, draw_heat_maps),
 }
 

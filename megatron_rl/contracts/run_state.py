@@ -64,12 +64,14 @@ class GuardState(msgspec.Struct, frozen=True, kw_only=True):
 
     norms: norms of the gradients of the last optimizer steps, the newest last.
     skips: number of most recent consecutive steps with a spike.
+    nonfinite_since: first of the most recent consecutive steps with NaN or Inf, None without.
     low_entropy_since, low_entropy_steps: first and number of the most recent consecutive steps
     below guard.min_entropy.
     """
 
     norms: tuple[float, ...] = ()
     skips: Count = 0
+    nonfinite_since: Count | None = None
     low_entropy_since: Count | None = None
     low_entropy_steps: Count = 0
 

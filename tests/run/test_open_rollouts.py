@@ -287,6 +287,7 @@ def test_a_stop_request_aborts_the_wait_for_later_steps_and_saves_the_trained_on
         )
     assert ranks.steps == [1]
     assert parts.metrics[1]["rollout/tokens"] == 8
+    assert parts.metrics[1]["time/step"] > 0
     position = ranks.states[0].position
     assert (position.unevaluated_metrics is not None) == bool(evals)
     options: dict[str, Any] = {"steps": 2, "evals": evals, "resume_state": position}
@@ -295,3 +296,17 @@ def test_a_stop_request_aborts_the_wait_for_later_steps_and_saves_the_trained_on
     assert "sample step-1" not in resumed.calls
     if evals:
         assert resumed.metrics[1]["eval/accuracy"] == 0.5
+
+
+def test_tokens_of_a_step_whose_sync_was_aborted_are_compared_after_a_resume(
+    tmp_path: Path,
+) -> None:
+    now = [0.0]
+    stop = make_stop_request(clock=lambda: now[0])
+    ranks = FakeRanks()
+    on_update = SlowResponses(stop, now, "before")
+    on_update.is_quiet = True
+    manager = make_manager(ranks, stop, checkpoint_every=100)
+    with pytest.raises(StoppedAfterSave):
+        lead(ScriptedParts(), tmp_path, steps=9, checkpoints=manager, on_update=on_update)
+    assert ranks.states[0].position.uncompared_tokens == 8

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
+from tests.support.style import Function
+
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE_FOLDERS = ("launch", "megatron_rl", "sglang_bridge", "kernels/espo_kernels")
 COMMANDS = (
@@ -42,7 +44,6 @@ _MUTATORS = (
     "subtract",
     "update",
 )
-Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 @dataclass(frozen=True)
@@ -282,47 +283,54 @@ def settings_keys() -> list[str]:
     return sorted(flat_settings(to_yaml(compose(["experiment=smoke"]))))
 
 
-def measure() -> dict[str, list[str]]:
-    """Return the offenders of each measure, the largest first. Their number is its value."""
+@dataclass(frozen=True)
+class Measure:
+    """A number that should not grow. offenders: what it counts, or the largest first."""
+
+    value: int
+    offenders: list[str]
+
+
+def measure() -> dict[str, Measure]:
+    """Return all measures by their names."""
     trees = read_trees(SOURCE_FOLDERS)
     classes = classes_of(trees)
     behaviour = [item for item in classes if len(item.methods) >= MIN_METHODS]
+    private_parameters = [
+        f"{item.name}.{name}"
+        for item in classes
+        for name in constructor_parameters(item)
+        if name.startswith("_")
+    ]
     return {
-        "write pairs": _sizes({item.name: len(write_pairs(item)) for item in classes}),
-        "constructor parameters": _sizes(
+        "write pairs": _largest({item.name: len(write_pairs(item)) for item in classes}),
+        "constructor parameters": _largest(
             {item.name: len(constructor_parameters(item)) for item in behaviour}
         ),
-        "private constructor parameters": [
-            f"{item.name}.{name}"
-            for item in classes
-            for name in constructor_parameters(item)
-            if name.startswith("_")
-        ],
-        "protocols with one implementation": lonely_protocols(classes),
-        "exceptions that nobody catches": uncaught_exceptions(classes, trees),
-        "message kinds": message_kinds(),
-        "keys": settings_keys(),
-        "tests of private names": tests_of_private_names(read_trees(["tests"])),
-        "entries of launch/ without a command": entries_without_command(),
+        "private constructor parameters": _number(private_parameters),
+        "protocols with one implementation": _number(lonely_protocols(classes)),
+        "exceptions that nobody catches": _number(uncaught_exceptions(classes, trees)),
+        "message kinds": _number(message_kinds()),
+        "keys": _number(settings_keys()),
+        "tests of private names": _number(tests_of_private_names(read_trees(["tests"]))),
+        "entries of launch/ without a command": _number(entries_without_command()),
     }
 
 
-def _sizes(sizes: Mapping[str, int]) -> list[str]:
-    return [f"{name} {size}" for name, size in sorted(sizes.items(), key=lambda item: -item[1])]
+def _largest(sizes: Mapping[str, int]) -> Measure:
+    by_size = sorted(sizes.items(), key=lambda item: -item[1])
+    return Measure(by_size[0][1], [f"{name} {size}" for name, size in by_size])
 
 
-def largest(sizes: list[str]) -> int:
-    """Return the size of the first entry of "write pairs" or "constructor parameters"."""
-    return int(sizes[0].rpartition(" ")[2])
+def _number(offenders: list[str]) -> Measure:
+    return Measure(len(offenders), offenders)
 
 
 def main() -> int:
     """Print the value of each measure, and the first offenders."""
-    for name, offenders in measure().items():
-        sized = name in ("write pairs", "constructor parameters")
-        value = largest(offenders) if sized else len(offenders)
-        print(f"{name}: {value}")
-        print("    " + ", ".join(offenders[:12]))
+    for name, result in measure().items():
+        print(f"{name}: {result.value}")
+        print("    " + ", ".join(result.offenders[:12]))
     return 0
 
 

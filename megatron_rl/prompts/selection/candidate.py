@@ -63,7 +63,9 @@ class Candidate:
     def forget(self) -> None:
         """Expect the rollouts of the first request again."""
         self.num_samples = self.first_samples
-        self.group = self.first_kind = self.kind = None
+        self.group = None
+        self.first_kind = None
+        self.kind = None
 
     def prompt_weight(self, settings: SelectionSettings) -> float:
         """Return the part of the weight that compensates for how seldom the prompt is accepted."""

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import msgspec
 
 from megatron_rl.contracts.group import Group
 from megatron_rl.credit.group_kinds import GroupKind, kind_of
-from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult
+from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult, SingleRound
 
 
 @dataclass
-class RestoredStep:
+class RestoredStep(SingleRound):
     """Keeps the classes and weights of groups that are read. See `StepSelection`.
 
     A group with other rollouts was sampled again. It is a whole group without a probe: the belief
@@ -26,7 +26,6 @@ class RestoredStep:
 
     saved: SelectionResult
     saved_metrics: Mapping[str, float]
-    _groups: dict[int, Group] = field(default_factory=dict, init=False)
 
     def first_round(self) -> list[RolloutRequest]:
         """Return requests for all groups. What the checkpoint has of them is their answer."""
@@ -34,19 +33,6 @@ class RestoredStep:
             RolloutRequest(index, group.prompt, len(group.rollouts))
             for index, group in enumerate(self.saved.all_groups)
         ]
-
-    def handle_group(self, index: int, group: Group) -> RolloutRequest | None:
-        self._groups[index] = group
-        return None
-
-    def forget_group(self, index: int) -> None:
-        del self._groups[index]
-
-    def next_round(self) -> list[RolloutRequest]:
-        return []
-
-    def num_needed(self) -> None:
-        """Return None: all groups are of use."""
 
     def result(self) -> SelectionResult:
         groups: list[Group] = []

@@ -6,7 +6,7 @@ choices as an uninterrupted one (tests/prompts/selection/test_uniform.py).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from megatron_rl.contracts.group import Group
@@ -93,6 +93,26 @@ class StepSelection(Protocol):
     def metrics(self) -> dict[str, float]:
         """Return the metrics under `select/`. Called after `result`."""
         ...
+
+
+@dataclass
+class SingleRound:
+    """The groups of a `StepSelection` with one round, which extends none. All are of use."""
+
+    _groups: dict[int, Group] = field(default_factory=dict, init=False)
+
+    def handle_group(self, index: int, group: Group) -> RolloutRequest | None:
+        self._groups[index] = group
+        return None
+
+    def forget_group(self, index: int) -> None:
+        """Do nothing: the group that comes again takes its place."""
+
+    def next_round(self) -> list[RolloutRequest]:
+        return []
+
+    def num_needed(self) -> None:
+        """Return None: all groups are of use."""
 
 
 class Selector(Protocol):

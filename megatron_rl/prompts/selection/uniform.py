@@ -3,42 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import ClassVar
 
 from megatron_rl.config.schema import RolloutSettings
-from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.run_state import SelectorState
-from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult
+from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult, SingleRound
 from megatron_rl.prompts.source import PromptSource
 
 
 @dataclass
-class UniformStep:
+class UniformStep(SingleRound):
     """One round of `prompts`, `samples` rollouts of each. All groups are credited."""
 
     prompts: Sequence[Prompt]
     samples: int
-    _groups: dict[int, Group] = field(default_factory=dict, init=False)
 
     def first_round(self) -> list[RolloutRequest]:
         return [
             RolloutRequest(index, prompt, self.samples) for index, prompt in enumerate(self.prompts)
         ]
-
-    def handle_group(self, index: int, group: Group) -> RolloutRequest | None:
-        self._groups[index] = group
-        return None
-
-    def forget_group(self, index: int) -> None:
-        del self._groups[index]
-
-    def next_round(self) -> list[RolloutRequest]:
-        return []
-
-    def num_needed(self) -> None:
-        """Return None: all groups are of use."""
 
     def result(self) -> SelectionResult:
         return SelectionResult(tuple(self._groups[index] for index in sorted(self._groups)))

@@ -14,6 +14,9 @@ from megatron_rl.contracts.rollout import FinishReason, Role
 Floats = npt.NDArray[np.float32]
 
 
+ALL_KINDS = "all"  # a choice beside the kinds
+
+
 class SampleKind(enum.StrEnum):
     """Reason for which a sample is kept, apart from chance. All compare the responses of one step.
 

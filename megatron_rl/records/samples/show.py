@@ -14,10 +14,9 @@ from megatron_rl.records.reminder import Reminder
 from megatron_rl.records.run_directory import is_run_directory
 from megatron_rl.records.samples.files import sample_steps, samples_file
 from megatron_rl.records.samples.reader import SamplesUnreadable, read_samples
-from megatron_rl.records.samples.sample import Sample, SampleKind
+from megatron_rl.records.samples.sample import ALL_KINDS, Sample, SampleKind
 from megatron_rl.records.samples.terminal import SamplePrinter, to_json
 
-ALL_KINDS = "all"
 _DEFAULT_KINDS = (SampleKind.SHORTEST, SampleKind.LONGEST, SampleKind.SUREST_INCORRECT)
 _POLL_SECONDS = 0.5
 

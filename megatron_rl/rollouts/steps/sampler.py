@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_rl.config.schema import RolloutSettings
@@ -140,8 +140,9 @@ class RolloutSampler:
     def _open_groups(self, sampling: StepSampling, partials: Sequence[Group]) -> tuple[Group, ...]:
         lost_ids = set(self.queue.lost_groups(tuple(sampling.parts)))
         groups = {id_: part for id_, part in sampling.parts.items() if id_ not in lost_ids}
-        for group in (*partials, *self.queue.arrived_groups(sampling.requested_ids)):
-            if group.group_id in sampling.requested_ids:
+        requested_ids = set(sampling.requested_ids)
+        for group in (*partials, *self.queue.arrived_groups(requested_ids)):
+            if group.group_id in requested_ids:
                 groups[group.group_id] = group
         return tuple(groups.values())
 
@@ -209,7 +210,7 @@ class RolloutSampler:
     def _receive_all(self, sampling: StepSampling, can_continue: Callable[[], bool] | None) -> None:
         """Receive groups until the selection has enough of them. Raises `_CannotContinue`."""
         while True:
-            for part in self._arrivals(sampling.requested_ids, can_continue):
+            for part in self._arrivals(sampling, can_continue):
                 self._take(sampling, part)
                 if sampling.selection.num_needed() is not None:
                     self._drop_surplus(sampling)
@@ -244,16 +245,16 @@ class RolloutSampler:
         return num_tokens
 
     def _arrivals(
-        self, ids: Collection[str], can_continue: Callable[[], bool] | None = None
+        self, sampling: StepSampling, can_continue: Callable[[], bool] | None = None
     ) -> Iterator[Group]:
-        """Yield the parts with these ids as they arrive. Raises `_CannotContinue`."""
+        """Yield the parts that are requested as they arrive. Raises `_CannotContinue`."""
 
         def idle() -> None:
             self.idle()
             if can_continue is not None and not can_continue():
                 raise _CannotContinue
 
-        return self.queue.as_completed(idle, is_wanted=ids.__contains__)
+        return self.queue.as_completed(idle, is_wanted=sampling.is_requested)
 
     def _repeat(self, batch: RolloutBatch, part_ids: Sequence[str]) -> RolloutBatch:
         """Request parts of groups again and put them into the batch.
@@ -270,7 +271,7 @@ class RolloutSampler:
         self.queue.withdraw(dropped_ids)
         num_repeated = self.queue.request_again(repeated_ids)
         self._num_repeated += num_repeated
-        for part in self._arrivals(sampling.requested_ids):
+        for part in self._arrivals(sampling):
             self._take(sampling, part)
         num_after = sum(map(sampled_tokens, sampling.parts.values()))
         new_batch = replace(

@@ -30,9 +30,8 @@ class StepSampling:
     parts: dict[str, Group] = field(default_factory=dict)
     generated_tokens: int = 0
     unused_tokens: Mapping[str, int] = field(default_factory=dict)
-    # Without an answer, by id
+    # By id. Those with a part have their answer
     _requests: dict[str, RolloutRequest] = field(default_factory=dict, init=False)
-    _answered: dict[str, RolloutRequest] = field(default_factory=dict, init=False)  # by id
 
     @classmethod
     def restored(cls, step: int, selection: RestoredStep) -> StepSampling:
@@ -50,9 +49,13 @@ class StepSampling:
         return label_of(self.step)
 
     @property
-    def requested_ids(self) -> Collection[str]:
-        """The ids of the requests without an answer, now and whenever it is asked."""
-        return self._requests.keys()
+    def requested_ids(self) -> list[str]:
+        """The ids of the requests without an answer."""
+        return [id_ for id_ in self._requests if id_ not in self.parts]
+
+    def is_requested(self, part_id: str) -> bool:
+        """Return True for the id of a request without an answer."""
+        return part_id in self._requests and part_id not in self.parts
 
     def register(self, requests: Sequence[RolloutRequest]) -> Mapping[str, RolloutRequest]:
         """Expect answers to requests. Returns the requests by their ids."""
@@ -62,11 +65,11 @@ class StepSampling:
 
     def take(self, part: Group) -> list[RolloutRequest]:
         """Take an answer. Returns the request that extends its group, if there is one."""
-        request = self._answered[part.group_id] = self._requests.pop(part.group_id)
+        index = self._requests[part.group_id].index
         first = self.parts.get(first_id(part.group_id))
         group = part if first is None else merge_groups(first, part)
         self.parts[part.group_id] = part
-        extension = self.selection.handle_group(request.index, group)
+        extension = self.selection.handle_group(index, group)
         return [] if extension is None else [extension]
 
     def forget(self, lost_ids: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -79,36 +82,30 @@ class StepSampling:
         """
         lost_groups = {id_ for id_ in lost_ids if id_ == first_id(id_)}
         for group_id in lost_groups:
-            self.selection.forget_group(self._answered[group_id].index)
+            self.selection.forget_group(self._requests[group_id].index)
         dropped_ids = [id_ for id_ in self.parts if first_id(id_) in lost_groups - {id_}]
         repeated_ids = [id_ for id_ in lost_ids if id_ not in dropped_ids]
         for id_ in repeated_ids:
-            self._requests[id_] = self._answered[id_]
-        for id_ in (*repeated_ids, *dropped_ids):
-            del self._answered[id_]
             del self.parts[id_]
+        self.drop(dropped_ids)
         return repeated_ids, dropped_ids
 
     def surplus_ids(self) -> tuple[list[str], list[str]]:
         """Return the ids of parts that the step does not need: without an answer, and with one."""
         num_needed = self.selection.num_needed()
-        waiting_ids = [
+        surplus_ids = [
             id_
             for id_, request in self._requests.items()
             if num_needed is not None and request.index >= num_needed
         ]
-        delivered_ids = [
-            id_
-            for id_, request in self._answered.items()
-            if num_needed is not None and request.index >= num_needed
-        ]
+        waiting_ids = [id_ for id_ in surplus_ids if id_ not in self.parts]
+        delivered_ids = [id_ for id_ in surplus_ids if id_ in self.parts]
         return waiting_ids, delivered_ids
 
     def drop(self, part_ids: Collection[str]) -> None:
         """Forget parts of groups that the step does not need."""
         for part_id in part_ids:
             self._requests.pop(part_id, None)
-            self._answered.pop(part_id, None)
             self.parts.pop(part_id, None)
 
     def delivered_ids(self, result: SelectionResult) -> tuple[str, ...]:

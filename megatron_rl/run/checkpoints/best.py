@@ -23,12 +23,6 @@ class BestCheckpoint:
         self._store = store
         self._candidate: BestState | None = None  # has no checkpoint yet
         self._best: BestState | None = None
-        self.restore(state)
-
-    def restore(self, state: BestState | None) -> None:
-        """Go on from the state of a checkpoint, which has to be of this metric and on the disk."""
-        self._candidate = None
-        self._best = None
         if state is not None and state.metric == self._metric:
             self._best = state if self._store.path(state.step).is_dir() else None
         self._store.set_best(self._best)

@@ -68,6 +68,7 @@ class Guards:
         return GuardState(
             norms=tuple(self._spikes.norms),
             skips=self._spikes.skips,
+            nonfinite_since=self._nonfinite.since,
             low_entropy_since=self._entropy.since,
             low_entropy_steps=self._entropy.count,
         )
@@ -77,6 +78,7 @@ class Guards:
         guard = state.guard
         self._spikes.restore(guard.norms, guard.skips)
         self._nonfinite.count = state.nonfinite
+        self._nonfinite.since = guard.nonfinite_since
         self._entropy.since = guard.low_entropy_since
         self._entropy.count = guard.low_entropy_steps
 

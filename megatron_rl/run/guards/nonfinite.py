@@ -17,7 +17,7 @@ class NonFiniteGuard:
     """Counts consecutive steps with a NaN or Inf in the loss or the gradients.
 
     max_steps: train.max_nonfinite_steps. rollouts: the folder that holds their batches.
-    action: guard.nonfinite.
+    action: guard.nonfinite. since: the first of these steps.
     """
 
     max_steps: int
@@ -25,6 +25,7 @@ class NonFiniteGuard:
     progress: Progress
     action: Literal["skip", "stop"] = "skip"
     count: int = 0
+    since: int | None = None
 
     @property
     def checks_weights(self) -> bool:
@@ -37,7 +38,7 @@ class NonFiniteGuard:
         Raises `StoppedByGuard`.
         """
         if plan.rollouts:
-            self.count = 0 if outcome.finite else self.count + 1
+            self._count(plan.step, is_finite=outcome.finite)
         if not outcome.weights_finite:
             text = f"step {plan.step}: NaN or Inf in the weights (guard.nonfinite=stop)"
             raise StoppedByGuard(text, plan.step)
@@ -51,16 +52,14 @@ class NonFiniteGuard:
         if self.count < self.max_steps and self.action != "stop":
             return
         steps = "1 step" if self.count == 1 else f"{self.count} consecutive steps"
-        key = (
-            "guard.nonfinite=stop"
-            if self.action == "stop"
-            else f"train.max_nonfinite_steps={self.max_steps}"
-        )
+        key = f"train.max_nonfinite_steps={self.max_steps}"
+        if self.action == "stop":
+            key = "guard.nonfinite=stop"
         text = (
             f"{steps} had NaN or Inf in the loss or the gradients ({key}). The batches are in "
             f"{self.rollouts}"
         )
-        raise StoppedByGuard(text, plan.step - self.count + 1)
+        raise StoppedByGuard(text, plan.step if self.since is None else self.since)
 
     def observe_responses(self, step: int, failure: Exception) -> None:
         """Take a batch of which too many responses have NaN.
@@ -80,3 +79,11 @@ class NonFiniteGuard:
                 f"changed. The batches are in {self.rollouts}. Try a lower optimizer.lr",
                 0,
             )
+
+    def _count(self, step: int, *, is_finite: bool) -> None:
+        if is_finite:
+            self.count = 0
+            self.since = None
+            return
+        self.count += 1
+        self.since = step if self.since is None else self.since

@@ -48,8 +48,9 @@ class StopRequest:
         self._accepts_signals = False
         self._has_to_end = False  # at the deadline, by itself
         self._deadline: float | None = None
-        self._abort_time = 0.0  # a step that has trained nothing ends then
+        self._abort_time = 0.0  # a wait for rollouts ends then
         self._file: Path | None = None
+        self._has_aborted = False  # a wait: the file may be removed before the run has ended
         self.signal_name: str | None = None
         self.is_wait_abortable = False
 
@@ -86,7 +87,7 @@ class StopRequest:
         """The signal or the file that asks the run to stop; empty without a request."""
         if self.signal_name is not None:
             return self.signal_name
-        if self._file is None or not self._file.exists():
+        if self._file is None or not (self._has_aborted or self._file.exists()):
             return ""
         with self._lock:
             self._limit_by_job()
@@ -112,8 +113,7 @@ class StopRequest:
         if not self.is_wait_abortable or not self.source or self._deadline is None:
             return
         if self._clock() > self._abort_time:
-            # The file may be removed before the run has ended
-            self.signal_name = self.signal_name or self.source
+            self._has_aborted = True
             raise WaitAborted
 
     def _limit_by_job(self) -> None:

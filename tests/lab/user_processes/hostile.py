@@ -145,8 +145,7 @@ class Hostile(Scorer):
         os.kill(os.getpid(), signal.SIGSTOP)
 
     async def kills_its_supervisor(self) -> Any:
-        await asyncio.sleep(0.05)
-        os.kill(os.getppid(), signal.SIGKILL)
+        threading.Timer(0.1, os.kill, [os.getppid(), signal.SIGKILL]).start()
         await asyncio.sleep(3600)
 
     async def returns_an_object(self) -> Any:

@@ -100,8 +100,7 @@ def test_a_fork_that_returns_into_the_event_loop_ends(score: Score) -> None:
         nightly("exits_in_a_thread", "exit code 4", LOST),
         ("closes", "it closed its connection", LOST),
         nightly("writes", "it sent an invalid message", LOST),
-        # On busy cores the supervisor may end before it has started the process again
-        ("kills_its_supervisor", "SIGKILL", ""),
+        ("kills_its_supervisor", "SIGKILL", LOST),
     ],
 )
 def test_a_process_that_ends_costs_the_call_that_ended_it(

@@ -16,13 +16,21 @@ import pytest
 from megatron_rl.config.schema import EngineSettings, GuardSettings
 from megatron_rl.contracts.commands import Checkpoint, Command
 from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.contracts.group import RolloutRef
 from megatron_rl.contracts.run_state import BestState, GuardState, LoopState, MismatchState
+from megatron_rl.contracts.step_plan import StepPlan
+from megatron_rl.records.progress import Progress
 from megatron_rl.rollouts.rollout_batch import NonFiniteResponses, RolloutBatch
 from megatron_rl.run.checkpoints.store import CheckpointStore
+from megatron_rl.run.guards.nonfinite import NonFiniteGuard
 from megatron_rl.run.guards.stopped_by_guard import StoppedByGuard
+from megatron_rl.training.metric_sums import MetricSums
+from megatron_rl.training.worker import TrainOutcome
 from tests.support.checkpoint_managers import FakeRanks, make_manager
 from tests.support.checkpoints import make_state
 from tests.support.leaders import ScriptedParts, lead
+from tests.support.rollout_refs import make_ref
+from tests.support.rollouts import make_rollout
 
 FLAT = (1.0,) * 8
 
@@ -292,3 +300,22 @@ def test_a_checkpoint_of_an_older_version_resumes_without_history() -> None:
     text = msgspec.json.decode(msgspec.json.encode(state))
     del text["guard"]
     assert msgspec.json.decode(msgspec.json.encode(text), type=LoopState) == state
+
+
+def plan_of(step: int, *rollouts: RolloutRef) -> StepPlan:
+    advantages = (0.0,) * len(rollouts)
+    return StepPlan(step=step, rollouts=rollouts, advantages=advantages, optimizer_steps=())
+
+
+def test_steps_without_rollouts_do_not_shorten_the_trouble(tmp_path: Path) -> None:
+    """NaN in steps 3 and 5, and step 4 trains nothing: checkpoint 3 is from the trouble."""
+    rollout = make_ref(make_rollout(2, 2))
+    progress = Progress(9, is_enabled=False)
+    guard = NonFiniteGuard(2, tmp_path, progress)
+    outcome = TrainOutcome(False, 0, MetricSums(), {})
+    empty_outcome = TrainOutcome(True, 0, MetricSums(), {})
+    guard.observe(plan_of(3, rollout), outcome)
+    guard.observe(plan_of(4), empty_outcome)
+    with pytest.raises(StoppedByGuard) as error:
+        guard.observe(plan_of(5, rollout), outcome)
+    assert error.value.first_step == 3
