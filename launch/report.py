@@ -205,7 +205,7 @@ def write_page(options: argparse.Namespace) -> None:
 
 
 def print_samples(options: argparse.Namespace) -> None:
-    """Print samples. Raises `RunUnreadable` and `SamplesUnreadable`."""
+    """Print samples. Raises `RunUnreadable` and `Failure`."""
     # These imports take a third of a second
     from megatron_rl.records.progress import escape_unencodable
     from megatron_rl.records.samples.show import show_samples

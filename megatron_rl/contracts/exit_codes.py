@@ -7,7 +7,6 @@ first and exits with 1.
 from __future__ import annotations
 
 from enum import IntEnum
-from typing import ClassVar
 
 
 class ExitCode(IntEnum):
@@ -40,7 +39,13 @@ class ExitCode(IntEnum):
 class Failure(Exception):
     """Expected error that ends a run.
 
-    Its text is for people, and `exit_code` is for scripts.
+    Its text is for people, and `exit_code` is for scripts. A class of its own is for failures that
+    some code catches.
     """
 
-    exit_code: ClassVar[int] = 1
+    exit_code: int = 1
+
+    def __init__(self, text: str = "", exit_code: int | None = None) -> None:
+        super().__init__(text)
+        if exit_code is not None:
+            self.exit_code = exit_code

@@ -228,7 +228,7 @@ class Engines:
     def _share_urls(self, urls: UrlList | None) -> list[str]:
         """Return the URLs of the external engines at the start (a collective).
 
-        Rank 0 reads the file for all: it may change meanwhile. Raises `BadUrlList` on rank 0.
+        Rank 0 reads the file for all: it may change meanwhile. Raises `Failure` on rank 0.
         """
         if self._settings.urls_file is None:
             return self._settings.urls
@@ -369,7 +369,7 @@ def open_engines(
 def _memory_fraction(c: Configuration, shape: ModelShape, job: Job) -> float | None:
     """Return the share of its GPUs that an engine may use beside the trainer.
 
-    None where they share no GPU. Raises `MemoryExceeded`.
+    None where they share no GPU. Raises `Failure`.
     """
     device_bytes = _gpu_bytes(job)
     if not c.engine.colocated or device_bytes is None:

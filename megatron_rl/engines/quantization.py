@@ -15,12 +15,6 @@ _OLDEST = (8, 9)
 _TOO_NEW = (10, 0)
 
 
-class UnsupportedGpu(Failure):
-    """Quantized engines cannot take new weights on this kind of GPU."""
-
-    exit_code = ExitCode.REFUSED
-
-
 def engine_quantization(engine: EngineSettings, shape: ModelShape) -> dict[str, Any] | None:
     """Return the `quantization_config` of the engines, None for unquantized ones."""
     if engine.quantization is None:
@@ -33,7 +27,7 @@ def engine_quantization(engine: EngineSettings, shape: ModelShape) -> dict[str, 
 
 
 def require_fp8_gpu(capability: tuple[int, int], name: str) -> None:
-    """Raise `UnsupportedGpu` for a GPU on which SGLang keeps FP8 weights in a layout of its own.
+    """Raise `Failure` for a GPU on which SGLang keeps FP8 weights in a layout of its own.
 
     capability: CUDA's compute capability. name: of the GPU, for people.
     """
@@ -47,7 +41,8 @@ def require_fp8_gpu(capability: tuple[int, int], name: str) -> None:
             "SGLang turns float32 scales into packed powers of two there (DeepGEMM), and does not "
             "turn later ones"
         )
-    raise UnsupportedGpu(
+    raise Failure(
         f"engine.quantization=fp8: {name} has compute capability {number}: {reason}. Use GPUs with "
-        "8.9 or 9.0, such as L40S, H100 or H200, or engine.quantization=null"
+        "8.9 or 9.0, such as L40S, H100 or H200, or engine.quantization=null",
+        ExitCode.REFUSED,
     )

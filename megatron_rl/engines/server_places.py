@@ -32,7 +32,7 @@ def server_places(
     seed, derived from `seed`.
 
     quantization: the `quantization_config` of every engine, None for unquantized ones. Raises
-    `UnsupportedGpu` if this node's GPUs cannot serve it. memory_fraction: see `ServerPlace`.
+    `Failure` if this node's GPUs cannot serve it. memory_fraction: see `ServerPlace`.
     """
     device = server_device(engine, torch.cuda.device_count())
     if quantization is not None and device == "cuda":

@@ -11,12 +11,6 @@ from sglang_bridge.addresses import repeated_url_refusals, url_refusal
 from sglang_bridge.engine import Engine
 
 
-class BadUrlList(Failure):
-    """The file of `engine.urls_file` cannot be read, or has an invalid line."""
-
-    exit_code = ExitCode.REFUSED
-
-
 class UrlList:
     """The file of `engine.urls_file`: one URL a line. Empty lines and those with # are comments.
 
@@ -32,14 +26,14 @@ class UrlList:
         self._problem = ""
 
     def read_first(self) -> list[str]:
-        """Return the URLs at the start of the run. Raises `BadUrlList`."""
+        """Return the URLs at the start of the run. Raises `Failure`."""
         try:
             self._text = self.path.read_text()
             urls = parse_urls(self._text)
             if not urls:
                 raise ValueError("it names no engine. Write one URL a line")
         except (OSError, ValueError) as error:
-            raise BadUrlList(f"engine.urls_file={self.path}: {error}") from error
+            raise Failure(f"engine.urls_file={self.path}: {error}", ExitCode.REFUSED) from error
         return urls
 
     def read(self) -> list[str] | None:

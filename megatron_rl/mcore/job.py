@@ -20,12 +20,6 @@ from megatron_rl.contracts.open_files import raise_open_file_limit
 from megatron_rl.mcore.gloo_device import share_gloo_device
 
 
-class RestartsNeedNewStores(Failure):
-    """torchrun would start ranks again on several nodes with the keys of the earlier ranks."""
-
-    exit_code = ExitCode.REFUSED
-
-
 @dataclass(frozen=True)
 class Job:
     """The place of this rank among all ranks.
@@ -55,7 +49,7 @@ class Job:
 def join(parallel: ParallelSettings) -> Job:
     """Join the job that torchrun started, or start one of a single process. Collective.
 
-    Raises `RestartsNeedNewStores`.
+    Raises `Failure`.
     """
     raise_open_file_limit()
     timeout = datetime.timedelta(seconds=parallel.timeout_s)
@@ -97,7 +91,7 @@ def _store_of_this_start(timeout: datetime.timedelta) -> dist.Store | None:
 
     torchrun keeps its store when it starts the ranks again. In it are the addresses of the earlier
     ranks, which the new ones would wait for. None: torch makes a store for each start, or there is
-    no torchrun. Raises `RestartsNeedNewStores`.
+    no torchrun. Raises `Failure`.
     """
     environment = os.environ
     if environment.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
@@ -105,9 +99,10 @@ def _store_of_this_start(timeout: datetime.timedelta) -> dist.Store | None:
     is_single_node = environment["WORLD_SIZE"] == environment["LOCAL_WORLD_SIZE"]
     if not is_single_node and environment.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         # The nodes count their restarts apart: no count names the same part on all of them
-        raise RestartsNeedNewStores(
+        raise Failure(
             "torchrun --max-restarts on several nodes would keep the keys of the earlier ranks. "
-            "Before torchrun, on all nodes: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+            "Before torchrun, on all nodes: export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1",
+            ExitCode.REFUSED,
         )
     store = dist.TCPStore(
         environment["MASTER_ADDR"],

@@ -12,7 +12,8 @@ from typing import Any, Literal
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 
-from megatron_rl.mcore.router_target import ReplayError, RouterTarget, Routing
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.mcore.router_target import RouterTarget, Routing
 
 # The faults that a message lists. It counts the others.
 _MAX_FAULTS_IN_MESSAGE = 8
@@ -25,7 +26,7 @@ class RouteReplay:
         arXiv 2510.11370). "trainer": these routers record them in the old-policy pass (R2,
         arXiv 2507.18071, section 5.3).
 
-    Raises `ReplayError` for a Megatron setting under which routers ignore replay.
+    Raises `Failure` for a Megatron setting under which routers ignore replay.
     """
 
     def __init__(
@@ -41,15 +42,16 @@ class RouteReplay:
     def require_layers(self, layers: Sequence[int]) -> None:
         """Check that this rank's routers are of these decoder layers, counted from 0, in order.
 
-        Raises `ReplayError` otherwise.
+        Raises `Failure` otherwise.
         """
         router_layers = [target.layer for target in self._all_targets]
         if router_layers != list(layers):
-            raise ReplayError(
+            raise Failure(
                 f"train.replay={self.source}: this rank's routers are of the decoder layers "
                 f"{router_layers}, but its routes are of {list(layers)}. This Megatron-Core splits "
                 "pipeline stages differently from models/pipeline_split.py. Use another grid, or "
-                "train.replay=off"
+                "train.replay=off",
+                ExitCode.SYNC_MISMATCH,
             )
 
     @property
@@ -202,7 +204,7 @@ def _recomputations(config: Any) -> int:
 
 
 def _require_replayable(config: Any) -> None:
-    """Raise `ReplayError` for router settings of Megatron that replay cannot control.
+    """Raise `Failure` for router settings of Megatron that replay cannot control.
 
     Under these settings routers ignore replay silently, or change the choice after it.
     """
@@ -230,6 +232,7 @@ def _require_replayable(config: Any) -> None:
     }
     for key, (is_violated, reason) in rules.items():
         if is_violated:
-            raise ReplayError(
-                f"{key}={getattr(config, key)!r}: {reason}. Switch it off, or set train.replay=off"
+            raise Failure(
+                f"{key}={getattr(config, key)!r}: {reason}. Switch it off, or set train.replay=off",
+                ExitCode.SYNC_MISMATCH,
             )

@@ -18,12 +18,6 @@ Routing = Literal["replay", "record", "live"]
 _UINT8_EXPERTS = 256
 
 
-class ReplayError(Failure):
-    """Routes cannot be replayed through this model, or were not replayed as recorded."""
-
-    exit_code = ExitCode.SYNC_MISMATCH
-
-
 class RouterTarget:
     """The experts that one router must use. Megatron's router calls `get_replay_topk`.
 
@@ -125,11 +119,12 @@ class RouterTarget:
         default_compute_topk: the router's own choice.
 
         Returns the scores of the chosen experts and the experts, both [rows, topk]. Raises
-        `ReplayError` without `default_compute_topk`.
+        `Failure` without `default_compute_topk`.
         """
         if default_compute_topk is None:
-            raise ReplayError(
-                "the router passed no top-k function: this Megatron-Core version is not supported"
+            raise Failure(
+                "the router passed no top-k function: this Megatron-Core version is not supported",
+                ExitCode.SYNC_MISMATCH,
             )
 
         def choose(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -26,12 +26,6 @@ _MAX_FRACTION = 0.88
 _SYNC_BUCKETS = 4
 
 
-class MemoryExceeded(Failure):
-    """Trainer and engines do not fit on the same GPUs."""
-
-    exit_code = ExitCode.REFUSED
-
-
 @dataclass(frozen=True)
 class ColocatedMemory:
     """Bytes on one GPU in both turns.
@@ -123,10 +117,10 @@ def colocated_memory(
 
 
 def require_memory(memory: ColocatedMemory) -> float:
-    """Return the engine's `--mem-fraction-static`. Raises `MemoryExceeded` if something misfits."""
+    """Return the engine's `--mem-fraction-static`. Raises `Failure` if something misfits."""
     problems = list(memory.problems())
     if problems:
-        raise MemoryExceeded(f"engine.colocated=true: {'; '.join(problems)}")
+        raise Failure(f"engine.colocated=true: {'; '.join(problems)}", ExitCode.REFUSED)
     return memory.fraction
 
 

@@ -10,12 +10,13 @@ from collections.abc import Iterator, Mapping
 from types import TracebackType
 
 from megatron_rl.config.schema import LoggerSettings
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.records.effective_time import EFFECTIVE_TIME, EffectiveTime
 from megatron_rl.records.heat_maps import HeatMaps, is_expert_share, is_heat_map_metric
 from megatron_rl.records.past_run import RunUnreadable, iterate_metrics
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.records.trackers import Trackers
-from megatron_rl.records.write_errors import WriteFailed, write_problem
+from megatron_rl.records.write_errors import write_problem
 
 # Steps in a heat map of TensorBoard, which stores each picture
 _MAX_COLUMNS = 256
@@ -26,7 +27,7 @@ class MetricsLog:
 
     first_step: the first step of a resumed run. TensorBoard then hides the older records of this
     and later steps. trackers: receive the metrics, too. effective_time: adds `run/effective_time`
-    to each record. Raises `WriteFailed` when a file cannot be written.
+    to each record. Raises `Failure` when a file cannot be written.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class MetricsLog:
             self._writer = SummaryWriter(str(directory.tensorboard), purge_step=first_step)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Append the metrics of one step and flush them. Raises `WriteFailed`."""
+        """Append the metrics of one step and flush them. Raises `Failure`."""
         if self._effective_time is not None:
             values = {**values, EFFECTIVE_TIME: self._effective_time.after(step, values)}
         record: dict[str, float | None] = {"step": step}
@@ -111,14 +112,14 @@ class MetricsLog:
 
     @contextlib.contextmanager
     def _explained_write_errors(self) -> Iterator[None]:
-        """Turn errors of the disk into `WriteFailed`."""
+        """Turn errors of the disk into `Failure`."""
         try:
             yield
         except OSError as error:
             problem = write_problem(error, self._path)
             if problem is None:
                 raise
-            raise WriteFailed(problem) from error
+            raise Failure(problem, ExitCode.CANNOT_WRITE) from error
 
     def __enter__(self) -> MetricsLog:
         return self

@@ -32,16 +32,6 @@ PACKAGES = ("torch", "megatron-core", "sglang", "triton", "transformers", "hydra
 _FOLDERS = ("logs", "rollouts", "checkpoints")
 
 
-class RunDirectoryUnusable(Failure):
-    """The directory of a run cannot be made."""
-
-    exit_code = ExitCode.REFUSED
-
-
-class RunDirectoryTaken(RunDirectoryUnusable):
-    """The directory belongs to another run."""
-
-
 @dataclass(frozen=True)
 class RunDirectory:
     """The paths inside the directory of one run."""
@@ -52,8 +42,8 @@ class RunDirectory:
         """Make the directory of a new run. Rank 0 only.
 
         run.on_existing=overwrite_failed removes the directory of a run that did not complete.
-        ranks: the number of ranks of the run. Raises `RunDirectoryTaken` when the directory
-        exists, and `RunDirectoryUnusable` when it cannot be made.
+        ranks: the number of ranks of the run. Raises `Failure` when the directory
+        exists, and `Failure` when it cannot be made.
         """
         path = self.path
         if configuration.run.on_existing == "overwrite_failed":
@@ -63,9 +53,10 @@ class RunDirectory:
         except FileExistsError:
             raise _directory_taken(path, "two runs never share a directory") from None
         except OSError as error:
-            raise RunDirectoryUnusable(
+            raise Failure(
                 f"run.root={str(path.parent)!r}: no directory can be made there ({error}). Choose "
-                "another run.root"
+                "another run.root",
+                ExitCode.REFUSED,
             ) from error
         with contextlib.ExitStack() as undo:
             # An incomplete directory would only block its name
@@ -127,7 +118,7 @@ def to_yaml(configuration: Configuration) -> str:
 def _remove_failed(path: Path) -> None:
     """Remove the directory of a run that ended without completing.
 
-    Raises `RunDirectoryTaken` for any other directory.
+    Raises `Failure` for any other directory.
     """
     if not path.exists():
         return
@@ -147,11 +138,12 @@ def _remove_failed(path: Path) -> None:
         raise _directory_taken(path, f"it cannot be removed ({error})") from error
 
 
-def _directory_taken(path: Path, reason: str) -> RunDirectoryTaken:
-    return RunDirectoryTaken(
+def _directory_taken(path: Path, reason: str) -> Failure:
+    return Failure(
         f"run.name={path.name!r}: {path} exists already, and {reason}. Choose another run.name, "
         "move the old run away, or, if it failed, reuse its name with "
-        "run.on_existing=overwrite_failed"
+        "run.on_existing=overwrite_failed",
+        ExitCode.REFUSED,
     )
 
 

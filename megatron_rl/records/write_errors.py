@@ -7,8 +7,6 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from megatron_rl.contracts.exit_codes import ExitCode, Failure
-
 _CAUSES = {
     errno.ENOSPC: "the disk is full",
     errno.EDQUOT: "the disk quota is used up",
@@ -16,12 +14,6 @@ _CAUSES = {
     errno.EFBIG: "the file exceeds the size limit (ulimit -f)",
     errno.EIO: "the disk reports an input/output error",
 }
-
-
-class WriteFailed(Failure):
-    """A file of the run cannot be written."""
-
-    exit_code = ExitCode.CANNOT_WRITE
 
 
 def free_bytes(path: Path) -> int:

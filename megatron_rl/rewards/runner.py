@@ -75,7 +75,7 @@ class RewardRunner:
         Any number of calls may run at the same time. Cancelling a call cancels its scorer.
 
         subject: names the response in warnings.
-        Raises `ReopenFailed` if the scorer cannot be opened again.
+        Raises `Failure` if the scorer cannot be opened again.
         """
         start = time.perf_counter()
         outcome = await self._calls.score(prompt, text, finish_reason, subject=subject)

@@ -127,7 +127,7 @@ class EpisodeRunner:
         request: one that was announced. Once it is forgotten, its episode gets no response.
         index: place of the rollout in its group. progress: follows the episode, and has what a
         checkpoint had of it.
-        Raises `ReopenFailed` if a user-defined class cannot be opened again.
+        Raises `Failure` if a user-defined class cannot be opened again.
         """
         progress = progress or EpisodeProgress()
         progress.outcome = await self._play(request, index, progress)

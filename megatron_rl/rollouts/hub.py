@@ -26,12 +26,6 @@ _LINGER_MILLISECONDS = 1000
 _decoder: msgspec.msgpack.Decoder[FromCollector] = msgspec.msgpack.Decoder(FromCollector)
 
 
-class CollectorLost(Failure):
-    """A collector did not connect in time, or has an invalid name."""
-
-    exit_code = ExitCode.ENGINE_FAILED
-
-
 @dataclass(frozen=True)
 class CollectorConnected:
     """The collector of a node has connected. epoch: counts its starts."""
@@ -108,13 +102,14 @@ class CollectorHub:
         return None if peer is None else peer.epoch
 
     def wait_for(self, num_nodes: int, deadline_seconds: float) -> None:
-        """Block until every node's collector has connected. Raises `CollectorLost`."""
+        """Block until every node's collector has connected. Raises `Failure`."""
         deadline = time.monotonic() + deadline_seconds
         while len(self._peers) < num_nodes:
             if time.monotonic() > deadline:
-                raise CollectorLost(
+                raise Failure(
                     f"{len(self._peers)} of {num_nodes} collectors connected to {self.address} "
-                    f"within {deadline_seconds:g} s; see the collector logs in the run directory"
+                    f"within {deadline_seconds:g} s; see the collector logs in the run directory",
+                    ExitCode.ENGINE_FAILED,
                 )
             self._receive(0.1)
 
@@ -235,13 +230,15 @@ class _OneKey:
 
 
 def _node_and_epoch(sender: bytes) -> tuple[int, int]:
-    """Read the name of a collector. Raises `CollectorLost` for a peer that is no collector."""
+    """Read the name of a collector. Raises `Failure` for a peer that is no collector."""
     try:
         node, epoch = sender.split(b".")
         return int(node), int(epoch)
     except ValueError as error:
         name = sender.decode(errors="replace")
-        raise CollectorLost(f"a collector with the invalid name {name!r} has connected") from error
+        raise Failure(
+            f"a collector with the invalid name {name!r} has connected", ExitCode.ENGINE_FAILED
+        ) from error
 
 
 def _log_hint(node: int) -> str:

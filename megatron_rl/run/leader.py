@@ -200,7 +200,7 @@ class Leader:
         If open rollouts cannot be stored, the rest is saved before the run ends.
 
         point: the state after that step, None: the present one.
-        Raises `CheckpointNotSaved`, `CollectorFailed`, `NoEngineLeft` and `HoldTimedOut`. The
+        Raises `Failure`, `CollectorFailed`, `NoEngineLeft` and `HoldTimedOut`. The
         latter three do not matter if the run has to stop.
         """
         assert self.checkpoints is not None

@@ -34,18 +34,6 @@ _CLOSE_SECONDS = 30.0  # a complete run has this time to close its parts
 _FOLLOW_SECONDS = 5.0  # the other ranks end after rank 0, which saves
 
 
-class DataTimedOut(Failure):
-    """The data was not read in time. The other ranks wait no longer either."""
-
-    exit_code = ExitCode.BAD_DATA
-
-    def __init__(self, seconds: float) -> None:
-        super().__init__(
-            f"parallel.timeout_s={seconds:g}: reading the data takes longer. Raise it, or see "
-            "whether data.source or reward.name names a class that hangs"
-        )
-
-
 def run(configuration: Configuration) -> int:
     """Run one rank. Returns `ExitCode.OK`.
 
@@ -114,10 +102,16 @@ def _read_data(configuration: Configuration, supervision: Supervision) -> RunDat
 
     is_single_node = int(os.environ.get("WORLD_SIZE", "1")) == supervision.ranks.count
     seconds = configuration.parallel.timeout_s
+    # The other ranks wait no longer either
+    failure = Failure(
+        f"parallel.timeout_s={seconds:g}: reading the data takes longer. Raise it, or see whether "
+        "data.source or reward.name names a class that hangs",
+        ExitCode.BAD_DATA,
+    )
     supervision.progress.log("reading the data")
     try:
         with (
-            supervision.watchdog.time_limit(seconds, DataTimedOut(seconds)),
+            supervision.watchdog.time_limit(seconds, failure),
             supervision.progress.task("reading the data"),
         ):
             return read_data(configuration)

@@ -55,12 +55,6 @@ _OPEN = "open"
 _COMPLETE = "complete"
 
 
-class RankZeroFailed(Failure):
-    """Raised on the other ranks when rank 0 could not open the run; rank 0 reports why."""
-
-    exit_code = ExitCode.PEER_FAILED
-
-
 @dataclass
 class _Opening:
     """The result of opening the directory.
@@ -82,9 +76,8 @@ def open_run(
 
     Returns the directory of the run and the loop of this rank, which runs to the end of the run.
     Raises `ConfigurationRefused` for a Transformer Engine that does not run on this rank's GPU.
-    Raises the error of reading the data, `PluginError`, `RunDirectoryTaken`, `NotEnoughDiskSpace`,
-    `BeliefsUnavailable`, `PromptDataError`, `BadRecording`, `CheckpointOfOtherRun` and
-    `RepeatedFailure` on rank 0, and `NoCompleteCheckpoint` and `ReferenceChanged` on all ranks.
+    Raises the error of reading the data, `PluginError`, `PromptDataError` and `BadRecording` on
+    rank 0, and `Failure` on all ranks.
     """
     progress = supervision.progress
     shape = read_shape(c.model.path)
@@ -253,7 +246,7 @@ def _starts_with_this_one(
 ) -> tuple[Start, ...]:
     """Return the starts of the run up to this one. Rank 0 only.
 
-    Raises `RepeatedFailure` if the last ones failed alike. The refusal is then the end of the run,
+    Raises `Failure` if the last ones failed alike. The refusal is then the end of the run,
     and the last one of its starts.
     """
     starts: tuple[Start, ...] = ()
@@ -277,7 +270,7 @@ def _restore_data(
     """Move the data to the checkpoint's position, and apply the beliefs of another run.
 
     Returns these beliefs. Raises `PromptDataError` or `BadRecording` if they, or the checkpoint,
-    belong to other data, and `BeliefsUnavailable`.
+    belong to other data, and `Failure`.
     """
     beliefs = read_transferred_beliefs(c, resume_point.state)
     if resume_point.state is not None:
@@ -345,7 +338,7 @@ def _do_nothing() -> None:
 def _run_on_rank_zero(job: Job, action: Callable[[], str]) -> str:
     """Run an action on rank 0; every rank returns its text (a collective).
 
-    action: returns a text that is not empty. Raises `RankZeroFailed` on the other ranks when it
+    action: returns a text that is not empty. Raises `Failure` on the other ranks when it
     fails.
     """
     text = ""
@@ -357,5 +350,5 @@ def _run_on_rank_zero(job: Job, action: Callable[[], str]) -> str:
         return text
     text = broadcast_bytes(None, job.control_group).decode()
     if not text:
-        raise RankZeroFailed("rank 0 could not open the run")
+        raise Failure("rank 0 could not open the run", ExitCode.PEER_FAILED)
     return text

@@ -24,7 +24,6 @@ from megatron_rl.losses import PolicyLoss
 from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.optimizer import DistributedAdam, StepResult
 from megatron_rl.mcore.parallel import RankLayout
-from megatron_rl.mcore.router_target import ReplayError
 from megatron_rl.mcore.weights import OwnedWeights, open_engine_weights, save_hf_weights
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.samples.parts import SamplePart
@@ -47,12 +46,6 @@ from megatron_rl.training.replay.update_routes import with_update_routes
 from megatron_rl.training.samples.gathering import gather_samples
 from megatron_rl.training.samples.token_values import TokenValues, merge_extremes
 from megatron_rl.training.update import update_policy
-
-
-class RoutesDisagree(Failure):
-    """The engines recorded routes that differ from the trainer's by far more than rounding."""
-
-    exit_code = ExitCode.SYNC_MISMATCH
 
 
 @dataclass(frozen=True)
@@ -126,8 +119,8 @@ class Worker:
 
         keep_values: hold the values of trained tokens for `gather_samples`. max_norm,
         check_weights, version: see the command `Train`.
-        Raises on all ranks: `ReplayError` if one of them replayed routes other than the recorded
-        ones, `RoutesDisagree` if the recorded routes are implausible.
+        Raises on all ranks: `Failure` if one of them replayed routes other than the recorded
+        ones, `Failure` if the recorded routes are implausible.
         """
         stopwatch = Stopwatch()
         metrics = MetricSums()
@@ -324,15 +317,19 @@ class Worker:
         if faults:
             directory = self._fault_directory("unreplayed", plan)
             self._record(plan, reader, directory)
-            raise ReplayError(
+            raise Failure(
                 f"step {plan.step}: {faults}. No rank applied that optimizer step. The batch is in "
-                f"{directory}"
+                f"{directory}",
+                ExitCode.SYNC_MISMATCH,
             )
         disagreement = self._route_disagreement(metrics)
         if disagreement:
             directory = self._fault_directory("disagreeing", plan)
             self._record(plan, reader, directory)
-            raise RoutesDisagree(f"step {plan.step}: {disagreement}. The batch is in {directory}")
+            raise Failure(
+                f"step {plan.step}: {disagreement}. The batch is in {directory}",
+                ExitCode.SYNC_MISMATCH,
+            )
 
     def _gather_replay_faults(self) -> str:
         """Describe the replay faults of all ranks, empty if there are none (a collective)."""

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.mcore import compat
 
 compat.install()
@@ -41,7 +42,6 @@ from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.optimizer import DistributedAdam
 from megatron_rl.mcore.parallel import RankLayout
-from megatron_rl.mcore.router_target import ReplayError
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.rollouts.store import RolloutStore
 from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
@@ -270,7 +270,7 @@ def fail_to_replay(layout: RankLayout, worker: Worker, plan: StepPlan) -> dict[s
         )
     try:
         worker.train(plan)
-    except ReplayError as error:
+    except Failure as error:
         assert torch.equal(before, weights(worker))
         messages = gather_bytes(str(error).encode(), layout.control_group)
         assert len(set(messages)) == 1

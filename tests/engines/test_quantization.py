@@ -8,11 +8,8 @@ import torch
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import EngineSettings
-from megatron_rl.engines.quantization import (
-    UnsupportedGpu,
-    engine_quantization,
-    require_fp8_gpu,
-)
+from megatron_rl.contracts.exit_codes import Failure
+from megatron_rl.engines.quantization import engine_quantization, require_fp8_gpu
 from megatron_rl.engines.server_places import server_places
 from megatron_rl.models.families import read_shape
 from tests.support.engine_rollouts import ONLY_RANK
@@ -32,7 +29,7 @@ def test_gpus_that_keep_float32_scales_are_accepted(capability: tuple[int, int])
     ],
 )
 def test_gpus_that_repack_weights_are_refused(capability: tuple[int, int], reason: str) -> None:
-    with pytest.raises(UnsupportedGpu, match=r"engine\.quantization=fp8: NVIDIA X has") as error:
+    with pytest.raises(Failure, match=r"engine\.quantization=fp8: NVIDIA X has") as error:
         require_fp8_gpu(capability, "NVIDIA X")
     assert reason in str(error.value) and "H100" in str(error.value)
 
@@ -46,7 +43,7 @@ def test_places_of_quantized_engines_are_refused_before_a_server_starts(
     engine = dataclasses.replace(c.engine, device="cuda", quantization="fp8")
     options: dict[str, Any] = {"seed": 0, "return_routes": True}
     quantization = engine_quantization(engine, read_shape(c.model.path))
-    with pytest.raises(UnsupportedGpu, match="B200"):
+    with pytest.raises(Failure, match="B200"):
         server_places(engine, c.model, ONLY_RANK, quantization=quantization, **options)
     (place,) = server_places(c.engine, c.model, ONLY_RANK, quantization=quantization, **options)
     assert place.quantization == quantization, "CPUs have no such limit"

@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.schema import EngineSettings
-from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.engines.url_list import BadUrlList, UrlList, parse_urls
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.engines.url_list import UrlList, parse_urls
 
 FIRST = "http://127.0.0.1:30000"
 SECOND = "http://10.0.0.7:30001"
@@ -43,7 +43,7 @@ def test_a_bad_line_is_refused_by_name_and_rule(tmp_path: Path, line: str, words
     path = tmp_path / "urls"
     path.write_text(f"{FIRST}\n{line}\n")
     url_list, _ = list_of(path)
-    with pytest.raises(BadUrlList) as error:
+    with pytest.raises(Failure) as error:
         url_list.read_first()
     message = str(error.value)
     assert f"engine.urls_file={path}" in message and line in message and words in message
@@ -52,15 +52,15 @@ def test_a_bad_line_is_refused_by_name_and_rule(tmp_path: Path, line: str, words
 
 def test_a_file_that_cannot_be_read_is_refused_at_the_start(tmp_path: Path) -> None:
     missing, _ = list_of(tmp_path / "missing")
-    with pytest.raises(BadUrlList, match="No such file"):
+    with pytest.raises(Failure, match="No such file"):
         missing.read_first()
     (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
     binary, _ = list_of(tmp_path / "binary")
-    with pytest.raises(BadUrlList, match="binary"):
+    with pytest.raises(Failure, match="binary"):
         binary.read_first()
     (tmp_path / "empty").write_text("# none yet\n")
     empty, _ = list_of(tmp_path / "empty")
-    with pytest.raises(BadUrlList, match="names no engine"):
+    with pytest.raises(Failure, match="names no engine"):
         empty.read_first()
 
 

@@ -8,11 +8,12 @@ from collections.abc import Mapping, Sequence
 import msgspec
 import torch
 
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.losses import rollout_mismatch
 from megatron_rl.mcore.replay import RouteReplay
-from megatron_rl.mcore.router_target import ReplayError, Routing
+from megatron_rl.mcore.router_target import Routing
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.micro_batches import MicroBatch
@@ -122,7 +123,7 @@ def _disagreement(replay: RouteReplay) -> float:
 def _require_no_faults(replay: RouteReplay) -> None:
     faults = replay.take_faults()
     if faults:
-        raise ReplayError(f"the measurement is invalid: {faults}")
+        raise Failure(f"the measurement is invalid: {faults}", ExitCode.SYNC_MISMATCH)
 
 
 def evaluate(policy: Policy, batches: Sequence[MicroBatch], routing: Routing) -> torch.Tensor:

@@ -11,17 +11,11 @@ import pytest
 from safetensors import SafetensorError
 
 from launch import checkpoint
-from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.parameter_count import num_parameters
 from megatron_rl.records.progress import Progress
-from megatron_rl.run.checkpoints.export import (
-    BadCheckpoint,
-    ExportPlan,
-    ExportRefused,
-    ExportRequest,
-    plan_export,
-)
+from megatron_rl.run.checkpoints.export import ExportPlan, ExportRefused, ExportRequest, plan_export
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from tests.support.checkpoints import save_checkpoint
 from tests.support.policies import TWO_DIGIT_ADDITION
@@ -74,7 +68,7 @@ def test_a_damaged_checkpoint_is_named_and_the_previous_one_used(run: Path) -> N
     export_plan, log = plan_with_log("job")
     assert export_plan.step == 5
     assert "iter_0000010: tensors " in log
-    with pytest.raises(BadCheckpoint, match="iter_0000010: tensors ") as refusal:
+    with pytest.raises(Failure, match="iter_0000010: tensors ") as refusal:
         plan("job/checkpoints/iter_0000010")
     assert refusal.value.exit_code == ExitCode.BAD_DATA
 

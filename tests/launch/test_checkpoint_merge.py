@@ -13,9 +13,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from launch import checkpoint
-from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.models.families import read_shape
-from megatron_rl.run.checkpoints.merge import MergeRefused, MergeRequest
+from megatron_rl.run.checkpoints.merge import MergeRequest
 from megatron_rl.run.checkpoints.merge import merge as run_merge
 from tests.support.jobs import start_job
 from tests.support.policies import COLUMN_ADDITION, TWO_DIGIT_ADDITION
@@ -108,7 +108,7 @@ def test_a_merge_needs_the_space_of_its_result(
     size = growth * (models / "a/model.safetensors").stat().st_size
     request = MergeRequest("linear", [Path("a"), Path("b")], Path("merged"), dtype=dtype)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size - 1))
-    with pytest.raises(MergeRefused, match="the result may need"):
+    with pytest.raises(Failure, match="the result may need"):
         run_merge(request)
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=size))
     run_merge(request)

@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import ParallelSettings
-from megatron_rl.mcore.job import RestartsNeedNewStores, join
+from megatron_rl.contracts.exit_codes import Failure
+from megatron_rl.mcore.job import join
 
 TESTS = Path(__file__).resolve().parents[1]
 # Each rank leaves a key, and prints whether it sees those of the earlier start
@@ -78,5 +79,5 @@ def test_restarts_on_several_nodes_need_a_new_store_for_each(
         monkeypatch.setenv(name, text)
     # Another test may have left a process group in this process
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: False)
-    with pytest.raises(RestartsNeedNewStores, match="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
+    with pytest.raises(Failure, match="export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"):
         join(ParallelSettings())

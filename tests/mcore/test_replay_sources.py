@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.contracts.exit_codes import Failure
 from tests.mcore.replayed_models import MICRO_BATCHES, build, routers, train_pass
 from tests.support.packed_sequences import pack
 
@@ -61,11 +62,10 @@ def test_missing_routes_are_a_fault_that_names_layer_and_micro_batch(
 def test_routes_of_other_layers_than_the_routers_are_refused(
     megatron: Any, checkpoint: Path
 ) -> None:
-    from megatron_rl.mcore.router_target import ReplayError
 
     _, replay = build(checkpoint)
     replay.require_layers((0, 2, 3))
-    with pytest.raises(ReplayError, match=r"\[0, 2, 3\].*\[0, 1, 2\].*train\.replay=off"):
+    with pytest.raises(Failure, match=r"\[0, 2, 3\].*\[0, 1, 2\].*train\.replay=off"):
         replay.require_layers((0, 1, 2))
 
 

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.mcore.router_target import ReplayError, RouterTarget
+from megatron_rl.contracts.exit_codes import Failure
+from megatron_rl.mcore.router_target import RouterTarget
 
 SCORES = torch.tensor([[9.0, 1.0, 5.0, 7.0], [2.0, 8.0, 4.0, 6.0], [3.0, 2.0, 1.0, 0.0]])
 LIVE = [[0, 3], [1, 3], [0, 1]]
@@ -223,5 +224,5 @@ def test_routes_of_incorrect_shape_are_a_fault(bad_routes: torch.Tensor) -> None
 
 def test_missing_topk_function_raises_an_error() -> None:
     for target in (RouterTarget(), active_target()):
-        with pytest.raises(ReplayError, match="passed no top-k function"):
+        with pytest.raises(Failure, match="passed no top-k function"):
             target.get_replay_topk(SCORES, 2)

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.mcore import compat
 
 compat.install()
@@ -50,7 +51,7 @@ from megatron_rl.models.families import read_shape
 from megatron_rl.run.checkpoints import saving
 from megatron_rl.run.checkpoints.disk_space import checkpoint_bytes
 from megatron_rl.run.checkpoints.manifest import changed_files, read_manifest
-from megatron_rl.run.checkpoints.resume import CheckpointUnusable, ResumePoint
+from megatron_rl.run.checkpoints.resume import ResumePoint
 from megatron_rl.run.checkpoints.saving import CheckpointWriter, SaveResult
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.run.modes.evaluate import checkpoint_weights
@@ -325,19 +326,17 @@ def test_checkpoint_of_another_model_is_refused_by_name(
         optimizer=DistributedAdam(models, ADAM, total_steps=9),
     )
     message = rf"{store.path(1)} cannot be loaded: .*experts.*run\.resume"
-    with pytest.raises(CheckpointUnusable, match=message) as refusal:
+    with pytest.raises(Failure, match=message) as refusal:
         resume_point.load(other_worker)
     assert refusal.value.exit_code == ExitCode.BAD_DATA
     assert "Traceback" not in str(refusal.value)
     # The groups of this process exist already.
     monkeypatch.setattr("megatron_rl.run.modes.evaluate.parallel.initialize", lambda *_, **__: None)
     configuration = compose(["experiment=smoke", "mode=eval"])
-    with pytest.raises(CheckpointUnusable, match=message):
+    with pytest.raises(Failure, match=message):
         list(checkpoint_weights(configuration, shape, store.path(1), megatron)().stream_all())
     (store.path(1) / "metadata.json").unlink()
-    with pytest.raises(
-        CheckpointUnusable, match=r"cannot be loaded: .*is not a distributed checkpoint"
-    ):
+    with pytest.raises(Failure, match=r"cannot be loaded: .*is not a distributed checkpoint"):
         resume_point.load(worker)
 
 

@@ -9,15 +9,10 @@ import pytest
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration, EngineSettings, ParallelSettings
+from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.engines.server_places import server_places
 from megatron_rl.models.families import read_shape
-from megatron_rl.planning.colocated import (
-    GIB,
-    ColocatedMemory,
-    MemoryExceeded,
-    colocated_memory,
-    require_memory,
-)
+from megatron_rl.planning.colocated import GIB, ColocatedMemory, colocated_memory, require_memory
 from megatron_rl.planning.memory import engine_memory, rank_memory
 
 PUBLISHED = Path(__file__).parents[1] / "support/published"
@@ -69,7 +64,7 @@ def test_an_engine_gets_no_more_of_an_empty_gpu_than_sglang_gives_it() -> None:
 def test_what_does_not_fit_is_refused_with_numbers_and_remedies(
     changes: dict[str, int], fragments: tuple[str, ...]
 ) -> None:
-    with pytest.raises(MemoryExceeded, match=r"^engine\.colocated=true: ") as error:
+    with pytest.raises(Failure, match=r"^engine\.colocated=true: ") as error:
         require_memory(replace(FITS, **changes))
     for fragment in fragments:
         assert fragment in str(error.value)

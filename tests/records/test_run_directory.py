@@ -16,14 +16,9 @@ from pydantic import TypeAdapter
 from megatron_rl.config import schema
 from megatron_rl.config.cli import compose
 from megatron_rl.config.keys import declared_keys
+from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.records.exit_record import write_exit_record
-from megatron_rl.records.run_directory import (
-    RunDirectory,
-    RunDirectoryTaken,
-    RunDirectoryUnusable,
-    run_directory_path,
-    to_yaml,
-)
+from megatron_rl.records.run_directory import RunDirectory, run_directory_path, to_yaml
 from megatron_rl.records.run_lock import claim_run, mark_run_alive, run_is_alive
 from tests.support.past_runs import make_run_directory
 
@@ -64,12 +59,12 @@ def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
         "versions.json",
         ".exit-reserve",
     }
-    with pytest.raises(RunDirectoryTaken, match=r"run\.name='mine'.*another run\.name"):
+    with pytest.raises(Failure, match=r"run\.name='mine'.*another run\.name"):
         make_run_directory(config)
     inside_a_file = dataclasses.replace(
         config, run=dataclasses.replace(config.run, root=str(tmp_path / "mine/config.yaml"))
     )
-    with pytest.raises(RunDirectoryUnusable, match=r"run\.root"):
+    with pytest.raises(Failure, match=r"run\.root"):
         make_run_directory(inside_a_file)
 
 
@@ -117,7 +112,7 @@ def test_overwrite_failed_reuses_the_name_of_a_failed_run(tmp_path: Path, code: 
     (first.path / "metrics.jsonl").write_text("old")
     if code is not None:
         write_exit_record(first.path, code, "the engine died")
-    with pytest.raises(RunDirectoryTaken, match=r"run\.on_existing=overwrite_failed"):
+    with pytest.raises(Failure, match=r"run\.on_existing=overwrite_failed"):
         create_again(tmp_path, "refuse")
     second = create_again(tmp_path)
     assert second.path == first.path and not second.metrics_file.exists()
@@ -127,7 +122,7 @@ def test_overwrite_failed_reuses_the_name_of_a_failed_run(tmp_path: Path, code: 
 def test_a_complete_run_is_never_overwritten(tmp_path: Path) -> None:
     first = create_again(tmp_path)
     write_exit_record(first.path, 0, "the run is complete")
-    with pytest.raises(RunDirectoryTaken, match="its run is complete"):
+    with pytest.raises(Failure, match="its run is complete"):
         create_again(tmp_path)
     assert (first.path / "exit.json").exists()
 
@@ -136,7 +131,7 @@ def test_a_run_that_is_still_alive_is_never_overwritten(tmp_path: Path) -> None:
     first = create_again(tmp_path)
     two_ranks = [mark_run_alive(first.path), mark_run_alive(first.path)]
     for lock in two_ranks:
-        with pytest.raises(RunDirectoryTaken, match="still alive"):
+        with pytest.raises(Failure, match="still alive"):
             create_again(tmp_path)
         lock.close()
     create_again(tmp_path)
@@ -152,7 +147,7 @@ def test_a_directory_that_cannot_be_removed_leaves_the_name_of_the_run(
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr("megatron_rl.records.run_directory.shutil.rmtree", remove_half)
-    with pytest.raises(RunDirectoryTaken, match=r"cannot be removed .*Permission denied"):
+    with pytest.raises(Failure, match=r"cannot be removed .*Permission denied"):
         create_again(tmp_path)
     assert not first.path.exists(), "half a directory must not have the name of a run"
 
@@ -184,7 +179,7 @@ def test_a_rank_marks_its_run_while_another_process_checks_it(
 def test_a_directory_of_something_else_is_never_overwritten(tmp_path: Path) -> None:
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "precious").write_text("data")
-    with pytest.raises(RunDirectoryTaken, match="not the directory of a run"):
+    with pytest.raises(Failure, match="not the directory of a run"):
         create_again(tmp_path)
     assert (tmp_path / "mine" / "precious").read_text() == "data"
 

@@ -8,9 +8,10 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.schema import LoggerSettings
+from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.run_directory import RunDirectory
-from megatron_rl.records.write_errors import WriteFailed, write_problem
+from megatron_rl.records.write_errors import write_problem
 
 FULL = Path("/dev/full")
 
@@ -50,7 +51,7 @@ def test_the_error_names_the_metrics_file(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to(FULL)
     log = MetricsLog(RunDirectory(tmp_path), LoggerSettings(tensorboard=False))
     with pytest.raises(
-        WriteFailed, match=r"metrics\.jsonl cannot be written: the disk is full.*run\.root"
+        Failure, match=r"metrics\.jsonl cannot be written: the disk is full.*run\.root"
     ):
         log.write(1, {"a": 1.0})
     log.close()
@@ -62,7 +63,7 @@ def test_a_partial_line_is_removed(tmp_path: Path) -> None:
     log.write(1, {"a": 1.0})
     resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))
     try:
-        with pytest.raises(WriteFailed, match="ulimit"):
+        with pytest.raises(Failure, match="ulimit"):
             log.write(2, {"a": 1.0, "b" * 60: 2.0})
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

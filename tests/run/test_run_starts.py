@@ -9,13 +9,13 @@ import pytest
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
+from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.records.exit_record import read_exit_record, write_exit_record
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.records.starts import Start, read_starts, write_starts
 from megatron_rl.run.checkpoints.resume import ResumePoint, open_run_directory
 from megatron_rl.run.checkpoints.resumed_directory import claim_directory
 from megatron_rl.run.open_run import _starts_with_this_one
-from megatron_rl.run.supervision.restarts import RepeatedFailure
 from tests.support.checkpoints import make_state
 from tests.support.past_runs import make_run_directory
 
@@ -69,7 +69,7 @@ def test_a_failure_that_repeats_is_refused_once_and_recorded_as_the_end(run: Run
     run.fail()
     run.start()
     run.fail()
-    with pytest.raises(RepeatedFailure):
+    with pytest.raises(Failure):
         run.start()
     assert run.ends() == [7, 7, 2]
     assert run.supervision.reporter.directory == run.path

@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.mcore import compat
 
 compat.install()
@@ -28,7 +29,6 @@ from megatron_rl.contracts.group import RolloutRef
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.step_plan import Denominators, OptimizerStep, StepPlan
 from megatron_rl.mcore.optimizer import StepResult
-from megatron_rl.mcore.router_target import ReplayError
 from megatron_rl.models.families import read_shape
 from megatron_rl.rollouts.recording.format import batch_directory
 from megatron_rl.rollouts.recording.reader import read_batch_record, read_groups
@@ -37,7 +37,7 @@ from megatron_rl.rollouts.store import RolloutGone, RolloutStore, read_rollout
 from megatron_rl.training import worker as module
 from megatron_rl.training.exchange.transfer_plan import Receiver
 from megatron_rl.training.metric_sums import MetricSums
-from megatron_rl.training.worker import RoutesDisagree, Worker
+from megatron_rl.training.worker import Worker
 from tests.support.batches import make_batch
 from tests.support.policies import TWO_DIGIT_ADDITION
 from tests.support.rollouts import assert_equal
@@ -299,7 +299,7 @@ def test_implausible_routes_end_the_run(
     """Shifted or zero rows, or routes of other weights, differ nearly everywhere."""
     Passes(monkeypatch, differing=differing)
     train = TrainSettings(total_steps=1, max_route_disagreement=limit)
-    with pytest.raises(RoutesDisagree) as error:
+    with pytest.raises(Failure) as error:
         make_worker(tmp_path, train).train(make_plan(1))
     message = str(error.value)
     assert f"{differing}.0%" in message and f"train.max_route_disagreement={limit}" in message
@@ -318,7 +318,7 @@ def test_a_replay_fault_of_another_rank_ends_this_rank_too(
         module, "gather_bytes", lambda data, group: values_of_ranks.get(data, [data])
     )
     replay = SimpleNamespace(source="rollout", take_faults=lambda: "no fault here")
-    with pytest.raises(ReplayError, match=r"step 3: .*rank 1: layer 3, micro-batch 1: .* 2 times"):
+    with pytest.raises(Failure, match=r"step 3: .*rank 1: layer 3, micro-batch 1: .* 2 times"):
         make_worker(tmp_path, replay=replay).train(make_plan(1))
     assert folders(tmp_path) == ["unreplayed-step-3"]
 

@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.records.exit_record import read_exit_record
 from megatron_rl.records.past_run import RunUnreadable, read_settings
 from megatron_rl.records.reminder import Reminder
 from megatron_rl.records.run_directory import is_run_directory
 from megatron_rl.records.samples.files import sample_steps, samples_file
-from megatron_rl.records.samples.reader import SamplesUnreadable, read_samples
+from megatron_rl.records.samples.reader import read_samples
 from megatron_rl.records.samples.sample import ALL_KINDS, Sample, SampleKind
 from megatron_rl.records.samples.terminal import SamplePrinter, to_json
 
@@ -35,7 +36,7 @@ def show_samples(
     step: None shows the newest one. kind: of the samples, `ALL_KINDS` or None for the default ones.
     follow: wait for new samples until the run ends. as_json: print one JSON object a line.
     is_full: print long texts without a gap.
-    Raises `RunUnreadable` for a directory of something else, and `SamplesUnreadable`.
+    Raises `RunUnreadable` for a directory of something else, and `Failure`.
     """
     if not is_run_directory(run):
         raise RunUnreadable(
@@ -54,15 +55,17 @@ def show_samples(
 
 
 def _one_step(run: Path, step: int | None) -> int:
-    """Return the step to show. Raises `SamplesUnreadable` for one without samples."""
+    """Return the step to show. Raises `Failure` for one without samples."""
     steps = sample_steps(run)
     if not steps:
-        raise SamplesUnreadable(
-            f"{run} has no samples yet ({_period(run)}). Wait for its first step with --follow"
+        raise Failure(
+            f"{run} has no samples yet ({_period(run)}). Wait for its first step with --follow",
+            ExitCode.REFUSED,
         )
     if step is not None and step not in steps:
-        raise SamplesUnreadable(
-            f"{run} has no samples of step {step}. It has those of {', '.join(map(str, steps))}"
+        raise Failure(
+            f"{run} has no samples of step {step}. It has those of {', '.join(map(str, steps))}",
+            ExitCode.REFUSED,
         )
     return steps[-1] if step is None else step
 
@@ -71,7 +74,7 @@ def _follow(run: Path, step: int | None) -> Iterator[int]:
     """Yield the newest step, and each new one until the run ends.
 
     step: only this one, which ends the wait. A step that a resumed run trains again is new. Raises
-    `SamplesUnreadable` if the run ends without it.
+    `Failure` if the run ends without it.
     """
     shown_files: dict[int, tuple[int, int]] = {}
     reminder = Reminder()

@@ -21,12 +21,6 @@ _MAX_LOSSES = 2
 _log = logging.getLogger(__name__)
 
 
-class ReopenFailed(Failure):
-    """A class that was open cannot be opened again in another process."""
-
-    exit_code = ExitCode.ENGINE_FAILED
-
-
 class UserProcessEnded(Exception):
     """The process of a user-defined class ended while it ran a call."""
 
@@ -83,7 +77,7 @@ class RemoteClass:
 
         open_attempt: prepares the call, and again each time that it has to be made again.
         subject: what the call works on, for warnings.
-        Raises `ReopenFailed`. Cancelling this cancels the call.
+        Raises `Failure`. Cancelling this cancels the call.
         """
         num_losses = 0
         is_alone = False
@@ -152,7 +146,7 @@ class RemoteClass:
             await process.open(self._open_timeout_s)
         except PluginError as error:
             self._discard(process)
-            raise ReopenFailed(str(error)) from error
+            raise Failure(str(error), ExitCode.ENGINE_FAILED) from error
         return process
 
     async def _make_alone(

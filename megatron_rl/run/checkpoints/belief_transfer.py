@@ -14,19 +14,13 @@ from megatron_rl.run.checkpoints.resume import checkpoints_at
 from megatron_rl.run.checkpoints.state_file import STATE_NAME, read_state
 
 
-class BeliefsUnavailable(Failure):
-    """selection.beliefs_from names no checkpoint with beliefs."""
-
-    exit_code = ExitCode.BAD_DATA
-
-
 def read_transferred_beliefs(
     c: Configuration, resume_state: RunState | None = None
 ) -> TransferredBeliefs | None:
     """Read the beliefs of another run from its newest complete checkpoint. Weights are not read.
 
     Returns None when selection.beliefs_from is not set, and when the run resumes with its own
-    beliefs. resume_state: the state that the run resumes from. Raises `BeliefsUnavailable`.
+    beliefs. resume_state: the state that the run resumes from. Raises `Failure`.
     """
     source = c.selection.beliefs_from
     if source is None or c.selection.name != "belief":
@@ -42,9 +36,10 @@ def read_transferred_beliefs(
             problems.append(f"{checkpoint}: {error}")
             continue
         return _transferred_beliefs(key, checkpoint, state, problems)
-    raise BeliefsUnavailable(
+    raise Failure(
         f"{key}: there is no complete checkpoint ({' | '.join(problems)}). Give the directory of "
-        "a run with selection=belief and run.checkpoint_every, or one of its checkpoints"
+        "a run with selection=belief and run.checkpoint_every, or one of its checkpoints",
+        ExitCode.BAD_DATA,
     )
 
 
@@ -63,9 +58,10 @@ def _transferred_beliefs(
     selection = state.position.selection
     if selection.beliefs is None:
         name = state.settings.get("selection.name", "uniform")
-        raise BeliefsUnavailable(
+        raise Failure(
             f"{key}: the run that saved {checkpoint} had selection.name={name}, which has no "
-            "beliefs. Give a run with selection=belief, or leave selection.beliefs_from null"
+            "beliefs. Give a run with selection=belief, or leave selection.beliefs_from null",
+            ExitCode.BAD_DATA,
         )
     warnings = tuple(f"skipping a damaged checkpoint: {problem}" for problem in problems)
     source = f"{key} ({checkpoint.name})"

@@ -24,12 +24,6 @@ _TOKEN_BYTES = 8
 _MAX_UINT8_EXPERTS = 256
 
 
-class NotEnoughDiskSpace(Failure):
-    """The disk of run.root has less free space than the run may need."""
-
-    exit_code = ExitCode.CANNOT_WRITE
-
-
 def checkpoint_bytes(c: Configuration, shape: ModelShape) -> int:
     """The size of one checkpoint: the weights, and three float32 numbers for each parameter.
 
@@ -71,7 +65,7 @@ def required_bytes(
 
 
 def require_disk_space(c: Configuration, shape: ModelShape, checkpoint: Path | None = None) -> None:
-    """Raise `NotEnoughDiskSpace` when the disk of run.root has too little free space.
+    """Raise `Failure` when the disk of run.root has too little free space.
 
     checkpoint: the checkpoint that the run resumes from.
     """
@@ -83,9 +77,10 @@ def require_disk_space(c: Configuration, shape: ModelShape, checkpoint: Path | N
     if free >= sum(sizes.values()):
         return
     parts = ", ".join(f"{size / _MIB:,.0f} MiB for {key}" for key, size in sizes.items())
-    raise NotEnoughDiskSpace(
+    raise Failure(
         f"run.root={c.run.root!r}: its disk has {free / _MIB:,.0f} MiB of free space, and the run "
-        f"may need {parts}. Free some space, choose another run.root, or {_remedy(c)}"
+        f"may need {parts}. Free some space, choose another run.root, or {_remedy(c)}",
+        ExitCode.CANNOT_WRITE,
     )
 
 

@@ -39,12 +39,6 @@ class ExportRefused(Failure):
     exit_code = ExitCode.REFUSED
 
 
-class BadCheckpoint(Failure):
-    """The checkpoint is damaged, or it belongs to another model than its settings name."""
-
-    exit_code = ExitCode.BAD_DATA
-
-
 @dataclass(frozen=True)
 class ExportRequest:
     """Options of an export.
@@ -115,7 +109,7 @@ def check_request(request: ExportRequest) -> None:
 def export_checkpoint(request: ExportRequest) -> None:
     """Export a checkpoint. Collective of the ranks that torchrun started, or one process alone.
 
-    Raises `ExportRefused`, `BadCheckpoint`, and `CheckpointError` for NaN and Inf.
+    Raises `ExportRefused`, `Failure`, and `CheckpointError` for NaN and Inf.
     """
     check_request(request)
     # The host has more memory than a GPU, and nothing is computed.
@@ -148,7 +142,7 @@ def _format(plan: ExportPlan, request: ExportRequest) -> str:
 def plan_export(request: ExportRequest, job: Job, progress: Progress) -> ExportPlan:
     """Choose the newest complete checkpoint and find its model. Collective.
 
-    Raises `BadCheckpoint` and `ExportRefused`.
+    Raises `Failure` and `ExportRefused`.
     """
     from megatron_rl.run.checkpoints.resume import checkpoints_at, newest_complete
 
@@ -156,8 +150,9 @@ def plan_export(request: ExportRequest, job: Job, progress: Progress) -> ExportP
         checkpoint, damages = newest_complete(checkpoints_at(request.source), job)
     if checkpoint is None:
         reasons = " | ".join(damages) or "no checkpoint was found"
-        raise BadCheckpoint(
-            f"{request.source} holds no complete checkpoint ({reasons}). Give another directory"
+        raise Failure(
+            f"{request.source} holds no complete checkpoint ({reasons}). Give another directory",
+            ExitCode.BAD_DATA,
         )
     for damage in damages:
         progress.log(f"warning: skipping a damaged checkpoint: {damage}")
@@ -224,7 +219,7 @@ def _require_space(out: Path, model: ModelSettings, dtype: str) -> None:
 def _write(plan: ExportPlan, request: ExportRequest) -> None:
     """Write the result. Collective.
 
-    Raises `BadCheckpoint`, and `CheckpointError` for NaN and Inf.
+    Raises `Failure`, and `CheckpointError` for NaN and Inf.
     """
     import torch
 
@@ -252,7 +247,8 @@ def _write(plan: ExportPlan, request: ExportRequest) -> None:
             quantization=quantization,
         )
     except ValueError as error:
-        raise BadCheckpoint(
+        raise Failure(
             f"{error}. {plan.model.path} is not the model that it was trained from. Give that "
-            "model: --model=PATH"
+            "model: --model=PATH",
+            ExitCode.BAD_DATA,
         ) from error

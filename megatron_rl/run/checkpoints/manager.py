@@ -24,12 +24,6 @@ from megatron_rl.training.dispatcher import Dispatcher
 _MIB = 2**20
 
 
-class CheckpointNotSaved(Failure):
-    """A checkpoint cannot be saved, and run.on_failed_save=stop or a stop request ends the run."""
-
-    exit_code = ExitCode.CANNOT_WRITE
-
-
 class StoppedAfterSave(Failure):
     """The run was asked to stop and has saved a checkpoint, from which it can resume."""
 
@@ -93,7 +87,7 @@ class CheckpointManager:
         """Take the metrics of an evaluated step, which may be the best one so far.
 
         Waits for the best checkpoint if it is being saved; returns its metrics. Raises
-        `CheckpointNotSaved`.
+        `Failure`.
         """
         if self.best is None:
             return {}
@@ -102,7 +96,7 @@ class CheckpointManager:
         return metrics
 
     def save(self, point: SavePoint, *, last: bool = True) -> dict[str, float]:
-        """Save a checkpoint; returns its metrics. Raises `CheckpointNotSaved`.
+        """Save a checkpoint; returns its metrics. Raises `Failure`.
 
         last: no step follows, so the save does not run in the background.
         """
@@ -140,7 +134,7 @@ class CheckpointManager:
     def wait_for_save(self) -> dict[str, float]:
         """Wait for the save in the background, if there is one; returns its metrics.
 
-        Raises `CheckpointNotSaved`.
+        Raises `Failure`.
         """
         if not self._is_saving:
             return {}
@@ -172,7 +166,7 @@ class CheckpointManager:
             self.stop.is_wait_abortable = False
 
     def _report(self, result: SaveResult) -> dict[str, float]:
-        """Log the result of a save; returns its metrics. Raises `CheckpointNotSaved`."""
+        """Log the result of a save; returns its metrics. Raises `Failure`."""
         if result.problem:
             if self.best is not None:
                 self.best.discard(result.step)
@@ -193,8 +187,9 @@ class CheckpointManager:
             f"the checkpoint of step {result.step} cannot be saved: {result.problem}; {remainder}"
         )
         if self.settings.on_failed_save == "stop" or self.stop_requested:
-            raise CheckpointNotSaved(
-                f"{problem}. Free some space, and start again with run.resume=auto"
+            raise Failure(
+                f"{problem}. Free some space, and start again with run.resume=auto",
+                ExitCode.CANNOT_WRITE,
             )
         self.progress.log(f"warning: {problem}. The run continues (run.on_failed_save=continue)")
 

@@ -27,12 +27,6 @@ DEFAULT_DENSITY = 0.2
 DEFAULT_SCALE = 1.0
 
 
-class MergeRefused(Failure):
-    """The options cannot be met. Nothing was written."""
-
-    exit_code = ExitCode.REFUSED
-
-
 @dataclass(frozen=True)
 class MergeRequest:
     """Options of a merge. An option that is None was not given.
@@ -70,7 +64,7 @@ class MergeRequest:
 def merge(request: MergeRequest) -> None:
     """Check the checkpoints and write the merged one.
 
-    torch is imported after all checks. Raises `MergeRefused`, and `CheckpointError` for tensors
+    torch is imported after all checks. Raises `Failure`, and `CheckpointError` for tensors
     that differ in names or shapes, and for NaN and Inf.
     """
     check_request(request)
@@ -98,10 +92,10 @@ def merge(request: MergeRequest) -> None:
 
 
 def check_request(request: MergeRequest) -> None:
-    """Raise `MergeRefused` for numbers that give no merge, and for options without an effect."""
+    """Raise `Failure` for numbers that give no merge, and for options without an effect."""
     refusals = [*_general_refusals(request), *_method_refusals(request)]
     if refusals:
-        raise MergeRefused("\n".join([*refusals, "Nothing was written."]))
+        raise Failure("\n".join([*refusals, "Nothing was written."]), ExitCode.REFUSED)
 
 
 def _general_refusals(request: MergeRequest) -> Iterator[str]:
@@ -132,21 +126,23 @@ def _method_refusals(request: MergeRequest) -> Iterator[str]:
 
 
 def require_same_model(sources: Sequence[Path]) -> None:
-    """Raise `MergeRefused` unless all are complete checkpoints of one model and one vocabulary."""
+    """Raise `Failure` unless all are complete checkpoints of one model and one vocabulary."""
     first, *others = sources
     first_config, first_tokenizer = _read(first)
     for source in others:
         config, tokenizer = _read(source)
         for key in sorted((config.keys() | first_config.keys()) - _DESCRIPTIVE_KEYS):
             if config.get(key) != first_config.get(key):
-                raise MergeRefused(
+                raise Failure(
                     f"{source}: {key}={config.get(key)!r} in config.json, but "
-                    f"{first_config.get(key)!r} in {first}. Give checkpoints of one model"
+                    f"{first_config.get(key)!r} in {first}. Give checkpoints of one model",
+                    ExitCode.REFUSED,
                 )
         if not tokenizer.has_same_ids(first_tokenizer):
-            raise MergeRefused(
+            raise Failure(
                 f"{source}: its tokenizer assigns other token ids than that of {first}. Give "
-                "checkpoints of one model"
+                "checkpoints of one model",
+                ExitCode.REFUSED,
             )
 
 
@@ -155,25 +151,27 @@ def _read(source: Path) -> tuple[dict[str, Any], Tokenizer]:
     try:
         config = json.loads((source / "config.json").read_text(encoding="utf-8"))
         if not isinstance(config, dict):
-            raise MergeRefused(f"{source}: config.json is not an object")
+            raise Failure(f"{source}: config.json is not an object", ExitCode.REFUSED)
         check_weight_files(source)
         return config, Tokenizer.from_directory(source)
     except (TokenizerError, DamagedWeights) as error:
-        raise MergeRefused(f"{source}: {error}") from error
+        raise Failure(f"{source}: {error}", ExitCode.REFUSED) from error
     except (OSError, ValueError, RecursionError) as error:
-        raise MergeRefused(
-            f"{source}: config.json cannot be read ({error}). Give the directory of a checkpoint"
+        raise Failure(
+            f"{source}: config.json cannot be read ({error}). Give the directory of a checkpoint",
+            ExitCode.REFUSED,
         ) from error
 
 
 def _require_space(request: MergeRequest) -> None:
-    """Raise `MergeRefused` when the result would not fit on its disk."""
+    """Raise `Failure` when the result would not fit on its disk."""
     # The largest case: a result in float32 from sources of two bytes a value
     growth = 2 if request.dtype == "float32" else 1
     source_bytes = sum(file.stat().st_size for file in request.sources[0].glob("*.safetensors"))
     free = free_bytes(request.out)
     if free < growth * source_bytes:
-        raise MergeRefused(
+        raise Failure(
             f"--out={request.out}: {free >> 20} MiB are free on this disk, and the result may need "
-            f"{growth * source_bytes >> 20} MiB. Free some space, or give another directory"
+            f"{growth * source_bytes >> 20} MiB. Free some space, or give another directory",
+            ExitCode.REFUSED,
         )

@@ -17,12 +17,6 @@ from megatron_rl.training.collectives import gather_bytes
 _SHOWN_DIGITS = 12
 
 
-class ReferenceChanged(Failure):
-    """The reference of a resumed run has other weights than that of its checkpoint."""
-
-    exit_code = ExitCode.REFUSED
-
-
 def reference_path(c: Configuration) -> Path | None:
     """Return the checkpoint of the reference in Hugging Face format.
 
@@ -36,7 +30,7 @@ def reference_path(c: Configuration) -> Path | None:
 def identify_reference(c: Configuration, resume_point: ResumePoint, job: Job) -> str:
     """Return the digest of the reference's weight files, empty without one (a collective).
 
-    Raises `ReferenceChanged` on all ranks if a run that continues (run.resume=auto) began with
+    Raises `Failure` on all ranks if a run that continues (run.resume=auto) began with
     other weights.
     """
     path = reference_path(c)
@@ -45,11 +39,12 @@ def identify_reference(c: Configuration, resume_point: ResumePoint, job: Job) ->
     digest = _digest(path, job)
     state = resume_point.state
     if c.run.resume == "auto" and state is not None and state.reference not in ("", digest):
-        raise ReferenceChanged(
+        raise Failure(
             f"algo.kl.reference={str(path)!r}: its weights (SHA-256 {digest[:_SHOWN_DIGITS]}…) "
             f"differ from those that this run began with ({state.reference[:_SHOWN_DIGITS]}…). "
             "Give the directory of those weights, or start a new run from the checkpoint: "
-            f"run.resume={resume_point.checkpoint} under another run.name"
+            f"run.resume={resume_point.checkpoint} under another run.name",
+            ExitCode.REFUSED,
         )
     return digest
 

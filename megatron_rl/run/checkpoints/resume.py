@@ -76,24 +76,6 @@ _VERDICT_KEYS = (
 _SOURCE_PATH = re.compile(r"data\.sources\.[^.]+\.(train|eval)_path")
 
 
-class NoCompleteCheckpoint(Failure):
-    """None of the checkpoints is complete."""
-
-    exit_code = ExitCode.BAD_DATA
-
-
-class CheckpointUnusable(Failure):
-    """An undamaged checkpoint cannot be loaded: it has another model or another version."""
-
-    exit_code = ExitCode.BAD_DATA
-
-
-class CheckpointOfOtherRun(Failure):
-    """The settings of the run do not match those of the checkpoint."""
-
-    exit_code = ExitCode.REFUSED
-
-
 @dataclass(frozen=True)
 class ResumePoint:
     """The checkpoint that a run resumes from.
@@ -110,7 +92,7 @@ class ResumePoint:
         """Load the tensors and random numbers of every rank (a collective).
 
         Returns a warning about the part that cannot be restored, or an empty text. Raises
-        `CheckpointUnusable`.
+        `Failure`.
         """
         if self.checkpoint is None or self.state is None:
             return ""
@@ -137,7 +119,7 @@ class ResumePoint:
 
         Settings under `run.` are not listed. mode=eval and mode=profile list `data.` alone: with
         other data they may measure on questions that the run trained on. Raises
-        `CheckpointOfOtherRun` when a setting differs that cannot change.
+        `Failure` when a setting differs that cannot change.
         """
         if self.state is None:
             return []
@@ -148,16 +130,17 @@ class ResumePoint:
         fixed_keys = _FIXED_KEYS_OF_MEASUREMENTS if c.is_measurement else _FIXED_KEYS
         refusals = [text for key, text in changes.items() if _is_fixed(key, fixed_keys)]
         if refusals:
-            raise CheckpointOfOtherRun(
+            raise Failure(
                 f"run.resume={c.run.resume!r}: {self.checkpoint} belongs to a run with other "
-                f"settings ({'; '.join(refusals)}). Use the old settings, or start another run"
+                f"settings ({'; '.join(refusals)}). Use the old settings, or start another run",
+                ExitCode.REFUSED,
             )
         if c.is_measurement:
             return [text for key, text in changes.items() if key.startswith("data.")]
         return [text for key, text in changes.items() if not key.startswith("run.")]
 
     def _require_staleness(self, rollout: RolloutSettings) -> None:
-        """Raise `CheckpointOfOtherRun` unless all rollouts of later steps may be trained."""
+        """Raise `Failure` unless all rollouts of later steps may be trained."""
         assert self.state is not None
         position = self.state.position
         if position.open_steps:
@@ -177,14 +160,15 @@ class ResumePoint:
         remedy = f"Give at least {saved_age}"
         if saved_age > 1 and rollout.on_update == "wait":
             remedy += f", and {_ON_UPDATE}=resume"
-        raise CheckpointOfOtherRun(
+        raise Failure(
             f"{_STALENESS}={rollout.max_staleness}: with {_ON_UPDATE}={rollout.on_update}, a token "
             f"may be at most {age} version(s) old. {self.checkpoint} holds {content}, of up to "
-            f"{saved_age} version(s). {remedy}"
+            f"{saved_age} version(s). {remedy}",
+            ExitCode.REFUSED,
         )
 
     def _require_sampling(self, c: Configuration, changes: Mapping[str, str]) -> None:
-        """Raise `CheckpointOfOtherRun` if rollouts of later steps were sampled with other settings.
+        """Raise `Failure` if rollouts of later steps were sampled with other settings.
 
         changes: the changed settings by key. The trainer computes log-probabilities at the present
         temperature, so rollouts of another one would have wrong ratios. Whether a token receives a
@@ -203,23 +187,25 @@ class ResumePoint:
             changed_keys -= {key for phase in phases_of(c)[:1] for key in phase.changes}
         refusals = [changes[key] for key in keys if key in changed_keys]
         if refusals:
-            raise CheckpointOfOtherRun(
+            raise Failure(
                 f"{'; '.join(refusals)}: {self.checkpoint} holds rollouts of step(s) {steps}. They "
                 "were sampled with the old value. Use it. If it must change, train these steps "
                 f"with it first: train.total_steps={max(steps)}, where a schedule of the learning "
-                "rate then ends, too"
+                "rate then ends, too",
+                ExitCode.REFUSED,
             )
 
 
 @contextlib.contextmanager
 def explained_load_errors(checkpoint: Path) -> Iterator[None]:
-    """Turn errors in the files of a checkpoint into `CheckpointUnusable`."""
+    """Turn errors in the files of a checkpoint into `Failure`."""
     try:
         yield
     except (ValueError, OSError) as error:
-        raise CheckpointUnusable(
+        raise Failure(
             f"{checkpoint} cannot be loaded: {error}. Use the model and the version that saved it, "
-            "or another checkpoint: run.resume=PATH under another run.name"
+            "or another checkpoint: run.resume=PATH under another run.name",
+            ExitCode.BAD_DATA,
         ) from error
 
 
@@ -232,7 +218,7 @@ def find_resume_point(resume: str, directory: RunDirectory, job: Job) -> ResumeP
     """Find the newest complete checkpoint that run.resume names (a collective).
 
     resume: the value of run.resume. directory: the directory of this run, which `auto` means.
-    Raises `NoCompleteCheckpoint` on all ranks.
+    Raises `Failure` on all ranks.
     """
     if resume == "never":
         return ResumePoint()
@@ -246,9 +232,10 @@ def find_resume_point(resume: str, directory: RunDirectory, job: Job) -> ResumeP
         return ResumePoint(checkpoint, read_state(checkpoint), problems)
     if problems or resume != "auto":
         reasons = " | ".join(problems) or "there is none at all"
-        raise NoCompleteCheckpoint(
+        raise Failure(
             f"run.resume={resume!r}: there is no complete checkpoint ({reasons}). Give "
-            "another one, or start a new run with run.resume=never"
+            "another one, or start a new run with run.resume=never",
+            ExitCode.BAD_DATA,
         )
     return ResumePoint()
 
@@ -277,7 +264,7 @@ def open_run_directory(
 ) -> None:
     """Make the directory of a new run, or reopen that of a resumed run. Rank 0 only.
 
-    `claim_directory` must have claimed the directory of a resumed run. Raises `RunDirectoryTaken`.
+    `claim_directory` must have claimed the directory of a resumed run. Raises `Failure`.
     """
     if c.run.resume != "auto" or not directory.path.exists():
         directory.create(c, ranks=ranks)

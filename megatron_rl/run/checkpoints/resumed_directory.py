@@ -15,18 +15,12 @@ from typing import IO
 import msgspec
 
 from megatron_rl.config.schema import EvalSettings, TrainSettings
-from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.run_state import LoopState
 from megatron_rl.records.durable_files import write_synced
 from megatron_rl.records.exit_record import read_exit_record, reserve_exit_record
 from megatron_rl.records.past_run import RunUnreadable, read_metrics
-from megatron_rl.records.run_directory import (
-    ARCHIVE,
-    STOP_FILE,
-    RunDirectory,
-    RunDirectoryTaken,
-    is_run_directory,
-)
+from megatron_rl.records.run_directory import ARCHIVE, STOP_FILE, RunDirectory, is_run_directory
 from megatron_rl.records.run_lock import claim_run
 from megatron_rl.records.samples.files import move_samples
 from megatron_rl.run.stopping import ending_key
@@ -44,7 +38,7 @@ def claim_directory(path: Path) -> IO[bytes] | None:
     """Wait until no process of the run is alive, and mark the run as alive. Rank 0 only.
 
     Look for its checkpoints after this: a dying process may still save one and remove others.
-    Returns the open lock file; None when there is no run to resume. Raises `RunDirectoryTaken`
+    Returns the open lock file; None when there is no run to resume. Raises `Failure`
     when a process is still alive after 30 seconds.
     """
     if not path.exists():
@@ -167,8 +161,8 @@ def _move(file: Path, folder: Path) -> None:
         file.rename(folder / file.name)
 
 
-def _cannot_resume(path: Path, reason: str) -> RunDirectoryTaken:
-    return RunDirectoryTaken(f"run.resume=auto: {path} cannot be resumed: {reason}")
+def _cannot_resume(path: Path, reason: str) -> Failure:
+    return Failure(f"run.resume=auto: {path} cannot be resumed: {reason}", ExitCode.REFUSED)
 
 
 def _next_folder(parent: Path) -> Path:

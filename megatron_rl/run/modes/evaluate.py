@@ -180,7 +180,7 @@ def checkpoint_weights(
 ) -> Callable[[], WeightSource]:
     """Open the weights of a checkpoint, a bucket in memory at a time (a collective).
 
-    Rank 0 alone reads them. Raises `CheckpointUnusable`, also while they are read.
+    Rank 0 alone reads them. Raises `Failure`, also while they are read.
     """
     parallel.initialize(ParallelSettings(timeout_s=c.parallel.timeout_s), seed=c.seed, job=job)
     with explained_load_errors(checkpoint):

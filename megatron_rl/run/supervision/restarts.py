@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from megatron_rl.config.schema import RunSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.records.exit_record import ExitRecord, read_exit_record
+from megatron_rl.records.exit_record import read_exit_record
 from megatron_rl.records.run_directory import run_directory_path
 from megatron_rl.records.starts import Start, launch_of, read_starts
 
@@ -21,46 +21,24 @@ _FAILURES = (None, 1, ExitCode.ENGINE_FAILED, ExitCode.NON_FINITE, ExitCode.PEER
 _MAX_EQUAL_FAILURES = 2
 
 
-class RestartRefused(Failure):
-    """torchrun started the ranks of a run again that cannot resume."""
-
-    exit_code = ExitCode.REFUSED
-
-
-class RepeatedFailure(Failure):
-    """Earlier starts of the run failed at the same step, and no checkpoint came between."""
-
-    exit_code = ExitCode.REFUSED
-
-
-class EndIsFinal(Failure):
-    """torchrun started the ranks again although the run has ended for good.
-
-    exit_code: that of the run.
-    """
-
-    def __init__(self, record: ExitRecord) -> None:
-        super().__init__(f"the run has ended already, and starts no more: {record.reason}")
-        self.exit_code = record.code  # type: ignore[misc]
-
-
 def is_restart(environment: Mapping[str, str]) -> bool:
     """True for ranks that torchrun has started before."""
     return int(environment.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
 
 
 def require_reason_to_restart(run: RunSettings, environment: Mapping[str, str]) -> None:
-    """Raise `RestartRefused` or `EndIsFinal` in ranks that torchrun should not have started again.
+    """Raise `Failure` in ranks that torchrun should not have started again.
 
     Every rank calls this first: it reads two files.
     """
     if not is_restart(environment):
         return
     if run.resume != "auto":
-        raise RestartRefused(
+        raise Failure(
             f"torchrun has started the ranks again, and run.resume={run.resume!r} does not resume "
             "the run. Use run.resume=auto with run.name and run.checkpoint_every, or "
-            "--max-restarts=0"
+            "--max-restarts=0",
+            ExitCode.REFUSED,
         )
     directory = run_directory_path(run, datetime.datetime.now())
     starts = read_starts(directory)
@@ -68,10 +46,11 @@ def require_reason_to_restart(run: RunSettings, environment: Mapping[str, str]) 
     if record is None or not starts or starts[-1].launch != launch_of(environment):
         return
     if record.code in set(ExitCode) - {ExitCode.OK, *_FAILURES}:
-        raise EndIsFinal(record)
+        text = f"the run has ended already, and starts no more: {record.reason}"
+        raise Failure(text, record.code)
 
 
-def refusal_of_repeated_failure(starts: Sequence[Start], first_step: int) -> RepeatedFailure | None:
+def refusal_of_repeated_failure(starts: Sequence[Start], first_step: int) -> Failure | None:
     """Return the refusal of a start if the last ones failed alike, None if it may go on.
 
     starts: those before this one, with their ends. first_step: the first step of this one.
@@ -85,8 +64,9 @@ def refusal_of_repeated_failure(starts: Sequence[Start], first_step: int) -> Rep
     if any(end is None or (end.step, end.code) != (last.step, last.code) for end in ends):
         return None
     cause = "killed" if last.code is None else f"code {last.code}"
-    return RepeatedFailure(
+    return Failure(
         f"the run failed {_MAX_EQUAL_FAILURES} times at step {last.step} with {cause}, and saved "
         f"no checkpoint in between: {last.reason}. Mend the cause (see logs/), then start it "
-        "again: a start after this refusal is let through"
+        "again: a start after this refusal is let through",
+        ExitCode.REFUSED,
     )

@@ -11,11 +11,12 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.contracts.group import Verdict
 from megatron_rl.records.samples import writer
 from megatron_rl.records.samples.columns import VERSION_KEY, schema
 from megatron_rl.records.samples.files import move_samples, sample_steps, samples_file
-from megatron_rl.records.samples.reader import SamplesUnreadable, read_samples
+from megatron_rl.records.samples.reader import read_samples
 from megatron_rl.records.samples.sample import SampleKind
 from megatron_rl.records.samples.writer import encode, write_samples
 from tests.support.samples import assert_same, make_sample, write_step
@@ -137,7 +138,7 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, damage: str) -> Non
         case "missing":
             file.unlink()
     reasons = {"version": "version '2'", "column": "ratios", "format": "'unknown'"}
-    with pytest.raises(SamplesUnreadable, match=r"step-0000010\.parquet") as error:
+    with pytest.raises(Failure, match=r"step-0000010\.parquet") as error:
         list(read_samples(tmp_path, 10))
     assert reasons.get(damage, "") in str(error.value)
 

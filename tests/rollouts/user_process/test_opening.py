@@ -6,9 +6,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.plugins import PluginError
-from megatron_rl.rollouts.user_process.remote_class import ReopenFailed
 from tests.rollouts.user_process.classes import score_in_process
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
@@ -119,9 +118,9 @@ def test_a_class_that_cannot_be_open_twice_costs_a_call_its_verdict() -> None:
 
 
 def test_a_class_that_cannot_be_opened_again_ends_the_run_but_refuses_no_setting() -> None:
-    with pytest.raises(ReopenFailed, match=r"reward\.name=constructors:OpensOnce: .*only one"):
+    with pytest.raises(Failure, match=r"reward\.name=constructors:OpensOnce: .*only one"):
         score_in_process("constructors:OpensOnce", "exits", then=("after",))
-    assert ReopenFailed.exit_code == ExitCode.ENGINE_FAILED  # torchrun and Slurm start it again
+    assert Failure.exit_code == ExitCode.ENGINE_FAILED  # torchrun and Slurm start it again
 
 
 def test_a_secret_option_stays_in_its_process(monkeypatch: pytest.MonkeyPatch) -> None:

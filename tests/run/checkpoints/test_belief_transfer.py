@@ -11,15 +11,13 @@ import pytest
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.belief_state import NEVER_SAMPLED
+from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.selection.belief_selector import BeliefSelector
 from megatron_rl.prompts.selection.factory import open_selector
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.run import open_run
-from megatron_rl.run.checkpoints.belief_transfer import (
-    BeliefsUnavailable,
-    read_transferred_beliefs,
-)
+from megatron_rl.run.checkpoints.belief_transfer import read_transferred_beliefs
 from megatron_rl.run.checkpoints.resume import ResumePoint
 from megatron_rl.run.checkpoints.state_file import read_state
 from megatron_rl.run.checkpoints.store import CheckpointStore
@@ -86,9 +84,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(
     [warning] = open_run._warnings(c, RunDirectory(tmp_path), ResumePoint(), beliefs)
     assert "warning: skipping a damaged checkpoint" in warning
     assert "iter_0000002: state.json has changed" in warning
-    with pytest.raises(
-        BeliefsUnavailable, match=r"selection\.beliefs_from=.*complete checkpoint.*sha256"
-    ):
+    with pytest.raises(Failure, match=r"selection\.beliefs_from=.*complete checkpoint.*sha256"):
         read_transferred_beliefs(
             make_configuration(f"selection.beliefs_from={other_store.path(2)}")
         )
@@ -96,7 +92,7 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(
 
 def test_a_directory_without_checkpoints_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
-        BeliefsUnavailable,
+        Failure,
         match=r"selection\.beliefs_from=.*complete checkpoint.*manifest\.json cannot be read",
     ):
         read_transferred_beliefs(make_configuration(f"selection.beliefs_from={tmp_path}"))
@@ -105,9 +101,7 @@ def test_a_directory_without_checkpoints_is_refused(tmp_path: Path) -> None:
 def test_a_run_without_beliefs_is_refused(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     save_checkpoint(store, 5, {"selection.name": "oversample"})
-    with pytest.raises(
-        BeliefsUnavailable, match=r"iter_0000005 had selection\.name=oversample.*no beliefs"
-    ):
+    with pytest.raises(Failure, match=r"iter_0000005 had selection\.name=oversample.*no beliefs"):
         read_transferred_beliefs(make_configuration(f"selection.beliefs_from={tmp_path}"))
 
 
@@ -132,7 +126,7 @@ def test_a_run_that_resumes_keeps_its_own_beliefs(store: CheckpointStore, tmp_pa
     )
     assert read_transferred_beliefs(c, read_state(store.path(1))) is None
     # This state has no beliefs, so they are read from the other run
-    with pytest.raises(BeliefsUnavailable):
+    with pytest.raises(Failure):
         read_transferred_beliefs(c, make_state(3))
 
 
@@ -144,7 +138,7 @@ def test_no_directory_is_made_when_beliefs_cannot_be_read(
     c = make_configuration(
         f"selection.beliefs_from={tmp_path}", f"run.root={tmp_path}/runs", "run.name=a"
     )
-    with pytest.raises(BeliefsUnavailable):
+    with pytest.raises(Failure):
         open_run._open_directory(
             c, RunData(), NOTHING, JOB, ResumePoint(), RunDirectory(tmp_path / "runs/a"), NOTHING
         )

@@ -10,10 +10,10 @@ from safetensors import safe_open
 import megatron_rl
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
+from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.parameter_count import num_parameters
 from megatron_rl.run.checkpoints.disk_space import (
-    NotEnoughDiskSpace,
     checkpoint_bytes,
     require_disk_space,
     required_bytes,
@@ -74,7 +74,7 @@ def test_a_full_disk_is_refused_with_a_remedy(
     assert sizes["sync.transport=disk"] == 4 * num_parameters(shape)
     set_free_bytes(monkeypatch)(sum(sizes.values()) - 1)
     with pytest.raises(
-        NotEnoughDiskSpace,
+        Failure,
         match=r"run\.root=.*MiB.*run\.save_weights=true.*run\.save_weights=false",
     ):
         require_disk_space(c, shape)
@@ -150,7 +150,7 @@ def test_rollouts_that_a_run_saves_count_for_every_step_that_saves_them(
     resumed_sizes = required_bytes(c, shape, steps_done=5)
     assert resumed_sizes["logger.save_rollouts_every"] == step_bytes
     set_free_bytes(monkeypatch)(sum(sizes.values()) - 1)
-    with pytest.raises(NotEnoughDiskSpace, match=r"raise logger\.save_rollouts_every"):
+    with pytest.raises(Failure, match=r"raise logger\.save_rollouts_every"):
         require_disk_space(c, shape)
 
 
@@ -181,11 +181,11 @@ def test_a_resumed_run_needs_space_for_fewer_new_checkpoints(
         set_free(records + num_new * one_checkpoint)
         require_disk_space(c, shape, checkpoint)
         set_free(records + num_new * one_checkpoint - 1)
-        with pytest.raises(NotEnoughDiskSpace, match=r"run\.checkpoint_every"):
+        with pytest.raises(Failure, match=r"run\.checkpoint_every"):
             require_disk_space(c, shape, checkpoint)
     other_run = dataclasses.replace(c, run=dataclasses.replace(c.run, resume=str(paths[2])))
     set_free(records + 3 * one_checkpoint - 1)
-    with pytest.raises(NotEnoughDiskSpace, match=r"run\.checkpoint_every"):
+    with pytest.raises(Failure, match=r"run\.checkpoint_every"):
         require_disk_space(other_run, shape, paths[2])
 
 
@@ -225,7 +225,7 @@ def test_checkpoints_hold_the_rollouts_of_later_steps(
     remedy = (
         r"lower run\.keep_checkpoints or rollout\.max_staleness" if max_staleness else "run.root"
     )
-    with pytest.raises(NotEnoughDiskSpace, match=remedy):
+    with pytest.raises(Failure, match=remedy):
         require_disk_space(c, shape)
 
 

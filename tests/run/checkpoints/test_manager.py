@@ -12,9 +12,9 @@ import pytest
 from megatron_rl.config.cli import compose
 from megatron_rl.config.curriculum import phases_of
 from megatron_rl.contracts.commands import Checkpoint, Command
-from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
-from megatron_rl.run.checkpoints.manager import CheckpointNotSaved, SavePoint, StoppedAfterSave
+from megatron_rl.run.checkpoints.manager import SavePoint, StoppedAfterSave
 from megatron_rl.run.checkpoints.saving import SaveResult
 from megatron_rl.run.guards.stopped_by_guard import StoppedByGuard
 from megatron_rl.run.supervision.stop_request import StopRequest, WaitAborted
@@ -110,7 +110,7 @@ def test_a_failed_save_after_a_stop_request_is_not_reported_as_saved(tmp_path: P
     ranks = FakeRanks("", "disk full")
     manager = make_manager(ranks, stop, on_failed_save="continue")
     parts = ScriptedParts(on_train=stop_at_step(stop, 3))
-    with pytest.raises(CheckpointNotSaved, match=r"step 3 cannot be saved: disk full"):
+    with pytest.raises(Failure, match=r"step 3 cannot be saved: disk full"):
         lead(parts, tmp_path, steps=9, checkpoints=manager)
     assert ranks.steps == [2, 3]
 
@@ -219,7 +219,7 @@ def test_a_step_that_trains_is_never_aborted() -> None:
 def test_a_failed_save_ends_the_run_by_default(tmp_path: Path) -> None:
     manager = make_manager(FakeRanks("", "disk full"))
     with pytest.raises(
-        CheckpointNotSaved, match=r"step 4 cannot be saved: disk full; .*step 2 is still complete"
+        Failure, match=r"step 4 cannot be saved: disk full; .*step 2 is still complete"
     ):
         lead(ScriptedParts(), tmp_path, steps=5, checkpoints=manager)
 
@@ -244,7 +244,7 @@ def test_background_saves_are_waited_for_before_the_next_and_at_the_end(tmp_path
 
 def test_a_failed_background_save_ends_the_run(tmp_path: Path) -> None:
     manager = make_manager(FakeRanks("disk full"), background_saves=True)
-    with pytest.raises(CheckpointNotSaved, match=r"step 2 cannot be saved: disk full"):
+    with pytest.raises(Failure, match=r"step 2 cannot be saved: disk full"):
         lead(ScriptedParts(), tmp_path, steps=5, checkpoints=manager)
 
 

@@ -13,10 +13,10 @@ from safetensors.torch import load_file, save_file
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
-from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.run.checkpoints import reference
 from megatron_rl.run.checkpoints.manager import SavePoint
-from megatron_rl.run.checkpoints.reference import ReferenceChanged, identify_reference
+from megatron_rl.run.checkpoints.reference import identify_reference
 from megatron_rl.run.checkpoints.resume import ResumePoint
 from tests.support.checkpoint_managers import FakeRanks, make_manager
 from tests.support.checkpoints import make_state
@@ -88,7 +88,7 @@ def test_ranks_share_the_hashing_and_agree(weights: Path, monkeypatch: pytest.Mo
 def test_a_resumed_run_with_another_reference_is_refused_by_name(weights: Path) -> None:
     digest = identify_reference(with_penalty(weights), ResumePoint(), JOB)
     change_a_weight(weights)
-    with pytest.raises(ReferenceChanged) as error:
+    with pytest.raises(Failure) as error:
         identify_reference(with_penalty(weights), resumed_from(digest), JOB)
     message = str(error.value)
     assert message.startswith(f"algo.kl.reference={str(weights)!r}: its weights (SHA-256 ")

@@ -12,25 +12,18 @@ import pytest
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
+from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.mcore import checkpoint
 from megatron_rl.records.durable_files import write_synced
 from megatron_rl.records.past_run import read_metrics
 from megatron_rl.records.progress import Progress
-from megatron_rl.records.run_directory import (
-    RunDirectory,
-    RunDirectoryTaken,
-    is_run_directory,
-    run_directory_path,
-)
+from megatron_rl.records.run_directory import RunDirectory, is_run_directory, run_directory_path
 from megatron_rl.records.run_lock import claim_run, mark_run_alive
 from megatron_rl.rewards import Scorer
 from megatron_rl.run import open_run
 from megatron_rl.run.checkpoints import resume
 from megatron_rl.run.checkpoints.manifest import Manifest, hash_file, write_manifest
 from megatron_rl.run.checkpoints.resume import (
-    CheckpointOfOtherRun,
-    CheckpointUnusable,
-    NoCompleteCheckpoint,
     ResumePoint,
     explained_load_errors,
     find_resume_point,
@@ -186,7 +179,7 @@ def test_each_rank_loads_its_own_random_numbers_unless_the_number_of_ranks_chang
 
 def test_a_checkpoint_that_cannot_be_read_is_unusable(tmp_path: Path) -> None:
     with (
-        pytest.raises(CheckpointUnusable, match=r"cannot be loaded: .*Stale file handle"),
+        pytest.raises(Failure, match=r"cannot be loaded: .*Stale file handle"),
         explained_load_errors(tmp_path),
     ):
         raise OSError(errno.ESTALE, "Stale file handle")
@@ -271,9 +264,7 @@ def test_a_run_without_any_complete_checkpoint_does_not_start_anew(
 ) -> None:
     for path in store.checkpoints():
         (path / "manifest.json").unlink()
-    with pytest.raises(
-        NoCompleteCheckpoint, match=r"iter_0000015: manifest\.json cannot be read.*iter_0000005"
-    ):
+    with pytest.raises(Failure, match=r"iter_0000015: manifest\.json cannot be read.*iter_0000005"):
         find_for(make_configuration(tmp_path, "run.resume=auto"))
 
 
@@ -292,14 +283,14 @@ def test_a_run_that_starts_from_another_does_not_write_into_an_existing_director
     tmp_path: Path, store: CheckpointStore
 ) -> None:
     c = make_configuration(tmp_path, f"run.resume={store.path(10)}", "run.name=other")
-    with pytest.raises(RunDirectoryTaken, match=r"run\.name='job'"):
+    with pytest.raises(Failure, match=r"run\.name='job'"):
         open_run_directory(RunDirectory(tmp_path / "job"), c, find_for(c))
 
 
 def test_a_directory_without_checkpoints_is_refused(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
     c = make_configuration(tmp_path, f"run.resume={tmp_path}/empty", "run.name=third")
-    with pytest.raises(NoCompleteCheckpoint, match="empty"):
+    with pytest.raises(Failure, match="empty"):
         find_for(c)
 
 
@@ -311,7 +302,7 @@ def test_changed_settings_are_listed_or_refused(tmp_path: Path) -> None:
     )
     assert resume_point.changed_settings(c) == ["optimizer.lr: 0.1 -> 0.2"]
     c = make_configuration(tmp_path, "optimizer.lr=0.1", "data.seed=7")
-    with pytest.raises(CheckpointOfOtherRun, match=r"data\.seed: 0 -> 7"):
+    with pytest.raises(Failure, match=r"data\.seed: 0 -> 7"):
         resume_point.changed_settings(c)
 
 
@@ -329,7 +320,7 @@ def test_open_steps_resume_with_the_staleness_that_began_them_and_not_with_less(
         c = make_configuration(tmp_path, *ahead, f"rollout.max_staleness={staleness}")
         assert len(resume_point.changed_settings(c)) == (staleness != 2)
     words = r"rollout\.max_staleness=1: .* open rollouts of step\(s\) \[6.*Give at least 2"
-    with pytest.raises(CheckpointOfOtherRun, match=words):
+    with pytest.raises(Failure, match=words):
         resume_point.changed_settings(
             make_configuration(tmp_path, *ahead, "rollout.max_staleness=1")
         )
@@ -342,7 +333,7 @@ def test_steps_ahead_resume_with_as_much_staleness_as_there_are(tmp_path: Path) 
     position = msgspec.structs.replace(state.position, steps_ahead=(6,))
     resume_point = ResumePoint(tmp_path, msgspec.structs.replace(state, position=position))
     assert resume_point.changed_settings(c) == []
-    with pytest.raises(CheckpointOfOtherRun, match=r"rollouts of 1 step\(s\) .*Give at least 1"):
+    with pytest.raises(Failure, match=r"rollouts of 1 step\(s\) .*Give at least 1"):
         resume_point.changed_settings(make_configuration(tmp_path, "train.total_steps=9"))
 
 
@@ -398,7 +389,7 @@ def test_rollouts_of_later_steps_need_the_bound_of_their_age(
         resume_point.changed_settings(c)
         return
     words = rf"at most {refused_bound} version.*Give at least [23]"
-    with pytest.raises(CheckpointOfOtherRun, match=words):
+    with pytest.raises(Failure, match=words):
         resume_point.changed_settings(c)
 
 
@@ -430,7 +421,7 @@ def test_open_groups_keep_their_scorer_and_environment(
     if is_refused:
         key, value = change.split("=")
         words = rf"{key}: .* -> {value!r}: .*train\.total_steps=7"
-        with pytest.raises(CheckpointOfOtherRun, match=words):
+        with pytest.raises(Failure, match=words):
             resume_point.changed_settings(c)
     else:
         assert len(resume_point.changed_settings(c)) == 1
@@ -446,7 +437,7 @@ def test_open_groups_keep_the_options_of_their_scorer(tmp_path: Path) -> None:
     assert resume_point.changed_settings(first) == []
     for options in ("{}", "{weight: 3}", "{weight: 2, other: 2}"):
         c = make_configuration(tmp_path, *ahead, f"reward.options={options}")
-        with pytest.raises(CheckpointOfOtherRun, match=r"reward\.options"):
+        with pytest.raises(Failure, match=r"reward\.options"):
             resume_point.changed_settings(c)
 
 
@@ -485,7 +476,7 @@ def test_rollouts_that_were_sampled_otherwise_are_refused(
     last_step = max(step for group in steps.values() for step in group)
     key, value = change.split("=")
     words = rf"{key}: .* -> {value}: .*train\.total_steps={last_step}, "
-    with pytest.raises(CheckpointOfOtherRun, match=words):
+    with pytest.raises(Failure, match=words):
         resume_point.changed_settings(c)
 
 
@@ -511,7 +502,7 @@ def test_a_temperature_that_the_first_phase_replaces_may_change(
     resume_point = ResumePoint(tmp_path, msgspec.structs.replace(state, position=position))
     c = make_configuration(tmp_path, *overrides, "rollout.temperature=0.7")
     if is_refused:
-        with pytest.raises(CheckpointOfOtherRun, match=r"rollout\.temperature"):
+        with pytest.raises(Failure, match=r"rollout\.temperature"):
             resume_point.changed_settings(c)
     else:
         assert len(resume_point.changed_settings(c)) == 1
@@ -542,7 +533,7 @@ def test_another_mixture_is_refused_by_the_key_that_differs(tmp_path: Path) -> N
         ),
     ):
         c = make_configuration(tmp_path, *mixture_overrides(tmp_path, other))
-        with pytest.raises(CheckpointOfOtherRun, match=words):
+        with pytest.raises(Failure, match=words):
             resume_point.changed_settings(c)
 
 
@@ -558,7 +549,7 @@ def test_two_spellings_of_a_path_are_the_same_setting(
     for path in ("rollouts", "./link", f"{tmp_path}/link/../rollouts"):
         c = make_configuration(tmp_path, *mode, f"rollout.recording={path}")
         assert resume_point.changed_settings(c) == []
-    with pytest.raises(CheckpointOfOtherRun, match=r"rollout\.recording: '.*rollouts' -> '.'"):
+    with pytest.raises(Failure, match=r"rollout\.recording: '.*rollouts' -> '.'"):
         resume_point.changed_settings(make_configuration(tmp_path, *mode, "rollout.recording=."))
 
 
@@ -600,5 +591,5 @@ def test_settings_that_give_the_state_its_meaning_cannot_change(
 ) -> None:
     settings = flat_configuration(make_configuration(tmp_path))
     resume_point = ResumePoint(tmp_path, make_state(5, settings))
-    with pytest.raises(CheckpointOfOtherRun, match=override.partition("=")[0]):
+    with pytest.raises(Failure, match=override.partition("=")[0]):
         resume_point.changed_settings(make_configuration(tmp_path, override))

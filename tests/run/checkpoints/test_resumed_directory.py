@@ -8,12 +8,12 @@ import pytest
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration, LoggerSettings
-from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.run_state import LoopState
 from megatron_rl.records.exit_record import read_exit_record, write_exit_record
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.past_run import read_metrics, read_settings
-from megatron_rl.records.run_directory import RunDirectory, RunDirectoryTaken, to_yaml
+from megatron_rl.records.run_directory import RunDirectory, to_yaml
 from megatron_rl.records.run_lock import mark_run_alive
 from megatron_rl.records.samples.files import sample_steps
 from megatron_rl.run.checkpoints.resumed_directory import (
@@ -178,12 +178,12 @@ def test_a_run_without_a_checkpoint_starts_again_in_its_directory(tmp_path: Path
 def test_a_living_run_cannot_be_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     directory = write_steps(tmp_path, 5)
     monkeypatch.setattr("megatron_rl.run.checkpoints.resumed_directory._PATIENCE_SECONDS", 0.1)
-    with mark_run_alive(directory.path), pytest.raises(RunDirectoryTaken, match="still alive"):
+    with mark_run_alive(directory.path), pytest.raises(Failure, match="still alive"):
         claim_directory(tmp_path / "job")
     lock = claim_directory(tmp_path / "job")
     assert lock is not None
     # Of two processes that resume a run at the same time, one is refused
-    with lock, pytest.raises(RunDirectoryTaken, match="still alive"):
+    with lock, pytest.raises(Failure, match="still alive"):
         claim_directory(tmp_path / "job")
 
 
@@ -193,7 +193,7 @@ def test_there_is_nothing_to_claim_for_a_new_run(tmp_path: Path) -> None:
 
 def test_a_directory_of_something_else_cannot_be_claimed(tmp_path: Path) -> None:
     (tmp_path / "job").mkdir()
-    with pytest.raises(RunDirectoryTaken, match="not the directory of a run"):
+    with pytest.raises(Failure, match="not the directory of a run"):
         claim_directory(tmp_path / "job")
     assert (tmp_path / "job").exists()
 

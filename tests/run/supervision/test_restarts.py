@@ -6,12 +6,11 @@ import pytest
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import RunSettings
+from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.records.exit_record import write_exit_record
 from megatron_rl.records.starts import End, Start, launch_of, write_starts
 from megatron_rl.run.supervision.failures import describe_failure
 from megatron_rl.run.supervision.restarts import (
-    EndIsFinal,
-    RestartRefused,
     refusal_of_repeated_failure,
     require_reason_to_restart,
 )
@@ -35,7 +34,7 @@ def ended_run(root: Path, code: int, *, launch: str | None = None) -> None:
 @pytest.mark.parametrize("code", [2, 3, 6, 8, 75, 130])
 def test_ranks_that_start_again_after_a_final_end_repeat_it(tmp_path: Path, code: int) -> None:
     ended_run(tmp_path, code)
-    with pytest.raises(EndIsFinal) as error_info:
+    with pytest.raises(Failure, match="has ended already") as error_info:
         require_reason_to_restart(settings(tmp_path), RESTARTED)
     reason = "the run has ended already, and starts no more: the reason"
     assert describe_failure(error_info.value) == (code, reason)
@@ -62,7 +61,7 @@ def test_the_first_start_goes_on_after_any_end(tmp_path: Path) -> None:
 def test_ranks_that_start_again_need_a_run_that_resumes(tmp_path: Path) -> None:
     run = settings(tmp_path, "run.resume=never")
     require_reason_to_restart(run, FIRST)
-    with pytest.raises(RestartRefused, match=r"run\.resume='never' does not resume the run"):
+    with pytest.raises(Failure, match=r"run\.resume='never' does not resume the run"):
         require_reason_to_restart(run, RESTARTED)
 
 
