@@ -9,7 +9,7 @@ import msgspec
 from megatron_rl.contracts.belief_state import BeliefState
 from megatron_rl.contracts.wire_types import Count
 
-STATE_FORMAT = 1
+STATE_FORMAT = 2
 
 
 class PromptCursor(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,77 +46,30 @@ class SelectorState(msgspec.Struct, frozen=True, kw_only=True):
     beliefs: BeliefState | None = None
 
 
-class PhaseState(msgspec.Struct, frozen=True, kw_only=True):
-    """Position in the curriculum.
-
-    index: 0-based current phase.
-    tokens: tokens that engines sampled in all steps so far.
-    accuracy: the last evaluation of this phase, or the one that ends it. None before the first.
-    """
-
-    index: Count = 0
-    tokens: Count = 0
-    accuracy: float | None = None
-
-
-class GuardState(msgspec.Struct, frozen=True, kw_only=True):
-    """Measurements of the guards (`guard.*`).
-
-    norms: norms of the gradients of the last optimizer steps, the newest last.
-    skips: number of most recent consecutive steps with a spike.
-    nonfinite_since: first of the most recent consecutive steps with NaN or Inf, None without.
-    low_entropy_since, low_entropy_steps: first and number of the most recent consecutive steps
-    below guard.min_entropy.
-    """
-
-    norms: tuple[float, ...] = ()
-    skips: Count = 0
-    nonfinite_since: Count | None = None
-    low_entropy_since: Count | None = None
-    low_entropy_steps: Count = 0
-
-
-class MismatchState(msgspec.Struct, frozen=True, kw_only=True):
-    """Sum of mismatch/k3_kl over the steps whose engines were unquantized and in bfloat16.
-
-    steps: their number.
-    """
-
-    steps: Count = 0
-    k3_sum: float = 0.0
-
-
 class LoopState(msgspec.Struct, frozen=True, kw_only=True):
     """State of rank 0's training loop after `step`.
 
     version: weight version sent to the engines last, None before the first.
     weights_synced: whether the engines have the current weights.
-    nonfinite: number of most recent consecutive steps with NaN or Inf.
     accuracies: all evaluations so far.
-    phase: None without the key `curriculum`.
     unevaluated_metrics: the metrics of `step` when its evaluation is still to be done, because a
     stop request or a failure prevented it; None otherwise. NaN and Inf are stored as None.
     steps_ahead: the steps after `step` whose rollouts are sampled already. The checkpoint holds
     them.
     open_steps: the steps after those whose rollouts are being sampled. The checkpoint holds what
     there is of them.
-    uncompared_tokens: those that the engines had sampled for the record of the next step.
-    guard, bf16_mismatch: empty in checkpoints of older versions.
+    features: the state of each feature that has one, by its name.
     """
 
     step: Count
     version: Count | None
     weights_synced: bool
     selection: SelectorState
-    nonfinite: Count = 0
     accuracies: tuple[float, ...] = ()
-    phase: PhaseState | None = None
     unevaluated_metrics: dict[str, float | None] | None = None
     steps_ahead: tuple[Count, ...] = ()
     open_steps: tuple[Count, ...] = ()
-    uncompared_tokens: Count = 0
-    guard: GuardState = GuardState()
-    bf16_mismatch: MismatchState = MismatchState()
+    features: dict[str, Any] = {}
 
 
 class BestState(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,7 +6,7 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
 from megatron_rl.config.schema import LoggerSettings
@@ -15,19 +15,22 @@ from megatron_rl.records.effective_time import EFFECTIVE_TIME, EffectiveTime
 from megatron_rl.records.heat_maps import HeatMaps, is_expert_share, is_heat_map_metric
 from megatron_rl.records.past_run import RunUnreadable, iterate_metrics
 from megatron_rl.records.run_directory import RunDirectory
-from megatron_rl.records.trackers import Trackers
 from megatron_rl.records.write_errors import write_problem
 
 # Steps in a heat map of TensorBoard, which stores each picture
 _MAX_COLUMNS = 256
 
 
+# Gets the step and the metrics of each record
+Reader = Callable[[int, Mapping[str, float]], None]
+
+
 class MetricsLog:
     """Appends one JSON object for each step. Non-finite numbers become null.
 
     first_step: the first step of a resumed run. TensorBoard then hides the older records of this
-    and later steps. trackers: receive the metrics, too. effective_time: adds `run/effective_time`
-    to each record. Raises `Failure` when a file cannot be written.
+    and later steps. effective_time: adds `run/effective_time` to each record. Raises `Failure` when
+    a file cannot be written.
     """
 
     def __init__(
@@ -35,14 +38,13 @@ class MetricsLog:
         directory: RunDirectory,
         settings: LoggerSettings,
         first_step: int | None = None,
-        trackers: Trackers | None = None,
         effective_time: EffectiveTime | None = None,
     ) -> None:
         self._path = directory.metrics_file
         with self._explained_write_errors():
             self._file = self._path.open("ab", buffering=0)
         self._maps: HeatMaps | None = None
-        self._trackers = trackers
+        self._readers: list[Reader] = []
         self._effective_time = effective_time
         self._writer = None
         if settings.tensorboard:
@@ -50,6 +52,10 @@ class MetricsLog:
             from torch.utils.tensorboard import SummaryWriter
 
             self._writer = SummaryWriter(str(directory.tensorboard), purge_step=first_step)
+
+    def add_reader(self, read: Reader) -> None:
+        """Call `read` with each record that is written. It must not raise."""
+        self._readers.append(read)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Append the metrics of one step and flush them. Raises `Failure`."""
@@ -61,14 +67,12 @@ class MetricsLog:
         with self._explained_write_errors():
             self._append(json.dumps(record).encode() + b"\n")
             self._write_tensorboard(step, values, record)
-        if self._trackers is not None:
-            self._trackers.write(step, values)
+        for read in self._readers:
+            read(step, values)
 
     def close(self) -> None:
-        """Close both files and the trackers. Errors of TensorBoard are ignored."""
+        """Close both files. Errors of TensorBoard are ignored."""
         self._file.close()
-        if self._trackers is not None:
-            self._trackers.close()
         if self._writer is not None:
             with contextlib.suppress(OSError):
                 self._writer.close()

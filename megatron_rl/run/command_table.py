@@ -1,19 +1,15 @@
-"""The one table of commands: everything that a rank does for rank 0, in every mode."""
+"""The table of commands that the core of a run needs. Features add their own."""
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.commands import (
     Checkpoint,
     Command,
-    EnterPhase,
-    GatherSamples,
     Poll,
     Record,
     Save,
@@ -25,9 +21,7 @@ from megatron_rl.engines.engines import Engines
 from megatron_rl.engines.weight_sync import Sender
 from megatron_rl.mcore.job import Job
 from megatron_rl.run.checkpoints.saving import CheckpointWriter
-from megatron_rl.run.curriculum import apply_phase
 from megatron_rl.run.modes.record import record_rollouts
-from megatron_rl.run.step_profiler import StepProfiler
 from megatron_rl.run.supervision.stop_request import StopRequest
 from megatron_rl.training.dispatcher import CommandTable as Table
 from megatron_rl.training.exchange.rollout_exchange import RolloutsLost
@@ -78,22 +72,15 @@ class EngineCommands:
 
 @dataclass(frozen=True)
 class ModelCommands:
-    """Commands about the model: training, phases, weights and checkpoints.
-
-    phases: the configuration of each phase of the curriculum. profiler: writes traces of steps.
-    """
+    """Commands about the model: training, weights and checkpoints."""
 
     worker: Worker
     checkpoints: CheckpointWriter
-    phases: tuple[Configuration, ...]
-    profiler: StepProfiler | None = None
 
     def table(self) -> Table:
         """Return the handlers of the commands that need a model."""
         return {
-            EnterPhase: self.enter_phase,
             Train: self.train,
-            GatherSamples: self.worker.gather_samples,
             Save: lambda command: self.worker.save(Path(command.path)),
             Checkpoint: self.checkpoints.save,
             WaitForSave: self.checkpoints.wait_for_save,
@@ -101,24 +88,16 @@ class ModelCommands:
 
     def train(self, command: Train) -> TrainOutcome | LostRollouts:
         """Train one step (a collective). No rank trains if rollouts are gone."""
-        profile: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if self.profiler is not None:
-            profile = self.profiler.profile_step(command.plan.step)
-        with profile:
-            try:
-                return self.worker.train(
-                    command.plan,
-                    keep_values=command.keep_values,
-                    max_norm=command.max_norm,
-                    check_weights=command.check_weights,
-                    version=command.version,
-                )
-            except RolloutsLost as error:  # on every rank
-                return LostRollouts(error.rollout_ids)
-
-    def enter_phase(self, command: EnterPhase) -> None:
-        """Train with the settings of a phase from the next step on."""
-        apply_phase(self.worker, self.phases[command.phase])
+        try:
+            return self.worker.train(
+                command.plan,
+                keep_values=command.keep_values,
+                max_norm=command.max_norm,
+                check_weights=command.check_weights,
+                version=command.version,
+            )
+        except RolloutsLost as error:  # on every rank
+            return LostRollouts(error.rollout_ids)
 
 
 def command_table(engines: EngineCommands | None, model: ModelCommands | None) -> Table:

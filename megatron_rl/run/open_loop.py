@@ -8,8 +8,7 @@ from functools import partial
 
 import torch.distributed as dist
 
-from megatron_rl.config.curriculum import phases_of
-from megatron_rl.contracts.commands import Command, Poll
+from megatron_rl.contracts.commands import Poll
 from megatron_rl.engines.connections import EngineConnections
 from megatron_rl.engines.engines import Engines, name_external_engines
 from megatron_rl.engines.weight_sync import Sender
@@ -17,19 +16,19 @@ from megatron_rl.records.effective_time import open_effective_time
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.run_records import RunRecords
-from megatron_rl.records.timeline.spans import TIMELINE_FILE, Timeline
-from megatron_rl.records.trackers import open_trackers
 from megatron_rl.run.build_worker import open_worker
 from megatron_rl.run.checkpoints.disk_space import checkpoint_bytes
+from megatron_rl.run.checkpoints.opening import open_checkpoint_manager
 from megatron_rl.run.checkpoints.saving import CheckpointWriter
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.run.command_table import EngineCommands, Export, ModelCommands, command_table
+from megatron_rl.run.features.observer import Observers
+from megatron_rl.run.features.parts import FeatureParts
+from megatron_rl.run.features.registry import open_features
 from megatron_rl.run.modes.evaluate import checkpoint_weights
 from megatron_rl.run.modes.mode import LoopParts
 from megatron_rl.run.modes.table import open_mode
-from megatron_rl.run.run_timeline import RunTimeline
 from megatron_rl.run.setup import RunSetup
-from megatron_rl.run.step_profiler import StepProfiler
 from megatron_rl.run.supervision.stall_monitor import StallMonitor
 from megatron_rl.run.supervision.supervision import Supervision
 from megatron_rl.training.activity import Activity
@@ -59,18 +58,36 @@ def open_loop(
             _model_commands(setup, worker),
         ),
         activity,
-        observe=_open_timeline(setup, supervision, connections),
     )
+    records = None if job.rank else _open_records(setup, supervision)
+    checkpoints = None
+    if records is not None and worker is not None:
+        checkpoints = open_checkpoint_manager(setup, worker, dispatcher, supervision.stop)
+    observers = Observers(
+        open_features(
+            FeatureParts(
+                setup=setup,
+                dispatcher=dispatcher,
+                worker=worker,
+                connections=connections,
+                metrics=None if records is None else records.metrics,
+                checkpoints=checkpoints,
+                enter=supervision.parts.enter,
+            )
+        )
+    )
+    dispatcher.extend(observers.handlers(), observers.around)
     if worker is not None:
         supervision.stop.accept_signals()
-    if mode is None:
+    if mode is None or records is None:
         return dispatcher.follow
     parts = LoopParts(
         dispatcher=dispatcher,
         connections=connections,
         worker=worker,
-        records=_open_records(setup, supervision),
-        stop=supervision.stop,
+        records=records,
+        checkpoints=checkpoints,
+        observers=observers,
         idle=partial(_poll, dispatcher, setup.progress, connections),
     )
     return mode.open_leader(parts).lead
@@ -188,33 +205,7 @@ def _model_commands(setup: RunSetup, worker: Worker | None) -> ModelCommands | N
         node=setup.job.node,
         writes_rollouts=setup.job.local_rank == 0,
     )
-    phases = tuple(phase.configuration for phase in phases_of(c))
-    return ModelCommands(worker, writer, phases, _step_profiler(setup))
-
-
-def _step_profiler(setup: RunSetup) -> StepProfiler:
-    """Return the profiler of this rank, which may profile no step."""
-    settings = setup.configuration.logger
-    rank = setup.job.rank
-    return StepProfiler(
-        steps=frozenset(settings.profile_steps if rank in settings.profile_ranks else ()),
-        rank=rank,
-        directory=setup.directory.path / "profiles",
-        log=setup.progress.log,
-    )
-
-
-def _open_timeline(
-    setup: RunSetup, supervision: Supervision, connections: EngineConnections | None
-) -> Callable[[Command, float], None] | None:
-    """Write the timeline on rank 0. Returns what adds a command to it."""
-    if setup.job.rank or not setup.configuration.logger.timeline:
-        return None
-    file = setup.directory.path / TIMELINE_FILE
-    timeline = RunTimeline(supervision.parts.enter(Timeline(file, setup.progress.log)))
-    if connections is not None:
-        connections.queue.on_arrival = timeline.add_group
-    return timeline.add_command
+    return ModelCommands(worker, writer)
 
 
 def _open_records(setup: RunSetup, supervision: Supervision) -> RunRecords:
@@ -225,9 +216,8 @@ def _open_records(setup: RunSetup, supervision: Supervision) -> RunRecords:
         if state.position.unevaluated_metrics is not None:
             first_step = state.step
     settings = setup.configuration.logger
-    trackers = open_trackers(settings, setup.directory.path, setup.progress.log)
     effective_time = None
     if not setup.configuration.is_measurement:
         effective_time = open_effective_time(setup.directory.path)
-    metrics = MetricsLog(setup.directory, settings, first_step, trackers, effective_time)
+    metrics = MetricsLog(setup.directory, settings, first_step, effective_time)
     return RunRecords(setup.directory, supervision.parts.enter(metrics), setup.progress)

@@ -5,7 +5,7 @@ Rank 0 calls `run(command)`, and every rank executes the command through the sam
 
 from __future__ import annotations
 
-import time
+import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -19,6 +19,7 @@ from megatron_rl.training.collectives import broadcast_bytes
 _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 
 CommandTable = Mapping[type[Command], Callable[[Any], Any]]
+Around = Callable[[Command], contextlib.AbstractContextManager[None]]
 
 
 class Dispatcher:
@@ -27,7 +28,7 @@ class Dispatcher:
     Ranks enter a collective only to execute a command that all of them received.
 
     table: the function that a rank calls for each command. activity: holds the command while it
-    runs. observe: gets each command that `run` has executed, and its seconds.
+    runs.
     """
 
     def __init__(
@@ -35,22 +36,22 @@ class Dispatcher:
         group: dist.ProcessGroup,
         table: CommandTable,
         activity: Activity | None = None,
-        observe: Callable[[Command, float], None] | None = None,
     ) -> None:
         self._group = group
         self._table = table
         self._activity = activity or Activity()
-        self._observe = observe
+        self._around: Around = _around_nothing
+
+    def extend(self, table: CommandTable, around: Around) -> None:
+        """Execute more commands, and each command of this rank within `around`."""
+        self._table = {**self._table, **table}
+        self._around = around
 
     def run(self, command: Command) -> Any:
         """Let every rank execute a command and return this rank's result. Rank 0 only."""
-        start = time.perf_counter()
-        with self._activity.command(_describe(command)):
+        with self._around(command), self._activity.command(_describe(command)):
             self._broadcast(command)
-            result = self._table[type(command)](command)
-        if self._observe is not None:
-            self._observe(command, time.perf_counter() - start)
-        return result
+            return self._table[type(command)](command)
 
     def follow(self) -> None:
         """Execute the commands of rank 0 until the run is complete. All ranks but rank 0.
@@ -61,7 +62,7 @@ class Dispatcher:
             command = _decoder.decode(broadcast_bytes(None, self._group))
             if isinstance(command, Finish):
                 return
-            with self._activity.command(_describe(command)):
+            with self._around(command), self._activity.command(_describe(command)):
                 self._table[type(command)](command)
 
     def finish(self) -> None:
@@ -76,3 +77,7 @@ def _describe(command: Command) -> str:
     """Name a command for people."""
     name = type(command).__name__
     return f"{name}, step {command.plan.step}" if isinstance(command, Train) else name
+
+
+def _around_nothing(command: Command) -> contextlib.AbstractContextManager[None]:
+    return contextlib.nullcontext()

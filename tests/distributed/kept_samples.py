@@ -19,8 +19,8 @@ from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.records.samples.files import samples_file
 from megatron_rl.records.samples.parts import SamplePart
 from megatron_rl.records.samples.writer import write_samples
-from megatron_rl.run.samples.assembly import SampleContext, SampleTexts, assemble
-from megatron_rl.run.samples.selection import Choice
+from megatron_rl.run.features.samples.assembly import SampleContext, SampleTexts, assemble
+from megatron_rl.run.features.samples.selection import Choice
 from megatron_rl.training.worker import Worker
 from tests.support.policies import COLUMN_ADDITION
 

@@ -256,7 +256,7 @@ def test_another_layout_resumes_prompts_versions_and_weights(
         read_state(run / "checkpoints/iter_0000003") for run in (resumed_run.run, smoke.run)
     )
     assert here.position.selection == there.position.selection
-    assert here.position.phase is not None and here.position.phase.index == 1
+    assert here.position.features["curriculum"]["index"] == 1
     assert (
         (here.position.version, here.optimizer_steps)
         == (there.position.version, there.optimizer_steps)

@@ -18,7 +18,9 @@ from megatron_rl.engines.token_counter import TokenComparison
 from megatron_rl.records.progress import Progress
 from megatron_rl.rollouts.evaluation import EvaluationFailed
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
-from megatron_rl.run.guards.stopped_by_guard import StoppedByGuard
+from megatron_rl.run.features.guards.stopped_by_guard import StoppedByGuard
+from megatron_rl.run.features.observer import Observer
+from megatron_rl.run.loop.trained_step import TrainedStep
 from megatron_rl.run.stopping import AccuracyUnknown, is_accuracy_reached
 from tests.support.checkpoints import make_state
 from tests.support.groups import group
@@ -399,15 +401,17 @@ def test_samples_are_kept_on_due_steps_before_rollouts_are_released(tmp_path: Pa
                 self.calls.append(f"values {command.keep_values}")
             return super().run(command)
 
-        def is_due(self, step: int) -> bool:
-            return step == 2
+    class Keeper(Observer):
+        def prepare(self, command: Train) -> Train:
+            return msgspec.structs.replace(command, keep_values=command.plan.step == 2)
 
-        def keep(self, *arguments: Any) -> dict[str, float]:
-            self.calls.append(f"keep after {len(self.released_groups)} releases")
-            return {"samples/kept": 3.0}
+        def after_train(self, trained: TrainedStep, values: dict[str, float]) -> None:
+            if trained.plan.step == 2:
+                parts.calls.append(f"keep after {len(parts.released_groups)} releases")
+                values["samples/kept"] = 3.0
 
     parts = Parts()
-    lead(parts, tmp_path, steps=3, samples=parts)
+    lead(parts, tmp_path, steps=3, observers=[Keeper()])
     calls = [text for text in parts.calls if text.startswith(("train", "values", "keep"))]
     assert calls == [
         "values False",
@@ -418,7 +422,7 @@ def test_samples_are_kept_on_due_steps_before_rollouts_are_released(tmp_path: Pa
         "values False",
         "train 3",
     ]
-    names = {"samples/kept", "time/samples"}
+    names = {"samples/kept"}
     assert [names & parts.metrics[step].keys() for step in (1, 2, 3)] == [set(), names, set()]
 
 

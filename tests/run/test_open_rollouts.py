@@ -83,7 +83,7 @@ def test_a_checkpoint_holds_what_there_is_of_open_steps(tmp_path: Path) -> None:
             (7, True, OPEN),
             (8, True, OPEN),
         ]
-        assert state.position.uncompared_tokens == 3
+        assert state.position.features["token_audit"] == {"uncompared_tokens": 3}
 
 
 def test_the_next_record_counts_tokens_that_were_sampled_before_the_checkpoint(
@@ -172,10 +172,9 @@ def test_open_steps_are_saved_with_the_phase_that_began_them(
             on_update=StoredResponses(open_groups=open_groups),
         )
     position = ranks.states[0].position
-    assert position.phase is not None
     assert (position.step, position.open_steps) == (2, tuple(open_groups))
-    assert position.phase.index == (1 if has_open_steps else 0)
-    assert position.phase.tokens > 0
+    assert position.features["curriculum"]["index"] == (1 if has_open_steps else 0)
+    assert position.features["curriculum"]["tokens"] > 0
 
 
 @pytest.mark.parametrize("open_steps", [(5, 6), ()])
@@ -309,4 +308,4 @@ def test_tokens_of_a_step_whose_sync_was_aborted_are_compared_after_a_resume(
     manager = make_manager(ranks, stop, checkpoint_every=100)
     with pytest.raises(StoppedAfterSave):
         lead(ScriptedParts(), tmp_path, steps=9, checkpoints=manager, on_update=on_update)
-    assert ranks.states[0].position.uncompared_tokens == 8
+    assert ranks.states[0].position.features["token_audit"] == {"uncompared_tokens": 8}

@@ -59,8 +59,9 @@ def test_a_step_whose_evaluation_fails_is_saved_with_what_it_trained(tmp_path: P
     assert ranks.steps == [2, 3]
     assert not any(call.startswith("save") for call in parts.calls), "the run has not ended"
     state = ranks.states[-1].position
-    assert state.unevaluated_metrics is not None and state.phase is not None
-    assert state.phase.tokens == state.unevaluated_metrics["phase/tokens"] == 24
+    assert state.unevaluated_metrics is not None
+    assert state.features["curriculum"]["tokens"] == 24
+    assert state.unevaluated_metrics["phase/tokens"] == 24
     resumed_parts = lead(ScriptedParts(), tmp_path, resume_state=state, **(options | {"steps": 4}))
     assert resumed_parts.metrics[3]["eval/accuracy"] == 0.5
     assert resumed_parts.metrics[4]["phase/tokens"] == 32
@@ -189,7 +190,7 @@ def test_a_phase_that_ends_the_run_is_saved_if_its_evaluation_fails_after_a_stop
     assert ranks.steps == [2, 3]
     position = ranks.states[-1].position
     assert position.unevaluated_metrics is not None
-    assert position.phase is not None and position.phase.tokens == 24
+    assert position.features["curriculum"]["tokens"] == 24
 
 
 def test_the_accuracy_of_an_evaluation_whose_set_failed_counts_once(tmp_path: Path) -> None:
@@ -311,6 +312,6 @@ def test_tokens_of_a_phase_count_once_if_a_stop_request_aborts_its_evaluation(
         parts = parts_that_stop(stop, now, "3")
         lead(parts, tmp_path, steps=9, checkpoints=manager, **options)
     state = ranks.states[-1].position
-    assert state.phase is not None and state.phase.tokens == 24
+    assert state.features["curriculum"]["tokens"] == 24
     resumed_parts = lead(ScriptedParts(), tmp_path, steps=4, resume_state=state, **options)
     assert resumed_parts.metrics[4]["phase/tokens"] == 32

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import Any, TextIO
 
 import msgspec
 
 from megatron_rl.config.algorithms import GrpoSettings
+from megatron_rl.config.cli import compose
 from megatron_rl.config.curriculum import Phase
 from megatron_rl.config.schema import (
     Configuration,
@@ -34,14 +37,18 @@ from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.records.run_records import RunRecords
 from megatron_rl.rollouts.evaluation import Accuracy
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
-from megatron_rl.rollouts.steps.on_update import OnUpdate
+from megatron_rl.rollouts.steps.on_update import OnUpdate, WaitForResponses
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 from megatron_rl.run.checkpoints.manager import CheckpointManager
-from megatron_rl.run.curriculum import Curriculum
-from megatron_rl.run.leader import Leader
-from megatron_rl.run.step_parts import StepParts
+from megatron_rl.run.features.observer import Observer, Observers
+from megatron_rl.run.features.parts import FeatureParts
+from megatron_rl.run.features.registry import open_features
+from megatron_rl.run.loop.build import build_leader
+from megatron_rl.run.loop.leader import Leader
+from megatron_rl.run.loop.step_parts import StepParts
 from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.worker import LostRollouts, TrainOutcome
+from tests.support.checkpoint_managers import FakeRanks, make_manager
 from tests.support.groups import group
 
 
@@ -180,6 +187,10 @@ class ScriptedParts:
             tokens=5,
         )
 
+    @property
+    def token_counter(self) -> ScriptedParts:
+        return self
+
     def compare(self, counted_tokens: int) -> TokenComparison | None:
         self.counted_tokens.append(counted_tokens)
         return self.comparisons.pop(0) if self.comparisons else None
@@ -245,7 +256,11 @@ class ScriptedParts:
 
 
 def assemble(
-    stand_in: Any, train: TrainSettings, credit: CreditSettings | None, sets: Mapping[str, Any]
+    stand_in: Any,
+    train: TrainSettings,
+    credit: CreditSettings | None,
+    sets: Mapping[str, Any],
+    open_parts: Callable[[Configuration], StepParts],
 ) -> StepParts:
     """Return parts with real credit and plans. `stand_in` samples and evaluates."""
     return StepParts(
@@ -253,6 +268,7 @@ def assemble(
         credit=Credit(GrpoSettings(), credit, seed=0),
         planner=StepPlanner(train, ParallelSettings(), dp_size=1, seed=0),
         evaluation=stand_in,
+        open_parts=open_parts,
         sets=sets,
     )
 
@@ -282,46 +298,80 @@ def lead(
     resume_state: LoopState | None = None,
     credit: CreditSettings | None = None,
     phases: Sequence[Phase] = (),
-    samples: Any = None,
+    observers: Sequence[Observer] = (),
     guard: GuardSettings = _NO_GUARD,
     engine: EngineSettings = _ENGINE,
     max_staleness: int = 0,
     on_update: OnUpdate | None = None,
     **train: Any,
 ) -> ScriptedParts:
-    """Run a leader over `parts` to its end.
+    """Run a leader over `parts` to its end, with the features of a run.
 
-    sets: evaluations of sets by name. stream: takes the progress lines. samples: a keeper.
+    sets: evaluations of sets by name. stream: takes the progress lines. observers: more features.
     on_update: None waits for responses.
     """
     stand_in: Any = parts
     settings = train_settings(steps, train)
-    step_parts = assemble(stand_in, settings, credit, sets)
+    c = replace(
+        _configuration(),
+        train=settings,
+        eval=eval_settings(evals or {}),
+        sync=SyncSettings(when=when),  # type: ignore[arg-type]
+        run=RunSettings(),
+        guard=guard,
+        engine=engine,
+        curriculum=[_entry_of(phase) for phase in phases] or None,
+    )
 
     def open_parts(c: Configuration) -> StepParts:
         parts.calls.append(f"open parts for {c.rollout.max_new_tokens} tokens")
         return step_parts
 
+    step_parts = assemble(stand_in, settings, credit, sets, open_parts)
     progress = Progress(steps, is_enabled=stream is not None, stream=stream)
-    leader = Leader(
-        train=settings,
-        eval=eval_settings(evals or {}),
-        sync=SyncSettings(when=when),  # type: ignore[arg-type]
-        run=RunSettings(),
-        parts=step_parts,
+    directory = RunDirectory(tmp_path)
+    checkpoints = checkpoints or make_manager(FakeRanks(), checkpoint_every=0)
+    setup: Any = SimpleNamespace(
+        configuration=c, job=SimpleNamespace(rank=0), directory=directory, progress=progress
+    )
+    features = open_features(
+        FeatureParts(
+            setup=setup,
+            dispatcher=stand_in,
+            worker=stand_in,
+            connections=stand_in,
+            metrics=stand_in,
+            checkpoints=checkpoints,
+            enter=contextlib.ExitStack().enter_context,
+        )
+    )
+    ahead = StepsAhead(max_staleness)
+    leader = build_leader(
+        Leader,
+        c,
+        step_parts,
         holder=stand_in,
-        weights=stand_in,
-        token_counter=stand_in,
-        dispatcher=stand_in,
-        records=RunRecords(RunDirectory(tmp_path), stand_in, progress),
+        sync=stand_in,
+        steps_ahead=ahead,
+        on_update=on_update or WaitForResponses(ahead, parts.can_sample),
         checkpoints=checkpoints,
-        curriculum=Curriculum(phases, open_parts, stand_in, progress.log) if phases else None,
-        samples=samples,
-        guard=guard,
-        engine=engine,
-        steps_ahead=StepsAhead(max_staleness),
-        on_update=on_update,
-        resume_state=resume_state,
+        observers=Observers([*features, *observers]),
+        dispatcher=stand_in,
+        records=RunRecords(directory, stand_in, progress),
+        state=resume_state,
     )
     leader.lead()
     return parts
+
+
+def _entry_of(phase: Phase) -> dict[str, Any]:
+    """Return the entry of a curriculum that makes this phase."""
+    settings = phase.settings
+    others = {"until": settings.until, "reset_certainty": settings.reset_certainty}
+    return {"name": settings.name} | others | dict(phase.changes)
+
+
+@functools.cache
+def _configuration() -> Configuration:
+    """A configuration whose optional features are off."""
+    return compose(["samples.every=0", "logger.timeline=false", "logger.tensorboard=false"])

@@ -88,7 +88,7 @@ class RankCommands:
         self._store = CheckpointStore(folder / "checkpoints")
         self._store.folder.mkdir()
         checkpoints = saving.CheckpointWriter(self._worker, self._store, nbytes=0, keep=1)
-        table = dict(ModelCommands(self._worker, checkpoints, (c,)).table())
+        table = dict(ModelCommands(self._worker, checkpoints).table())
         table[Poll] = lambda command: None
         self._dispatcher = Dispatcher(self._layout.control_group, table)
         self._answer_host_memory()

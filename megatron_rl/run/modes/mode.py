@@ -8,7 +8,8 @@ from typing import Protocol
 
 from megatron_rl.engines.connections import EngineConnections
 from megatron_rl.records.run_records import RunRecords
-from megatron_rl.run.supervision.stop_request import StopRequest
+from megatron_rl.run.checkpoints.manager import CheckpointManager
+from megatron_rl.run.features.observer import Observers
 from megatron_rl.training.dispatcher import Dispatcher
 from megatron_rl.training.worker import Worker
 
@@ -17,15 +18,17 @@ from megatron_rl.training.worker import Worker
 class LoopParts:
     """The parts from which rank 0's loop is made.
 
-    connections: None without engines. worker: None without a model. idle: called while rank 0
-    waits, so that the collectives of the other ranks do not time out.
+    connections: None without engines. worker, checkpoints: None without a model. observers: the
+    features of the run. idle: called while rank 0 waits, so that the collectives of the other ranks
+    do not time out.
     """
 
     dispatcher: Dispatcher
     connections: EngineConnections | None
     worker: Worker | None
     records: RunRecords
-    stop: StopRequest
+    checkpoints: CheckpointManager | None
+    observers: Observers
     idle: Callable[[], None]
 
 

@@ -11,11 +11,11 @@ from megatron_rl.mcore.job import Job
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.recording.format import BatchRecord, batch_directory
 from megatron_rl.rollouts.recording.writer import write_batch
-from megatron_rl.run.leader import Leader
+from megatron_rl.run.loop.leader import Leader
 from megatron_rl.training.batch_recording import groups_on_node, record_groups
 
 
-@dataclass
+@dataclass(frozen=True)
 class RecordingLeader(Leader):
     """Samples and records; the weights stay those that the run began with."""
 
@@ -31,7 +31,7 @@ class RecordingLeader(Leader):
                 generated_tokens=batch.generated_tokens,
                 unused_tokens=batch.unused_tokens,
             )
-            self.compare_with_engines(values, batch.generated_tokens)
+            self.observers.after_quiet(batch.generated_tokens, values)
         directory = batch_directory(self.records.directory.path / "recorded", step)
         with watch.section("record"), self.records.progress.task(f"writing {directory}"):
             names = self.dispatcher.run(Record(str(directory), batch.all_groups))
@@ -46,13 +46,10 @@ class RecordingLeader(Leader):
                 parts=tuple(names),
             )
             write_batch(directory, record)
-        self.holder.release(batch.delivered_ids)
+        self.sampling.release(batch)
         values |= watch.values()
         self.records.progress.log_step(step, values)
-        self.report_account(values)
-
-    def save_weights(self, step: int) -> None:
-        """Do nothing: the weights are those of model.path."""
+        self.observers.after_step(values)
 
 
 def record_rollouts(command: Record, job: Job) -> list[str]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 sys.path[0] = str(Path(__file__).resolve().parents[3])
 
 if TYPE_CHECKING:
-    from megatron_rl.run.leader import Leader
+    from megatron_rl.training.dispatcher import Dispatcher
 
 _POLL_SECONDS = 0.05
 
@@ -20,19 +20,20 @@ _POLL_SECONDS = 0.05
 def main() -> int:
     """Run the command line, as the main job does. The imports bring torch and Megatron."""
     from launch.train_rl import start
-    from megatron_rl.run import leader
+    from megatron_rl.contracts.commands import Train
+    from megatron_rl.training import dispatcher
     from tests.lab.faults.follower import HELD, HOLD
 
     root = Path(next(a for a in sys.argv if a.startswith("run.root=")).partition("=")[2])
-    train = leader.Leader._train
+    run = dispatcher.Dispatcher.run
 
-    def hold_and_train(self: "Leader", *arguments: Any) -> Any:
-        while (root / HOLD).exists():
+    def hold_and_run(self: "Dispatcher", command: Any) -> Any:
+        while isinstance(command, Train) and (root / HOLD).exists():
             (root / HELD).touch()
             time.sleep(_POLL_SECONDS)
-        return train(self, *arguments)
+        return run(self, command)
 
-    leader.Leader._train = hold_and_train  # type: ignore[method-assign,assignment]
+    dispatcher.Dispatcher.run = hold_and_run  # type: ignore[method-assign]
     return start()
 
 

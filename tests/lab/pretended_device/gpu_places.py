@@ -47,7 +47,7 @@ from megatron_rl.mcore.job import join
 from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.run.checkpoints.saving import CheckpointWriter
 from megatron_rl.run.checkpoints.store import CheckpointStore
-from megatron_rl.run.step_profiler import StepProfiler
+from megatron_rl.run.features.profiler.step_profiler import StepProfiler
 from megatron_rl.training.worker import Worker
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineError

@@ -16,7 +16,7 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
 from megatron_rl.run.checkpoints.manager import SavePoint, StoppedAfterSave
 from megatron_rl.run.checkpoints.saving import SaveResult
-from megatron_rl.run.guards.stopped_by_guard import StoppedByGuard
+from megatron_rl.run.features.guards.stopped_by_guard import StoppedByGuard
 from megatron_rl.run.supervision.stop_request import StopRequest, WaitAborted
 from tests.support.checkpoint_managers import (
     FakeRanks,
@@ -52,7 +52,7 @@ def test_a_checkpoint_holds_the_position_of_the_loop(tmp_path: Path) -> None:
         max_nonfinite_steps=9,
     )
     positions = [state.position for state in ranks.states]
-    assert [position.nonfinite for position in positions] == [0, 1, 2]
+    assert [position.features["guards"]["nonfinite"] for position in positions] == [0, 1, 2]
     assert [position.accuracies for position in positions] == [
         (0.1, 0.2),
         (0.1, 0.2, 0.3),
@@ -346,7 +346,7 @@ def test_a_run_without_steps_left_trains_no_more_after_a_resume(tmp_path: Path) 
 def test_a_run_resumes_after_its_checkpoint(tmp_path: Path) -> None:
     cursor = PromptCursor(epoch=0, position=3, digest="d")
     selection = SelectorState(prompts=cursor)
-    run_state = make_state(3, version=3, selection=selection, accuracies=(0.4,), nonfinite=1)
+    run_state = make_state(3, version=3, selection=selection, accuracies=(0.4,))
     parts = lead(
         ScriptedParts(finite=[False]),
         tmp_path,
@@ -363,7 +363,9 @@ def test_a_run_resumes_after_its_checkpoint(tmp_path: Path) -> None:
 
 def test_steps_with_nan_before_a_resume_count(tmp_path: Path) -> None:
     cursor = PromptCursor(epoch=0, position=3, digest="d")
-    state = make_state(3, nonfinite=2, selection=SelectorState(prompts=cursor)).position
+    state = make_state(
+        3, features={"guards": {"nonfinite": 2}}, selection=SelectorState(prompts=cursor)
+    ).position
     with pytest.raises(StoppedByGuard, match="3 consecutive steps"):
         lead(
             ScriptedParts(finite=[False]),

@@ -121,7 +121,7 @@ def test_a_checkpoint_whose_state_cannot_be_read_is_skipped(store: CheckpointSto
     states = [
         msgspec.json.encode(make_state(20)) + b"}",
         msgspec.json.encode(msgspec.structs.replace(make_state(20), format=0)),
-        msgspec.json.encode(msgspec.structs.replace(make_state(20), format=2)),
+        msgspec.json.encode(msgspec.structs.replace(make_state(20), format=3)),
         b"\xff\xfe",
     ]
     for step, state in enumerate(states, 20):
@@ -132,7 +132,7 @@ def test_a_checkpoint_whose_state_cannot_be_read_is_skipped(store: CheckpointSto
         store.commit(step)
     newest, problems = newest_complete(store.checkpoints(), JOB)
     assert newest == store.path(15)
-    reasons = ["cannot be read", "has format 2", "has format 0", "cannot be read"]
+    reasons = ["cannot be read", "has format 3", "has format 0", "cannot be read"]
     for problem, reason in zip(problems, reasons, strict=True):
         assert reason in problem
 

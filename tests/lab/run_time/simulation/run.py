@@ -120,7 +120,7 @@ def _check(settings: RolloutSettings, num_steps: int) -> None:
 
 @dataclass
 class _SimulatedLoop:
-    """The loop of rank 0, as in run/leader.py."""
+    """The loop of rank 0, as in run/loop/leader.py."""
 
     cluster: Cluster
     source: _SimulatedSource

@@ -1,0 +1,1 @@
+"""Features of a run besides training: one folder each, hung on by registry.py."""

@@ -1,0 +1,1 @@
+"""Warnings about the metrics of a step."""

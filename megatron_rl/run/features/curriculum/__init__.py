@@ -1,0 +1,1 @@
+"""Phases that change settings during a run (`curriculum`)."""

@@ -1,0 +1,1 @@
+"""Traces of chosen steps (`logger.profile_steps`)."""

@@ -1,0 +1,1 @@
+"""The comparison of the token account with the counters of engines."""

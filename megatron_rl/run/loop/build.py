@@ -1,0 +1,98 @@
+"""Makes the loop of rank 0 from the parts of a run."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+from megatron_rl.config.schema import Configuration
+from megatron_rl.contracts.run_state import LoopState
+from megatron_rl.engines.weight_sync import WeightSync
+from megatron_rl.records.run_records import RunRecords
+from megatron_rl.rollouts.steps.on_update import OnUpdate
+from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
+from megatron_rl.run.checkpoints.manager import CheckpointManager
+from megatron_rl.run.features.observer import Observers
+from megatron_rl.run.loop.engine_weights import EngineWeights
+from megatron_rl.run.loop.evaluations import Evaluations
+from megatron_rl.run.loop.leader import Leader
+from megatron_rl.run.loop.sampling import Sampling
+from megatron_rl.run.loop.saves import Saves
+from megatron_rl.run.loop.step_parts import RolloutHolder, StepParts
+from megatron_rl.run.loop.step_records import StepRecords
+from megatron_rl.training.dispatcher import Dispatcher
+
+AnyLeader = TypeVar("AnyLeader", bound=Leader)
+
+
+def build_leader(
+    loop: type[AnyLeader],
+    c: Configuration,
+    parts: StepParts,
+    *,
+    holder: RolloutHolder,
+    sync: WeightSync | None,
+    steps_ahead: StepsAhead,
+    on_update: OnUpdate,
+    checkpoints: CheckpointManager,
+    observers: Observers,
+    dispatcher: Dispatcher,
+    records: RunRecords,
+    state: LoopState | None,
+) -> AnyLeader:
+    """Make a loop, where a checkpoint says. state: None for a new run."""
+    progress = records.progress
+    weights = EngineWeights(
+        sync,
+        c.sync,
+        holder=holder,
+        dispatcher=dispatcher,
+        progress=progress,
+        colocated=c.engine.colocated,
+    )
+    sampling = Sampling(
+        parts,
+        holder,
+        weights,
+        steps_ahead=steps_ahead,
+        on_update=on_update,
+        checkpoints=checkpoints,
+        observers=observers,
+        total_steps=c.train.total_steps,
+    )
+    evaluations = Evaluations(
+        c.eval,
+        c.train,
+        parts,
+        sampling=sampling,
+        weights=weights,
+        checkpoints=checkpoints,
+        observers=observers,
+        progress=progress,
+    )
+    step_records = StepRecords(records)
+    saves = Saves(
+        checkpoints,
+        sampling=sampling,
+        weights=weights,
+        evaluations=evaluations,
+        observers=observers,
+        records=step_records,
+        dispatcher=dispatcher,
+        saves_weights=c.run.save_weights and c.mode != "rollout_only",
+    )
+    if state is not None:
+        observers.restore(state.features)
+        evaluations.restore(state)
+        sampling.restore(state.selection)
+        weights.restore(state)
+    return loop(
+        parts=parts,
+        sampling=sampling,
+        weights=weights,
+        evaluations=evaluations,
+        saves=saves,
+        observers=observers,
+        records=step_records,
+        dispatcher=dispatcher,
+        resumed_step=None if state is None else state.step,
+    )
