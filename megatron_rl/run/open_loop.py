@@ -82,6 +82,7 @@ def open_loop(
     if mode is None or records is None:
         return dispatcher.follow
     parts = LoopParts(
+        setup=setup,
         dispatcher=dispatcher,
         connections=connections,
         worker=worker,
@@ -90,7 +91,7 @@ def open_loop(
         observers=observers,
         idle=partial(_poll, dispatcher, setup.progress, connections),
     )
-    return mode.open_leader(parts).lead
+    return mode(parts)
 
 
 def _poll(

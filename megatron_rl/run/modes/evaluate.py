@@ -27,32 +27,25 @@ from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.evaluation import Evaluation
 from megatron_rl.rollouts.set_result import SetResult, measure_set
 from megatron_rl.run.checkpoints.resume import explained_load_errors
-from megatron_rl.run.modes.mode import LoopParts
-from megatron_rl.run.setup import RunSetup
+from megatron_rl.run.modes.mode import Lead, LoopParts
 from megatron_rl.training.dispatcher import Dispatcher
 from sglang_bridge.weights.buckets import NamedTensors
 from sglang_bridge.weights.source import SoleSource, WeightSource
 
 
-@dataclass(frozen=True)
-class EvaluationMode:
-    """Measures the engines on each set of questions."""
-
-    setup: RunSetup
-
-    def open_leader(self, parts: LoopParts) -> EvaluationRun:
-        """Make the loop that measures all sets."""
-        assert parts.connections is not None
-        return EvaluationRun(
-            sets={
-                name: open_evaluation(self.setup, prompts, parts, name)
-                for name, prompts in self.setup.run_data.sets.items()
-            },
-            weights=weights_to_send(self.setup, parts),
-            dispatcher=parts.dispatcher,
-            connections=parts.connections,
-            records=parts.records,
-        )
+def evaluate(parts: LoopParts) -> Lead:
+    """Make the loop that measures all sets."""
+    assert parts.connections is not None
+    return EvaluationRun(
+        sets={
+            name: open_evaluation(parts, prompts, name)
+            for name, prompts in parts.setup.run_data.sets.items()
+        },
+        weights=weights_to_send(parts),
+        dispatcher=parts.dispatcher,
+        connections=parts.connections,
+        records=parts.records,
+    ).lead
 
 
 @dataclass(frozen=True)
@@ -89,29 +82,27 @@ class EvaluationRun:
         return result
 
 
-def open_evaluation(
-    setup: RunSetup, prompts: tuple[Prompt, ...], parts: LoopParts, name: str = ""
-) -> Evaluation:
+def open_evaluation(parts: LoopParts, prompts: tuple[Prompt, ...], name: str = "") -> Evaluation:
     """Make the evaluation of one set of prompts. name: of a set with its own settings."""
     assert parts.connections is not None
-    c = setup.configuration
+    c = parts.setup.configuration
     return Evaluation(
         parts.connections.queue,
         prompts,
         c.eval.of_set(name) if name in c.eval.sets else c.eval,
         c.rollout,
-        setup.stop_token_ids,
+        parts.setup.stop_token_ids,
         parts.idle,
     )
 
 
-def weights_to_send(setup: RunSetup, parts: LoopParts) -> WeightSync | None:
+def weights_to_send(parts: LoopParts) -> WeightSync | None:
     """Return the weight sync when a checkpoint is measured.
 
     None: the weights are those of model.path, which the engines load themselves.
     """
     assert parts.connections is not None
-    if setup.resume_point.checkpoint is None:
+    if parts.setup.resume_point.checkpoint is None:
         return None
     return parts.connections.weights
 

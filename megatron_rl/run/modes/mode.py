@@ -1,15 +1,15 @@
-"""The interface of a mode on rank 0."""
+"""A mode on rank 0: a function that makes its loop."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
 
 from megatron_rl.engines.connections import EngineConnections
 from megatron_rl.records.run_records import RunRecords
 from megatron_rl.run.checkpoints.manager import CheckpointManager
 from megatron_rl.run.features.observer import Observers
+from megatron_rl.run.setup import RunSetup
 from megatron_rl.training.dispatcher import Dispatcher
 from megatron_rl.training.worker import Worker
 
@@ -23,6 +23,7 @@ class LoopParts:
     do not time out.
     """
 
+    setup: RunSetup
     dispatcher: Dispatcher
     connections: EngineConnections | None
     worker: Worker | None
@@ -32,15 +33,7 @@ class LoopParts:
     idle: Callable[[], None]
 
 
-class RankZeroLoop(Protocol):
-    """A loop that leads the other ranks to the end of the run."""
-
-    def lead(self) -> None: ...
-
-
-class Mode(Protocol):
-    """A mode on rank 0."""
-
-    def open_leader(self, parts: LoopParts) -> RankZeroLoop:
-        """Make the loop of rank 0."""
-        ...
+# Leads the other ranks to the end of the run
+Lead = Callable[[], None]
+# Makes the loop of rank 0
+Mode = Callable[[LoopParts], Lead]

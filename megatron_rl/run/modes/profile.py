@@ -15,7 +15,7 @@ from megatron_rl.records.run_records import RunRecords
 from megatron_rl.rollouts.evaluation import Evaluation, accuracy_of
 from megatron_rl.run.data import open_rates
 from megatron_rl.run.modes.evaluate import open_evaluation, send_first, weights_to_send
-from megatron_rl.run.modes.mode import LoopParts
+from megatron_rl.run.modes.mode import Lead, LoopParts, Mode
 from megatron_rl.run.setup import RunSetup
 from megatron_rl.training.dispatcher import Dispatcher
 
@@ -23,30 +23,22 @@ _CHUNK = 256  # prompts: an interrupted profile loses the responses of one chunk
 _MAX_LABELS = 20  # lines of the table besides the first
 
 
-@dataclass(frozen=True)
-class ProfileMode:
-    """Estimates the pass rates of `prompts` and writes them to `file`."""
+def open_profile(setup: RunSetup) -> Mode:
+    """Open the file of pass rates, with its rates so far. Raises `PromptDataError`."""
+    file = open_rates(setup.configuration)
 
-    setup: RunSetup
-    prompts: tuple[Prompt, ...]
-    file: PassRateFile
-
-    @classmethod
-    def open(cls, setup: RunSetup) -> ProfileMode:
-        """Open the file, with its rates so far. Raises `PromptDataError`."""
-        return cls(setup, setup.run_data.sets["train"], open_rates(setup.configuration))
-
-    def open_leader(self, parts: LoopParts) -> PassRateProfile:
-        """Make the loop that profiles all prompts."""
+    def profile(parts: LoopParts) -> Lead:
         assert parts.connections is not None
         return PassRateProfile(
-            evaluation=open_evaluation(self.setup, self.prompts, parts),
-            file=self.file,
-            weights=weights_to_send(self.setup, parts),
+            evaluation=open_evaluation(parts, setup.run_data.sets["train"]),
+            file=file,
+            weights=weights_to_send(parts),
             dispatcher=parts.dispatcher,
             connections=parts.connections,
             records=parts.records,
-        )
+        ).lead
+
+    return profile
 
 
 @dataclass(frozen=True)

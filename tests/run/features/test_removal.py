@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.records.past_run import read_metrics
 from tests.support import imports_without_features
-from tests.support.jobs import ROOT
+from tests.support.jobs import ROOT, start_job
 from tests.test_import_direction import imports_of, read_modules
 
 FEATURES = ROOT / "megatron_rl" / "run" / "features"
@@ -68,3 +69,21 @@ def test_the_rest_is_imported_and_trains_without_a_feature(tmp_path: Path) -> No
         check=False,
     )
     assert result.returncode == 0, f"{result.stdout[-6000:]}{result.stderr[-3000:]}"
+
+
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_a_run_with_an_engine_trains_without_samples(tmp_path: Path) -> None:
+    root = copy_without("samples", tmp_path / "tree")
+    job = start_job(
+        tmp_path,
+        "train.total_steps=2",
+        "samples.every=1",
+        python=("env", f"PYTHONPATH={root}"),
+        script=str(root / "launch/train_rl.py"),
+    )
+    output, _ = job.communicate(timeout=280)
+    assert job.returncode == 0, output[-6000:]
+    records = read_metrics(tmp_path / "job")
+    assert [record["step"] for record in records] == [0, 1, 2]
+    assert "samples/kept" not in records[1] and "account/engine_tokens" in records[1]
