@@ -1,0 +1,108 @@
+"""All features of a run as one observer: their order, their states and their contexts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from megatron_rl.contracts.commands import Command, Poll, Sync, Train
+from megatron_rl.contracts.step_plan import StepPlan
+from megatron_rl.records.timeline.spans import TIMELINE_FILE, Timeline, read_timeline
+from megatron_rl.run.features.observer import Observer, Observers
+from megatron_rl.run.features.timeline.run_timeline import RunTimeline
+from tests.support.checkpoint_managers import FakeRanks, make_manager
+from tests.support.leaders import ScriptedParts, lead
+
+PLAN = StepPlan(step=1, rollouts=(), advantages=(), optimizer_steps=())
+
+
+class Counter(Observer):
+    """Counts steps. name: of its state. calls: notes what it is asked."""
+
+    def __init__(self, name: str, calls: list[str] | None = None) -> None:
+        self.name = name
+        self.count = 0
+        self.calls = [] if calls is None else calls
+
+    @contextlib.contextmanager
+    def around(self, command: Command) -> Iterator[None]:
+        self.calls.append(f"enter {self.name}")
+        yield
+        self.calls.append(f"leave {self.name}")
+
+    def prepare(self, command: Train) -> Train:
+        return msgspec.structs.replace(command, version=(command.version or 0) + 1)
+
+    def after_step(self, values: dict[str, float]) -> None:
+        self.count += 1
+        values[f"count/{self.name}"] = float(self.count)
+
+    def ending_key(self, step: int) -> str:
+        return self.name if step >= 3 else ""
+
+    def last_step(self, step: int) -> int:
+        return step + len(self.name)
+
+    def state(self) -> dict[str, Any]:
+        return {"count": self.count} if self.count else {}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.count = state.get("count", 0)
+
+
+def test_each_feature_goes_on_with_the_state_under_its_name() -> None:
+    first, second = Counter("a"), Counter("b")
+    first.after_step({})
+    state = Observers([first, second]).state()
+    assert state == {"a": {"count": 1}}, "an empty state is not saved"
+    first, second, other = Counter("a"), Counter("b"), Counter("c")
+    second.count = 9
+    Observers([other, second, first]).restore(state | {"deleted": {"x": 1}})
+    assert (first.count, second.count, other.count) == (1, 0, 0)
+
+
+def test_a_checkpoint_holds_the_states_of_features(tmp_path: Path) -> None:
+    ranks = FakeRanks()
+    manager = make_manager(ranks, checkpoint_every=1)
+    lead(ScriptedParts(), tmp_path, steps=2, checkpoints=manager, observers=[Counter("a")])
+    states = [state.position.features["a"] for state in ranks.states]
+    assert states == [{"count": 1}, {"count": 2}]
+    parts = ScriptedParts()
+    state = ranks.states[0].position
+    lead(parts, tmp_path, steps=2, resume_state=state, observers=[Counter("a")])
+    assert parts.metrics[2]["count/a"] == 2.0
+
+
+def test_a_feature_may_end_the_run(tmp_path: Path) -> None:
+    parts = lead(ScriptedParts(), tmp_path, steps=9, observers=[Counter("a")])
+    assert max(parts.metrics) == 3 and parts.calls[-1] == "stop"
+
+
+def test_answers_of_several_features_are_combined() -> None:
+    observers = Observers([Counter("long name"), Counter("b")])
+    assert observers.prepare(Train(PLAN)).version == 2
+    assert observers.last_step(5) == 6
+    assert [observers.ending_key(step) for step in (2, 3)] == ["", "long name"]
+    assert (Observers().last_step(5) > 10**6, Observers().ending_key(5)) == (True, "")
+
+
+def test_a_command_runs_within_the_contexts_of_all_features() -> None:
+    calls: list[str] = []
+    with Observers([Counter("a", calls), Counter("b", calls)]).around(Poll()):
+        calls.append("run")
+    assert calls == ["enter a", "enter b", "run", "leave b", "leave a"]
+
+
+def test_the_timeline_has_each_command_that_ended_well(tmp_path: Path) -> None:
+    file = tmp_path / TIMELINE_FILE
+    with Timeline(file, print) as timeline:
+        observers = Observers([RunTimeline(timeline)])
+        with observers.around(Sync(version=3)):
+            pass
+        with contextlib.suppress(OSError), observers.around(Sync(version=4)):
+            raise OSError
+    assert [span.name for span in read_timeline(file)] == ["sync"]
