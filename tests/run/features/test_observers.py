@@ -55,14 +55,14 @@ class Counter(Observer):
 
 
 def test_each_feature_goes_on_with_the_state_under_its_name() -> None:
-    first, second = Counter("a"), Counter("b")
-    first.after_step({})
-    state = Observers([first, second]).state()
+    counter = Counter("a")
+    counter.after_step({})
+    state = Observers([counter, Counter("b")]).state()
     assert state == {"a": {"count": 1}}, "an empty state is not saved"
-    first, second, other = Counter("a"), Counter("b"), Counter("c")
-    second.count = 9
-    Observers([other, second, first]).restore(state | {"deleted": {"x": 1}})
-    assert (first.count, second.count, other.count) == (1, 0, 0)
+    counters = [Counter(name) for name in ("c", "b", "a")]
+    counters[1].count = 9
+    Observers(counters).restore(state | {"deleted": {"x": 1}})
+    assert [counter.count for counter in counters] == [0, 0, 1]
 
 
 def test_a_checkpoint_holds_the_states_of_features(tmp_path: Path) -> None:
