@@ -77,7 +77,9 @@ class Collector:
         self._store = RolloutStore(node)
         self._credit = configuration.credit
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="replies")
-        self._runner = EpisodeRunner(configuration, send, self._threads)
+        self._runner = EpisodeRunner(configuration, send, self._threads, node)
+        self._engines = {engine.url: engine for engine in configuration.engines}
+        self._has_engines = False  # the pool has been given those of the configuration
         self._tasks: set[asyncio.Task[None]] = set()
         self._shape = configuration.routes
         self._vocab_size = configuration.vocab_size
@@ -85,6 +87,9 @@ class Collector:
 
     async def handle(self, message: ToCollector) -> bool:
         """Process one message and return False if the collector has to end."""
+        if not self._has_engines:
+            self._has_engines = True
+            await self._runner.engines.set_engines(list(self._engines.values()))
         match message:
             case GroupRequest():
                 self._begin(message)
@@ -187,10 +192,13 @@ class Collector:
         engines = self._runner.engines
         match message:
             case AddEngine(engine):
-                await engines.remove(engine.url)
-                engines.add(engine)
+                self._engines.pop(engine.url, None)
+                await engines.set_engines(list(self._engines.values()))
+                self._engines[engine.url] = engine
+                await engines.set_engines(list(self._engines.values()))
             case RemoveEngine(url):
-                await engines.remove(url)
+                self._engines.pop(url, None)
+                await engines.set_engines(list(self._engines.values()))
             case SetVersion(version):
                 engines.set_version(version)
 

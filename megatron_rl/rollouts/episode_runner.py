@@ -61,7 +61,7 @@ class EpisodeRunner:
     """Runs any number of episodes at a time on a node's engines.
 
     report: sends a message to rank 0.
-    threads: decode and check long replies.
+    threads: decode and check long replies. node: whose engines are preferred.
     Raises `PluginError`, `TokenizerError` and `TemplateRerenders` on opening.
     """
 
@@ -70,6 +70,7 @@ class EpisodeRunner:
         configuration: Configure,
         report: Callable[[FromCollector], Awaitable[None]],
         threads: Executor,
+        node: int = 0,
     ) -> None:
         routes = configuration.routes
         self._configuration = configuration
@@ -82,7 +83,6 @@ class EpisodeRunner:
         )
         self._rewards = RewardRunner(self._user_classes.scorer, hide_values=self._hide_values)
         self.engines = EnginePool(
-            configuration.engines,
             configuration.engine,
             RequestForm(
                 api_key=configuration.api_key,
@@ -91,6 +91,7 @@ class EpisodeRunner:
                 vocab_size=configuration.vocab_size,
             ),
             report,
+            node=node,
             threads=threads,
         )
         self._logged_reasons: set[str] = set()

@@ -61,7 +61,8 @@ def interrupted_pairs(
 
         async def run() -> list[tuple[Generation, Generation]]:
             nonlocal num_pieces
-            pool = EnginePool([engine.engine], EngineSettings(), form, ignore)
+            pool = EnginePool(EngineSettings(), form, ignore)
+            await pool.set_engines([engine.engine])
             whole = await generate(pool, [[] for _ in range(NUM_REQUESTS)])
             for _ in range(5):  # all responses may have ended before the first interruption
                 pieces: list[list[Generation]] = [[] for _ in range(NUM_REQUESTS)]

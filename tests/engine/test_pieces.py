@@ -158,7 +158,8 @@ async def sample(
         route_shape=(routes.num_hidden_layers, routes.topk),
         vocab_size=shape.vocab_size,
     )
-    pool = EnginePool([engine.engine], EngineSettings(), form, ignore)
+    pool = EnginePool(EngineSettings(), form, ignore)
+    await pool.set_engines([engine.engine])
     pool.set_version(0)
     sampling = Sampling(
         max_new_tokens=40, temperature=1.0, stop_token_ids=tuple(shape.eos_token_ids)

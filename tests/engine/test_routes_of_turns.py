@@ -98,6 +98,7 @@ async def sample_episodes(engine: ManagedEngine) -> list[Rollout]:
     )
     with ThreadPoolExecutor(1) as threads:
         runner = EpisodeRunner(configuration(engine), ignore, threads)
+        await runner.engines.set_engines([engine.engine])
         requests = [
             GroupRequest(group_id=f"g{i}", prompt=prompt, num_samples=1, sampling=sampling)
             for i, prompt in enumerate(prompts())

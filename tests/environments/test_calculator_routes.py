@@ -67,6 +67,7 @@ async def play_with(answer: Answer) -> Rollout:
         request = GroupRequest(group_id="g", prompt=PROMPT, num_samples=1, sampling=sampling)
         with ThreadPoolExecutor(1) as threads:
             runner = EpisodeRunner(settings, ignore, threads)
+            await runner.engines.set_engines(settings.engines)
             runner.announce(request)
             result = await runner.run(request, 0)
             await runner.close()

@@ -13,7 +13,7 @@ from aiohttp import web
 from megatron_rl.config.schema import EnvironmentSettings
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.rollouts.collector import Collector
-from megatron_rl.rollouts.generation.engine_pool import _ABORT_SECONDS
+from megatron_rl.rollouts.generation.gate import ABORT_SECONDS
 from megatron_rl.rollouts.messages import (
     AbortGroups,
     AbortRequest,
@@ -203,7 +203,7 @@ def test_the_next_request_for_a_group_that_was_withdrawn_is_not_aborted() -> Non
         engine.abort = abort  # type: ignore[method-assign]
         await wait_for(lambda: len(engine.names) == 4)
         num_aborts = len(engine.aborts)
-        await asyncio.sleep(3 * _ABORT_SECONDS)
+        await asyncio.sleep(3 * ABORT_SECONDS)
         assert len(engine.aborts) == num_aborts
         await finish_second_attempt(engine, outbox)
 

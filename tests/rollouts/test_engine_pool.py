@@ -48,6 +48,11 @@ def silent(n: int, body: Reply) -> None:
     return None
 
 
+async def use(pool: EnginePool, *urls: str) -> None:
+    """Let a pool have exactly these engines of its node."""
+    await pool.set_engines([Engine(url=url) for url in urls])
+
+
 @contextlib.asynccontextmanager
 async def pool_of(
     *answers: Answer, **settings: Any
@@ -63,9 +68,8 @@ async def pool_of(
 
     async with contextlib.AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(fake_engine(answer)) for answer in answers]
-        pool = EnginePool(
-            [Engine(url=url) for url in urls], EngineSettings(**settings), FORM, report
-        )
+        pool = EnginePool(EngineSettings(**settings), FORM, report)
+        await use(pool, *urls)
         try:
             yield pool, messages, urls
         finally:
@@ -102,33 +106,6 @@ async def generate_many(
     )
 
 
-def test_requests_in_flight_are_bounded() -> None:
-    in_flight = 0
-    largest = 0
-
-    async def run() -> None:
-        nonlocal in_flight, largest
-        async with pool_of(good, max_running_requests=2) as (pool, _, _):
-            (member,) = pool._members.values()
-            client = member.client
-            original = client.generate
-
-            async def count(*args: object, **kwargs: object) -> object:
-                nonlocal in_flight, largest
-                in_flight += 1
-                largest = max(largest, in_flight)
-                try:
-                    return await original(*args, **kwargs)  # type: ignore[arg-type]
-                finally:
-                    in_flight -= 1
-
-            client.generate = count  # type: ignore[method-assign, assignment]
-            assert await generate_many(pool, 10) == {"stop": 10}
-
-    asyncio.run(run())
-    assert largest == 4  # two for each that the engine can run
-
-
 def test_an_engine_of_two_ranks_gets_twice_the_requests() -> None:
     small = CountingEngine(good)
     large = CountingEngine(good)
@@ -139,7 +116,8 @@ def test_an_engine_of_two_ranks_gets_twice_the_requests() -> None:
     async def run() -> None:
         async with fake_engine(small) as small_url, fake_engine(large) as large_url:
             engines = [Engine(url=small_url), Engine(url=large_url, tp=2)]
-            pool = EnginePool(engines, EngineSettings(), FORM, report)
+            pool = EnginePool(EngineSettings(), FORM, report)
+            await pool.set_engines(engines)
             try:
                 assert await generate_many(pool, 30) == {"stop": 30}
             finally:
@@ -239,7 +217,7 @@ def test_an_invalid_request_is_not_repeated_and_excludes_no_engine() -> None:
     asyncio.run(run())
 
 
-def test_an_engine_that_is_left_out_is_used_again_once_it_is_added() -> None:
+def test_an_engine_that_is_left_out_is_used_again_after_a_set_without_it() -> None:
     works = False
 
     async def run() -> None:
@@ -251,7 +229,11 @@ def test_an_engine_that_is_left_out_is_used_again_once_it_is_added() -> None:
             calls = recovering.calls
             assert await generate_many(pool, 16) == {"stop": 16}
             assert recovering.calls == calls
-            pool.add(Engine(url=urls[0]))
+            await use(pool, *urls)
+            assert await generate_many(pool, 16) == {"stop": 16}
+            assert recovering.calls == calls, "a set with it changes nothing"
+            await use(pool, urls[1])
+            await use(pool, *urls)
             assert await generate_many(pool, 16) == {"stop": 16}
             assert recovering.calls > calls
             assert [type(message) for message in messages] == [EngineLeftOut]
@@ -292,13 +274,17 @@ def test_an_engine_that_falls_silent_is_left_out_at_once() -> None:
 def test_the_last_engine_is_left_out_too_and_its_requests_wait_for_another() -> None:
     async def run() -> None:
         mute = CountingEngine(silent)
-        async with pool_of(mute, request_timeout_s=0.2, token_timeout_s=0.0) as (pool, messages, _):
+        async with pool_of(mute, request_timeout_s=0.2, token_timeout_s=0.0) as (
+            pool,
+            messages,
+            urls,
+        ):
             requests = asyncio.ensure_future(generate_many(pool, 3))
             await asyncio.sleep(1.0)
             assert not requests.done()
             assert [type(m) for m in messages].count(EngineLeftOut) == 1
             async with fake_engine(good) as url:
-                pool.add(Engine(url=url))
+                await use(pool, *urls, url)
                 assert await asyncio.wait_for(requests, 5) == {"stop": 3}
         assert mute.calls == 3
 
@@ -356,7 +342,7 @@ def test_requests_of_a_removed_engine_go_to_another_with_the_same_seed_and_body(
             requests = asyncio.ensure_future(generate_with_seeds(pool, 6))
             while len(removed_engine.bodies) < 3:
                 await asyncio.sleep(0.01)
-            await pool.remove(urls[0])
+            await use(pool, urls[1])
             generations = await asyncio.wait_for(requests, 5)
         assert not any(isinstance(generation, BaseException) for generation in generations)
         assert len(removed_engine.bodies) == 3 and len(other.bodies) == 6
@@ -373,9 +359,8 @@ def test_an_engine_that_answers_while_it_is_removed_is_not_counted_as_failed() -
         async with pool_of(good, good) as (pool, messages, urls):
             requests = asyncio.ensure_future(generate_many(pool, 8))
             await asyncio.sleep(0)
-            await pool.remove(urls[0])
-            await pool.remove(urls[0])
-            await pool.remove("http://unknown:1")
+            await use(pool, urls[1])
+            await use(pool, urls[1])
             assert await asyncio.wait_for(requests, 5) == {"stop": 8}
             assert messages == []
 
@@ -388,14 +373,14 @@ def test_requests_wait_while_there_is_no_engine_and_go_on_after_one_was_added() 
             requests = asyncio.ensure_future(generate_many(pool, 3))
             await asyncio.sleep(0.3)
             assert not requests.done()
-            pool.add(Engine(url=url))
+            await use(pool, url)
             assert await asyncio.wait_for(requests, 5) == {"stop": 3}
-            await pool.remove(url)
+            await use(pool)
             requests = asyncio.ensure_future(generate_many(pool, 3))
             await asyncio.sleep(0.1)
             assert not requests.done()
-            pool.add(Engine(url=url))
-            pool.add(Engine(url=url))
+            await use(pool, url)
+            await use(pool, url)
             assert await asyncio.wait_for(requests, 5) == {"stop": 3}
 
     asyncio.run(run())
@@ -421,10 +406,10 @@ def test_the_bound_of_requests_in_flight_follows_the_number_of_engines() -> None
         ):
             requests = asyncio.ensure_future(generate_many(pool, 20))
             await wait_for_calls(first, 4)
-            pool.add(Engine(url=url))
+            await use(pool, *urls, url)
             await wait_for_calls(second, 4)
             assert first.calls == 4
-            await pool.remove(urls[0])
+            await use(pool, url)
             await wait_for_calls(second, 8)  # the holders of four slots went there
             requests.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -481,12 +466,10 @@ def test_a_request_whose_engines_end_five_times_is_not_sent_to_a_sixth() -> None
             for num_lost in range(5):
                 while sum(engine.calls for engine in engines) <= num_lost:
                     await asyncio.sleep(0.01)
-                (busy,) = (url for url, member in pool._members.items() if member.in_flight)
-                await pool.remove(busy)
+                await use(pool, *(url for url, e in zip(urls, engines, strict=True) if not e.calls))
             (error,) = await asyncio.wait_for(requests, 5)
             assert isinstance(error, RequestFailed) and "5 engines ended" in str(error)
             assert sum(engine.calls for engine in engines) == 5
-            assert len(urls) == 7
 
     asyncio.run(run())
 
@@ -494,12 +477,16 @@ def test_a_request_whose_engines_end_five_times_is_not_sent_to_a_sixth() -> None
 def test_a_request_that_four_engines_lost_still_goes_to_a_fifth() -> None:
     async def run() -> None:
         engines = [CountingEngine(silent) for _ in range(4)]
-        async with pool_of(*engines, request_timeout_s=0.1, token_timeout_s=0.0) as (pool, _, _):
+        async with pool_of(*engines, request_timeout_s=0.1, token_timeout_s=0.0) as (
+            pool,
+            _,
+            urls,
+        ):
             requests = asyncio.ensure_future(generate_many(pool, 1))
             while sum(engine.calls for engine in engines) < 4:
                 await asyncio.sleep(0.01)
             async with fake_engine(good) as url:
-                pool.add(Engine(url=url))
+                await use(pool, *urls, url)
                 assert await asyncio.wait_for(requests, 5) == {"stop": 1}
 
     asyncio.run(run())
@@ -510,13 +497,14 @@ def test_an_engine_whose_connection_ends_loses_no_request() -> None:
 
     async def run() -> None:
         async with pool_of(retries=0) as (pool, messages, _):
-            pool.add(Engine(url="http://127.0.0.1:9"))
+            dead_url = "http://127.0.0.1:9"
+            await use(pool, dead_url)
             requests = asyncio.ensure_future(generate_many(pool, 4))
             while not messages:
                 await asyncio.sleep(0.01)
             assert isinstance(messages[0], EngineLeftOut)
             async with fake_engine(good) as url:
-                pool.add(Engine(url=url))
+                await use(pool, dead_url, url)
                 assert await asyncio.wait_for(requests, 5) == {"stop": 4}
 
     asyncio.run(run())
@@ -578,3 +566,153 @@ def test_connections_stay_open_as_long_as_the_kind_of_server_allows(
 
     asyncio.run(run())
     assert [client["server_keep_alive_seconds"] for client in clients] == [seconds]
+
+
+OWN_NODE = 1
+
+
+@contextlib.asynccontextmanager
+async def pool_of_nodes(
+    **answers: Answer,
+) -> AsyncIterator[tuple[EnginePool, list[str], dict[str, Engine]]]:
+    """Open a pool without engines on a node.
+
+    Yields it, the URLs of the engines that it leaves out, and the engines by name. answers: of
+    each engine, by its name. Those whose name begins with `own` are of the pool's node.
+    """
+    left_out: list[str] = []
+
+    async def report(message: FromCollector) -> None:
+        if isinstance(message, EngineLeftOut):
+            left_out.append(message.url)
+
+    async with contextlib.AsyncExitStack() as stack:
+        engines = {
+            name: Engine(
+                url=await stack.enter_async_context(fake_engine(answer)),
+                node=OWN_NODE if name.startswith("own") else 0,
+            )
+            for name, answer in answers.items()
+        }
+        settings = EngineSettings(
+            max_running_requests=2, request_timeout_s=30.0, token_timeout_s=0.0
+        )
+        pool = EnginePool(settings, FORM, report, node=OWN_NODE)
+        try:
+            yield pool, left_out, engines
+        finally:
+            await pool.close()
+
+
+def test_requests_go_to_engines_of_the_own_node_while_there_are_any() -> None:
+    own = CountingEngine(good)
+    other = CountingEngine(good)
+
+    async def run() -> None:
+        async with pool_of_nodes(own=own, other=other) as (pool, _, engines):
+            await pool.set_engines([engines["other"], engines["own"]])
+            assert await generate_many(pool, 12) == {"stop": 12}
+            assert (own.calls, other.calls) == (12, 0)
+            await pool.set_engines([engines["other"]])
+            assert await generate_many(pool, 12) == {"stop": 12}
+            assert (own.calls, other.calls) == (12, 12)
+            await pool.set_engines([engines["own"], engines["other"]])
+            assert await generate_many(pool, 12) == {"stop": 12}
+            assert (own.calls, other.calls) == (24, 12)
+
+    asyncio.run(run())
+
+
+def test_engines_of_other_nodes_are_used_while_the_own_one_is_left_out() -> None:
+    own = CountingEngine(failing)
+    other = CountingEngine(good)
+
+    async def run() -> None:
+        async with pool_of_nodes(own=own, other=other) as (pool, left_out, engines):
+            await pool.set_engines(list(engines.values()))
+            assert await generate_many(pool, 12) == {"stop": 12}
+            assert left_out == [engines["own"].url]
+            own.answer = good
+            calls = own.calls
+            await pool.set_engines([engines["other"]])
+            await pool.set_engines(list(engines.values()))
+            assert await generate_many(pool, 12) == {"stop": 12}
+            assert (own.calls, other.calls) == (calls + 12, 12)
+
+    asyncio.run(run())
+
+
+def test_a_request_on_another_node_ends_there_when_an_own_engine_comes_back() -> None:
+    own = CountingEngine(good)
+
+    async def run() -> None:
+        async with (
+            pool_of_nodes(own=own) as (pool, _, engines),
+            fake_engine(good, seconds=0.5) as url,
+        ):
+            engines["other"] = Engine(url=url, node=0)
+            await pool.set_engines([engines["other"]])
+            request = asyncio.ensure_future(generate_many(pool, 1))
+            await asyncio.sleep(0.1)
+            await pool.set_engines(list(engines.values()))
+            assert await generate_many(pool, 1) == {"stop": 1}
+            assert own.calls == 1 and not request.done()
+            assert await request == {"stop": 1}
+            assert own.calls == 1
+
+    asyncio.run(run())
+
+
+def test_requests_in_flight_are_bounded_by_the_engines_that_may_be_used() -> None:
+    own = CountingEngine(silent)
+    others = [CountingEngine(silent), CountingEngine(silent)]
+
+    async def run() -> None:
+        async with pool_of_nodes(own=own, other_1=others[0], other_2=others[1]) as (
+            pool,
+            _,
+            engines,
+        ):
+            await pool.set_engines(list(engines.values()))
+            requests = asyncio.ensure_future(generate_many(pool, 20))
+            await wait_for_calls(own, 4)
+            assert [engine.calls for engine in others] == [0, 0]
+            await pool.set_engines([engines["other_1"], engines["other_2"]])
+            for engine in others:
+                await wait_for_calls(engine, 4)
+            requests.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await requests
+
+    asyncio.run(run())
+
+
+def test_idle_time_is_that_of_own_engines() -> None:
+    async def run() -> None:
+        async with pool_of_nodes(own=good, other=good) as (pool, _, engines):
+            await pool.set_engines([engines["other"]])
+            await asyncio.sleep(0.1)
+            assert pool.idle_seconds == 0
+            await pool.set_engines(list(engines.values()))
+            await asyncio.sleep(0.1)
+            assert pool.idle_seconds >= 0.1
+
+    asyncio.run(run())
+
+
+def test_an_entry_that_changes_is_another_engine() -> None:
+    """Its requests begin again: the server behind the URL is another one."""
+    engine = CountingEngine(silent)
+
+    async def run() -> None:
+        async with pool_of(engine) as (pool, _, urls):
+            requests = asyncio.ensure_future(generate_many(pool, 2))
+            await wait_for_calls(engine, 2)
+            await use(pool, *urls)
+            await asyncio.sleep(0.1)
+            assert engine.calls == 2
+            engine.answer = good
+            await pool.set_engines([Engine(url=urls[0], tp=2)])
+            assert await asyncio.wait_for(requests, 5) == {"stop": 2}
+
+    asyncio.run(run())

@@ -81,7 +81,8 @@ def interrupt(engine: InterruptedEngine) -> Generation:
 
     async def run() -> Generation:
         async with fake_engine(engine, seconds=0.2) as url:
-            pool = EnginePool([Engine(url=url)], EngineSettings(), FORM, ignore)
+            pool = EnginePool(EngineSettings(), FORM, ignore)
+            await pool.set_engines([Engine(url=url)])
             task = generate(pool)
             await asyncio.sleep(0.05)
             await asyncio.wait_for(pool.hold(), 5)
@@ -129,7 +130,8 @@ def test_a_response_that_ends_during_a_hold_is_complete_and_the_next_one_waits()
 
     async def run() -> None:
         async with fake_engine(lambda n, body: engine(1, body), seconds=0.2) as url:
-            pool = EnginePool([Engine(url=url)], EngineSettings(), FORM, ignore)
+            pool = EnginePool(EngineSettings(), FORM, ignore)
+            await pool.set_engines([Engine(url=url)])
             task = generate(pool)
             await asyncio.sleep(0.05)
             await asyncio.wait_for(pool.hold(), 5)
@@ -148,7 +150,7 @@ def test_a_response_that_ends_during_a_hold_is_complete_and_the_next_one_waits()
 def test_an_engine_that_does_not_stop_is_left_out_unless_the_hold_is_over(
     proceeds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_rl.rollouts.generation.engine_pool._STOP_SECONDS", 0.3)
+    monkeypatch.setattr("megatron_rl.rollouts.generation.engine_pool.STOP_SECONDS", 0.3)
     slow_seconds = 1.0 if proceeds else 30.0
     whole_engine = InterruptedEngine(len(WHOLE))
     reports: list[FromCollector] = []
@@ -161,7 +163,8 @@ def test_an_engine_that_does_not_stop_is_left_out_unless_the_hold_is_over(
 
     async def run() -> None:
         async with fake_engine(answer, seconds=slow_seconds) as slow, fake_engine(answer) as fast:
-            pool = EnginePool([Engine(url=slow)], EngineSettings(), FORM, report)
+            pool = EnginePool(EngineSettings(), FORM, report)
+            await pool.set_engines([Engine(url=slow)])
             task = generate(pool)
             await asyncio.sleep(0.05)
             hold = asyncio.create_task(pool.hold())
@@ -170,7 +173,7 @@ def test_an_engine_that_does_not_stop_is_left_out_unless_the_hold_is_over(
                 pool.proceed()
             else:
                 await asyncio.wait_for(hold, 8)
-                pool.add(Engine(url=fast))
+                await pool.set_engines([Engine(url=slow), Engine(url=fast)])
                 pool.proceed()
             generation = await asyncio.wait_for(task, 5)
             assert generation.output_ids.tolist() == WHOLE
@@ -185,7 +188,7 @@ def test_an_engine_that_does_not_stop_is_left_out_unless_the_hold_is_over(
 def test_a_hold_that_is_over_leaves_no_engine_out_during_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seconds = "megatron_rl.rollouts.generation.engine_pool._STOP_SECONDS"
+    seconds = "megatron_rl.rollouts.generation.engine_pool.STOP_SECONDS"
     whole_engine = InterruptedEngine(len(WHOLE))
     reports: list[FromCollector] = []
 
@@ -194,7 +197,8 @@ def test_a_hold_that_is_over_leaves_no_engine_out_during_the_next_one(
 
     async def run() -> None:
         async with fake_engine(lambda n, body: whole_engine(1, body), seconds=1.0) as url:
-            pool = EnginePool([Engine(url=url)], EngineSettings(), FORM, report)
+            pool = EnginePool(EngineSettings(), FORM, report)
+            await pool.set_engines([Engine(url=url)])
             task = generate(pool)
             await asyncio.sleep(0.05)
             monkeypatch.setattr(seconds, 0.3)
@@ -227,7 +231,8 @@ def generate_under_aborts(num_aborts: int, num_tokens: int) -> tuple[Generation,
 
     async def run() -> Generation:
         async with fake_engine(answer) as url:
-            pool = EnginePool([Engine(url=url)], EngineSettings(), FORM, ignore)
+            pool = EnginePool(EngineSettings(), FORM, ignore)
+            await pool.set_engines([Engine(url=url)])
             generation = await asyncio.wait_for(generate(pool), 5)
             await pool.close()
             return generation
@@ -255,7 +260,8 @@ def test_aborted_tokens_without_routes_are_sampled_again() -> None:
 
     async def run() -> Generation:
         async with fake_engine(answer) as url:
-            pool = EnginePool([Engine(url=url)], EngineSettings(), FORM, ignore)
+            pool = EnginePool(EngineSettings(), FORM, ignore)
+            await pool.set_engines([Engine(url=url)])
             generation = await asyncio.wait_for(generate(pool, rejected), 5)
             assert pool.num_sampled == 2 + len(WHOLE)
             await pool.close()
@@ -306,7 +312,8 @@ def test_a_response_of_a_silent_engine_does_not_go_on() -> None:
     async def run() -> Generation:
         settings = EngineSettings(request_timeout_s=0.1, token_timeout_s=0.01)
         async with fake_engine(InterruptedEngine(2), seconds=0.5) as url:
-            pool = EnginePool([Engine(url=url)], settings, FORM, report)
+            pool = EnginePool(settings, FORM, report)
+            await pool.set_engines([Engine(url=url)])
             generation = await asyncio.wait_for(generate(pool), 5)
             await pool.close()
             return generation

@@ -45,7 +45,8 @@ def test_a_pool_is_idle_except_while_an_engine_works() -> None:
 
     async def run() -> tuple[float, float, float]:
         async with fake_engine(answer, seconds=0.5) as url:
-            pool = EnginePool([Engine(url=url)], EngineSettings(), FORM, ignore)
+            pool = EnginePool(EngineSettings(), FORM, ignore)
+            await pool.set_engines([Engine(url=url)])
             await asyncio.sleep(0.2)
             before = pool.idle_seconds
             start = asyncio.get_running_loop().time()

@@ -151,7 +151,8 @@ def test_the_engine_counts_the_tokens_of_responses_that_are_rejected(
     async def ignore(message: FromCollector) -> None:
         pass
 
-    pool = EnginePool([Engine(url=engine.url)] * 2, EngineSettings(), form, ignore)
+    pool = EnginePool(EngineSettings(), form, ignore)
+    await pool.set_engines([Engine(url=engine.url)] * 2)
 
     async def run() -> list[Generation | BaseException]:
         requests = [
@@ -210,7 +211,8 @@ def pause_engine_during_requests(
     settings = EngineSettings(request_timeout_s=10.0, token_timeout_s=0.0, retries=0)
 
     async def run() -> list[Generation | BaseException]:
-        pool = EnginePool([Engine(url=engine.url)], settings, form, paused_engine.handle)
+        pool = EnginePool(settings, form, paused_engine.handle)
+        await pool.set_engines([Engine(url=engine.url)])
         async with asyncio.timeout(60):
             return await paused_engine.run(pool, attempt)
 

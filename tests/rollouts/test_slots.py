@@ -54,17 +54,17 @@ async def cancel(holders: Holders) -> None:
     await asyncio.gather(*holders.tasks, return_exceptions=True)
 
 
-def test_there_is_no_slot_at_first_and_as_many_as_were_added() -> None:
+def test_there_is_no_slot_at_first_and_as_many_as_the_capacity() -> None:
     async def work() -> None:
         slots = Slots()
         holders = Holders(slots)
         holders.start(5)
         await settle()
         assert holders.num_holders == 0
-        slots.add(2)
+        slots.resize(2)
         await settle()
         assert holders.num_holders == 2
-        slots.add(2)
+        slots.resize(4)
         await settle()
         assert holders.num_holders == 4
         await holders.end(4)
@@ -77,11 +77,11 @@ def test_there_is_no_slot_at_first_and_as_many_as_were_added() -> None:
 def test_holders_keep_their_slots_when_the_capacity_shrinks() -> None:
     async def work() -> None:
         slots = Slots()
-        slots.add(4)
+        slots.resize(4)
         holders = Holders(slots)
         holders.start(6)
         await settle()
-        slots.remove(2)
+        slots.resize(2)
         await settle()
         assert holders.num_holders == 4
         await holders.end(2)
@@ -96,16 +96,16 @@ def test_holders_keep_their_slots_when_the_capacity_shrinks() -> None:
 def test_free_slots_go_at_once() -> None:
     async def work() -> None:
         slots = Slots()
-        slots.add(5)
-        slots.remove(3)
+        slots.resize(5)
+        slots.resize(2)
         holders = Holders(slots)
         holders.start(5)
         await settle()
         assert holders.num_holders == 2
-        slots.remove(2)
+        slots.resize(0)
         await holders.end(2)
         assert holders.num_holders == 0
-        slots.add(1)
+        slots.resize(1)
         await settle()
         assert holders.num_holders == 1
         await cancel(holders)
@@ -116,8 +116,8 @@ def test_free_slots_go_at_once() -> None:
 def test_a_waiting_task_that_is_cancelled_takes_no_slot() -> None:
     async def work() -> None:
         slots = Slots()
-        slots.add(3)
-        slots.remove(2)
+        slots.resize(3)
+        slots.resize(1)
         holders = Holders(slots)
         holders.start(3)
         await settle()
@@ -147,11 +147,11 @@ def test_there_are_as_many_holders_as_slots_after_any_changes(
         capacity = num_started = num_holders = 0
         for change, count in changes:
             if change == "add":
-                slots.add(count)
                 capacity += count
+                slots.resize(capacity)
             elif change == "remove":
-                slots.remove(min(count, capacity))
                 capacity -= min(count, capacity)
+                slots.resize(capacity)
             elif change == "start":
                 holders.start(count)
                 num_started += count

@@ -82,7 +82,8 @@ def stop_of(settings: RolloutSettings = SETTINGS) -> RepetitionStop:
 def sample(engine: InterruptedEngine, stop: RepetitionStop | None) -> Generation:
     async def run() -> Generation:
         async with fake_engine(engine, seconds=0.0) as url:
-            pool = EnginePool([Engine(url=url)], EngineSettings(), FORM, ignore)
+            pool = EnginePool(EngineSettings(), FORM, ignore)
+            await pool.set_engines([Engine(url=url)])
             pool.set_version(3)
             task = asyncio.create_task(
                 pool.generate(
@@ -169,7 +170,8 @@ def test_a_stored_response_is_cut_off_where_it_would_have_been(num_tokens: int) 
 
     async def run() -> Generation:
         async with fake_engine(InterruptedEngine(LOOP), seconds=0.0) as url:
-            pool = EnginePool([Engine(url=url)], EngineSettings(), FORM, ignore)
+            pool = EnginePool(EngineSettings(), FORM, ignore)
+            await pool.set_engines([Engine(url=url)])
             generation = await pool.generate(
                 PROMPT.token_ids,
                 Sampling(max_new_tokens=24, temperature=1.0, stop_token_ids=(EOS,)),

@@ -14,18 +14,17 @@ class Slots:
 
     def __init__(self) -> None:
         self._semaphore = asyncio.Semaphore(0)
+        self._capacity = 0
         self._excess = 0  # slots that holders must not give back
 
-    def add(self, count: int) -> None:
-        """Raise the capacity."""
-        num_kept = min(count, self._excess)
+    def resize(self, capacity: int) -> None:
+        """Change the capacity: at once for free slots, and later for slots that are held."""
+        change = capacity - self._capacity
+        self._capacity = capacity
+        num_kept = min(change, self._excess)  # below 0 when the capacity shrinks
         self._excess -= num_kept
-        for _ in range(count - num_kept):
+        for _ in range(change - num_kept):
             self._semaphore.release()
-
-    def remove(self, count: int) -> None:
-        """Lower the capacity, at once for free slots and later for held ones."""
-        self._excess += count
 
     async def __aenter__(self) -> None:
         await self._semaphore.acquire()

@@ -20,7 +20,7 @@ def sample(machines: Machines, *groups: Group) -> Cluster:
 
 
 def test_slots_are_those_of_the_collector() -> None:
-    assert QUEUE_PER_SLOT == engine_pool._QUEUE_PER_SLOT
+    assert QUEUE_PER_SLOT == engine_pool.QUEUE_PER_SLOT
 
 
 def test_a_request_goes_to_the_engine_with_the_fewest_in_flight() -> None:

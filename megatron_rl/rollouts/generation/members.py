@@ -1,0 +1,245 @@
+"""The engines of a pool: which of them gets a request, and which is left out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+from collections.abc import Awaitable, Callable, Iterator, Sequence, Set
+from dataclasses import dataclass, field
+
+from megatron_rl.contracts.group import NEVER_SENT, STALE
+from megatron_rl.contracts.prompt import Sampling
+from megatron_rl.rollouts.generation.idle_time import IdleTime
+from megatron_rl.rollouts.generation.slots import Slots
+from megatron_rl.rollouts.messages import EngineLeftOut, FromCollector
+from sglang_bridge.client import GenerateClient, RequestExpired
+from sglang_bridge.engine import Engine
+from sglang_bridge.errors import RequestFailed
+from sglang_bridge.generation import Generation, GenerationRejected
+
+_MAX_CONSECUTIVE_FAILURES = 3  # an engine with this many is left out
+
+_log = logging.getLogger(__name__)
+
+
+class EngineRemoved(Exception):
+    """Rank 0 removed the engine while it worked on a request."""
+
+
+@dataclass(eq=False)
+class Member:
+    """One engine of the pool.
+
+    failures: number of consecutive failures. is_left_out: the engine failed, and rank 0 knows it.
+    removal: set once its requests have to go to other engines.
+    """
+
+    engine: Engine
+    client: GenerateClient
+    in_flight: int = 0
+    failures: int = 0
+    is_left_out: bool = False
+    removal: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def load(self) -> float:
+        """The requests in flight for each rank of the engine."""
+        return self.in_flight / self.engine.tp
+
+    async def generate(
+        self,
+        token_ids: Sequence[int],
+        sampling: Sampling,
+        *,
+        rid: str,
+        return_routes: bool,
+        seed: int | None,
+        first_route_row: int,
+    ) -> Generation:
+        """Send one request. Raises `EngineRemoved`, `EngineError` and `GenerationRejected`."""
+        answer = asyncio.ensure_future(
+            self.client.generate(
+                token_ids,
+                sampling,
+                rid=rid,
+                return_routes=return_routes,
+                seed=seed,
+                first_route_row=first_route_row,
+            )
+        )
+        removal = asyncio.ensure_future(self.removal.wait())
+        try:
+            await asyncio.wait({answer, removal}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise EngineRemoved
+            return answer.result()
+        finally:
+            answer.cancel()
+            removal.cancel()
+
+
+class Members:
+    """The engines of a pool.
+
+    Requests go to the usable engines of the own node. While it has none, they go to engines of
+    other nodes.
+
+    node: the own one. open_client: connects to an engine. slots_per_engine: requests in flight.
+    report: sends a message to rank 0.
+    """
+
+    def __init__(
+        self,
+        node: int,
+        open_client: Callable[[Engine], GenerateClient],
+        slots_per_engine: int,
+        report: Callable[[FromCollector], Awaitable[None]],
+    ) -> None:
+        self._node = node
+        self._open_client = open_client
+        self._slots_per_engine = slots_per_engine
+        self._report = report
+        self._members: dict[str, Member] = {}  # by URL
+        self._change = asyncio.Event()
+        self._idle_time = IdleTime()
+        self.slots = Slots()
+        self.version: int | None = None  # of the weights that responses have to be of
+
+    @property
+    def idle_seconds(self) -> float:
+        """The seconds in which the own node's engines worked on no request, as a mean over them."""
+        return self._idle_time.seconds
+
+    async def replace(self, engines: Sequence[Engine]) -> None:
+        """Have exactly these engines.
+
+        An engine that is there already stays as it is, also one that was left out. Running requests
+        of the others are repeated elsewhere.
+        """
+        engine_of = {engine.url: engine for engine in engines}
+        removed_members = [
+            member for url, member in self._members.items() if engine_of.get(url) != member.engine
+        ]
+        for member in removed_members:
+            del self._members[member.engine.url]
+            member.removal.set()
+        for url, engine in engine_of.items():
+            if url not in self._members:
+                self._members[url] = Member(engine, self._open_client(engine))
+        self._follow_change()
+        for member in removed_members:
+            await member.client.close()
+
+    def _own_members(self) -> list[Member]:
+        """Return the usable engines of the own node."""
+        return [
+            member
+            for member in self._members.values()
+            if member.engine.node == self._node and not member.is_left_out
+        ]
+
+    def _usable_members(self) -> list[Member]:
+        """Return the engines that requests go to at the moment."""
+        others = [member for member in self._members.values() if not member.is_left_out]
+        return self._own_members() or others
+
+    def _follow_change(self) -> None:
+        """Adapt the number of slots, and let waiting requests choose again."""
+        self.slots.resize(self._slots_per_engine * len(self._usable_members()))
+        self._note_idle_members()
+        self._change.set()
+        self._change = asyncio.Event()
+
+    def _note_idle_members(self) -> None:
+        members = self._own_members()
+        self._idle_time.note(sum(not member.in_flight for member in members), len(members))
+
+    def have_others(self, failed_members: Set[Member]) -> bool:
+        """Return True if a request can go to an engine that it has not tried."""
+        return any(member not in failed_members for member in self._usable_members())
+
+    async def choose(self, failed_members: Set[Member]) -> Member:
+        """Return the engine with the fewest requests in flight for each rank, once there is one.
+
+        Engines that failed are chosen again if there is no other.
+        """
+        while True:
+            members = self._usable_members()
+            candidates = [member for member in members if member not in failed_members] or members
+            if candidates:
+                return min(candidates, key=lambda member: member.load)
+            await self._change.wait()
+
+    @contextlib.contextmanager
+    def count_request(self, member: Member) -> Iterator[None]:
+        """Count a request that an engine works on."""
+        member.in_flight += 1
+        self._note_idle_members()
+        try:
+            yield
+        finally:
+            member.in_flight -= 1
+            self._note_idle_members()
+
+    def require_version(self, generation: Generation) -> None:
+        """Raise `GenerationRejected` if other weights sampled the response than rank 0 has sent."""
+        if self.version is None:
+            return
+        versions = generation.weight_versions
+        other_versions = [version for version in versions if version != str(self.version)]
+        if other_versions:
+            reason = NEVER_SENT
+            if other_versions[0].isdecimal() and int(other_versions[0]) < self.version:
+                reason = STALE
+            text = f"the engine serves weight version {versions[-1]} instead of {self.version}"
+            rejection = GenerationRejected(reason, text)
+            rejection.num_tokens = len(generation.output_ids)
+            raise rejection
+
+    async def count_failure(
+        self, member: Member, failure: RequestFailed | GenerationRejected
+    ) -> None:
+        """Count a failure and leave the engine out after too many of them.
+
+        An engine that fell silent is left out at once: the next request would wait as long. The
+        last engine is not left out for responses that cannot be used: with NaN in the weights,
+        those of every engine are, and the batch has to say so.
+        """
+        member.failures += 1
+        is_silent = isinstance(failure, RequestExpired)
+        if member.is_left_out or (member.failures < _MAX_CONSECUTIVE_FAILURES and not is_silent):
+            return
+        if _is_unusable_response(failure) and not self.have_others({member}):
+            return
+        _log.warning(
+            "%s is left out after %d failures in a row: %s",
+            member.engine.url,
+            member.failures,
+            failure,
+        )
+        await self._leave_out(member, str(failure))
+
+    async def leave_out_busy(self, reason: str) -> None:
+        """Leave out the engines that work on requests, and take these away from them."""
+        for member in list(self._members.values()):
+            if member.in_flight and not member.is_left_out:
+                _log.warning("%s is left out: %s", member.engine.url, reason)
+                await self._leave_out(member, reason)
+                member.removal.set()
+
+    async def _leave_out(self, member: Member, reason: str) -> None:
+        """Send an engine nothing more, as long as it is a member."""
+        member.is_left_out = True
+        self._follow_change()
+        await self._report(EngineLeftOut(member.engine.url, reason))
+
+    async def close(self) -> None:
+        """Close the connections to all engines."""
+        for member in self._members.values():
+            await member.client.close()
+
+
+def _is_unusable_response(failure: RequestFailed | GenerationRejected) -> bool:
+    """True if the engine answered, with the current weights, what cannot be used."""
+    return isinstance(failure, GenerationRejected) and failure.reason not in (STALE, NEVER_SENT)
