@@ -1,1 +1,1 @@
-"""Responses from the engines of a node: the pool, its slots, and responses in pieces."""
+"""Responses from the engines of a run: the pool, its gate, members and slots, one response."""

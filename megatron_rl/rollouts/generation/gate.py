@@ -1,4 +1,4 @@
-"""Which requests may be sent to engines, and those that engines work on."""
+"""The gate that requests to engines pass, and the requests that engines work on."""
 
 from __future__ import annotations
 
