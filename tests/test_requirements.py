@@ -16,7 +16,7 @@ REQUIREMENTS = Path(__file__).resolve().parents[1] / "requirements"
 # later versions have. sglang_bridge/weights/ipc speaks the protocol of the pinned one.
 OUTSIDE = {("sglang", "checkpoint-engine")}
 
-RESOLVER_SECONDS = 50
+RESOLVER_SECONDS = 840
 # Of a machine with its own packages
 LOCAL_PACKAGES = ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_INDEX_URL", "PIP_CONSTRAINT")
 
@@ -58,11 +58,12 @@ def test_triton_of_the_gpu_image_is_what_its_torch_declares() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(RESOLVER_SECONDS + 60)
 def test_pip_resolves_all_pins_from_the_ordinary_index(tmp_path: Path) -> None:
     """On a machine without local wheels and with an empty pip configuration.
 
-    pip reads metadata alone, which takes a minute on a quick network. It keeps what it has read, so
-    that a later run gets further.
+    pip reads metadata alone. It takes about two minutes of processor time, and more on a slow
+    network or a busy machine.
     """
     venv.create(tmp_path / "venv", with_pip=True)
     options = {"PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "1", "PIP_DEFAULT_TIMEOUT": "10"}

@@ -70,9 +70,12 @@ def unparsable_overrides(overrides: Sequence[str]) -> Iterator[Refusal]:
     before = ["", *overrides]
     after = [*overrides[1:], "", ""]
     for place, text in enumerate(overrides):
-        if text.startswith("=") or (before[place].endswith("=") and _is_word(text)):
+        if before[place].endswith("=") and _is_word(text):
             continue
-        if text.endswith("=") and _is_word(after[place]):
+        if text.startswith("="):
+            if not _is_word(before[place]):
+                yield _missing_key(text[1:])
+        elif text.endswith("=") and _is_word(after[place]):
             yield _space_refusal(text[:-1], after[place])
         elif _is_word(text) and after[place].startswith("="):
             yield _space_refusal(text, after[place][1:] or after[place + 1])
@@ -83,14 +86,20 @@ def unparsable_overrides(overrides: Sequence[str]) -> Iterator[Refusal]:
 def repeated_settings(overrides: Sequence[str]) -> Iterator[str]:
     """Yield a sentence for each setting that has several values: the last one counts.
 
-    It is no mistake: scripts append the settings of their users to their own.
+    It is no mistake: scripts append the settings of their users to their own. But a later one with
+    a + is refused.
     """
     values: dict[str, list[str]] = {}
-    for key, value in map(split_override, overrides):
+    refused_keys = set()
+    for text in overrides:
+        key, value = split_override(text)
+        override = parse_override(text)
+        if key in values and override is not None and override.is_add():
+            refused_keys.add(key)
         if value not in values.setdefault(key, []):
             values[key].append(value)
     for key, different_values in values.items():
-        if len(different_values) > 1:
+        if len(different_values) > 1 and key not in refused_keys:
             yield f"{key} is given as {' and as '.join(different_values)}: the last value counts"
 
 
@@ -127,6 +136,11 @@ def _is_word(text: str) -> bool:
 
 def _space_refusal(key: str, value: str) -> Refusal:
     return Refusal(key, value, "A setting is key=value, without spaces", f"Write {key}={value}")
+
+
+def _missing_key(value: str) -> Refusal:
+    rule = "A setting is key=value, and the key before its = is missing"
+    return Refusal("", value, rule, f"Write KEY={value or 'VALUE'}, without spaces")
 
 
 def _override_refusals(text: str, override: Override) -> Iterator[Refusal]:
@@ -179,7 +193,7 @@ def composition_refusal(
         rule = f"A file is not YAML: {' '.join(str(cause).split())}"
         return Refusal(key, value, rule, "Correct the file")
     override = parse_override(text) if text else None
-    if override is not None and override.is_add() and key in (*declared_keys(), "experiment"):
+    if override is not None and override.is_add() and _has_value_already(key, error):
         return _repeated_key(key, value)
     if override is not None and type(error) is ValueError:
         rule = "A group needs the name of one of its options"
@@ -218,6 +232,11 @@ def _missing_file(error: MissingConfigException, overrides: Sequence[str]) -> Re
     options = error.options
     remedy = f"Choose one of {', '.join(options)}" if options else _COMPOSE_REMEDY
     return Refusal(key, option, f"There is no such file in {place}", remedy)
+
+
+def _has_value_already(key: str, error: Exception) -> bool:
+    """Return whether an override with + fails because the key has a value. Options declare none."""
+    return key in (*declared_keys(), "experiment") or f"already at '{key}'" in str(error)
 
 
 def _repeated_key(key: str, value: str) -> Refusal:

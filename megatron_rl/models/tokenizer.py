@@ -55,12 +55,14 @@ class Tokenizer:
         self._backend = backend
         self._vocabulary = frozenset(backend.get_vocab(with_added_tokens=True).values())
         self._unknown_id = _unknown_id(backend)
-        # The text that means this token itself
-        unknown_name = None if self._unknown_id is None else backend.id_to_token(self._unknown_id)
-        self._unknown_name = unknown_name or ""
+        # The text that means this token itself. The name of a mere piece is text like any other.
+        added_tokens = backend.get_added_tokens_decoder().items()
+        names = [token.content for number, token in added_tokens if number == self._unknown_id]
+        self._unknown_name = names[0] if names else ""
         self._control_tokens = _control_tokens(backend)
-        names = sorted(self._control_tokens, key=len, reverse=True)  # the longest one matches first
-        self._control_names = re.compile("|".join(map(re.escape, names)) or r"(?!)")
+        # The longest one matches first
+        control_names = sorted(self._control_tokens, key=len, reverse=True)
+        self._control_names = re.compile("|".join(map(re.escape, control_names)) or r"(?!)")
         self._named = re.compile(f"{_QUOTE}?(?:{self._control_names.pattern})")
         self._adds_space = _adds_space(backend)
         self._is_dropped_by_character: dict[str, bool] = {}

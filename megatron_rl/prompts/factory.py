@@ -24,7 +24,15 @@ from megatron_rl.prompts.gym import ReasoningGym
 from megatron_rl.prompts.locations import held_out_data, settings_of_source, training_data
 from megatron_rl.prompts.mixture import PromptMixture
 from megatron_rl.prompts.pass_rates import PassRate, read_pass_rates
-from megatron_rl.prompts.question import BadRows, CheckedRows, PromptDataError, Question, Source
+from megatron_rl.prompts.question import (
+    MAX_CHARACTERS,
+    BadRows,
+    CheckedRows,
+    PromptDataError,
+    Question,
+    ReadAnswer,
+    Source,
+)
 from megatron_rl.prompts.source import ExcludedRows, PromptSource
 from megatron_rl.prompts.split import (
     Split,
@@ -44,10 +52,6 @@ EMBEDDED: Mapping[str, Source] = {
         letter_sorting,
     )
 }
-CheckAnswer = Callable[[str], None]
-"""Raises ValueError for a reference answer that responses cannot be compared with."""
-
-_MAX_CHARACTERS = 65_536  # of an id or a reference answer
 _MAX_RESPONSE_CHARACTERS = 2**20
 _QUICK_CHARACTERS = 10_000  # a text of so many is encoded at once, to name its number of tokens
 # Raises ValueError for a prompt whose demonstration cannot train
@@ -58,7 +62,7 @@ _QUESTION_FIELDS = tuple(field.name for field in fields(Question))
 def open_prompts(
     settings: DataSettings,
     tokenizer: Tokenizer,
-    check_answer: CheckAnswer | None = None,
+    read_answer: ReadAnswer = str,
     *,
     render: Render = refuse_messages,
     check_demonstration: CheckDemonstration | None = None,
@@ -73,7 +77,7 @@ def open_prompts(
     Each source of a mixture is opened like that. No question that is held out in one source trains
     in another.
 
-    check_answer: rows whose answer it refuses are bad rows (`Scorer.check_answer`).
+    read_answer: rows whose answer it refuses are bad rows (`rewards.open_answer_reader`).
     render: renders rows with messages.
     check_demonstration: training rows without a demonstration are bad rows, and those that it
     refuses with a ValueError.
@@ -81,7 +85,7 @@ def open_prompts(
     Raises `PromptDataError`, which names the key, or the file and line, and the remedy. Raises
     `PluginError` if a user-defined source cannot be loaded.
     """
-    opener = _Opener(settings, tokenizer, check_answer, render, check_demonstration)
+    opener = _Opener(settings, tokenizer, read_answer, render, check_demonstration)
     rates: dict[str, PassRate] = {}
     if settings.source != "mixture":
         split = opener.split(settings, "data")
@@ -111,7 +115,7 @@ def open_set(
     path: str,
     settings: DataSettings,
     tokenizer: Tokenizer,
-    check_answer: CheckAnswer | None = None,
+    read_answer: ReadAnswer = str,
     *,
     render: Render = refuse_messages,
 ) -> list[Prompt]:
@@ -120,10 +124,10 @@ def open_set(
     Bad rows are the same as in `open_prompts`. Raises `PromptDataError`.
     """
     key = f"eval.sets.{name}"
-    bad_rows = BadRows(settings.on_bad_row)
+    bad_rows = BadRows(settings.on_bad_row, read_answer)
     questions = read_questions(DataLocation(path, key), bad_rows, render=render)
     split = keep_apart([], questions, bad_rows)
-    builder = _PromptBuilder(tokenizer, settings.max_prompt_tokens, check_answer, bad_rows, split)
+    builder = _PromptBuilder(tokenizer, settings.max_prompt_tokens, bad_rows, split)
     return builder.build(split.held_out, f"{key}={path}: no usable held-out prompt")
 
 
@@ -207,13 +211,12 @@ class _Opener:
         self,
         settings: DataSettings,
         tokenizer: Tokenizer,
-        check_answer: CheckAnswer | None,
+        read_answer: ReadAnswer,
         render: Render,
         check_demonstration: CheckDemonstration | None,
     ) -> None:
-        self.bad_rows = BadRows(settings.on_bad_row)
+        self.bad_rows = BadRows(settings.on_bad_row, read_answer)
         self._tokenizer = tokenizer
-        self._check_answer = check_answer
         self._render = render
         self._check_demonstration = check_demonstration
 
@@ -237,7 +240,6 @@ class _Opener:
         builder = _PromptBuilder(
             self._tokenizer,
             settings.max_prompt_tokens,
-            self._check_answer,
             self.bad_rows,
             split,
             source,
@@ -277,7 +279,6 @@ class _PromptBuilder:
 
     tokenizer: Tokenizer
     max_tokens: int
-    check_answer: CheckAnswer | None
     bad_rows: BadRows
     split: Split
     source: str = ""
@@ -300,8 +301,7 @@ class _PromptBuilder:
         for question in questions:
             try:
                 self._check_lengths(question, max_characters)
-                if self.check_answer is not None:
-                    self.check_answer(question.answer)
+                self.bad_rows.read_answer(question.answer)
                 prompt = self._tokenize(question)
                 if check_demonstration is not None:
                     _require_demonstration(question)
@@ -338,8 +338,8 @@ class _PromptBuilder:
                 "shorten the prompt"
             )
         for name, value, limit in (
-            ("id", question.id, _MAX_CHARACTERS),
-            ("answer", question.answer, _MAX_CHARACTERS),
+            ("id", question.id, MAX_CHARACTERS),
+            ("answer", question.answer, MAX_CHARACTERS),
             ("response", question.demonstration, _MAX_RESPONSE_CHARACTERS),
         ):
             if len(value) > limit:

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 
+ReadAnswer = Callable[[str], str]
+"""Reads a reference answer as the scorer does: equal results are the same answer.
+
+Raises ValueError for an answer that responses cannot be compared with.
+"""
+
+MAX_CHARACTERS = 65_536  # of an id or a reference answer
 _MAX_EXAMPLES = 20
 _MAX_REASONS = 3  # that a message about a whole file names
 _MAX_MESSAGES = 10_000
@@ -82,12 +89,14 @@ class BadRows:
     """Collects rows that are not used.
 
     policy: `fail` ends the run at the first bad row, `skip` leaves bad rows out and counts them.
+    read_answer: rows that repeat a question with the same answer are not bad.
     count: number of bad rows.
     examples: the first bad rows, as `origin: reason`.
     messages: the first 10,000 rows that are left out, including repeated ones, as `origin: reason`.
     """
 
     policy: Literal["fail", "skip"]
+    read_answer: ReadAnswer = str
     count: int = 0
     examples: list[str] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
@@ -103,6 +112,19 @@ class BadRows:
         if len(self.examples) < _MAX_EXAMPLES:
             self.examples.append(message)
         self._add_message(message)
+
+    def is_same_answer(self, answer: str, other: str) -> bool:
+        """Return whether the scorer takes two answers for the same.
+
+        An answer that it cannot read, or that is too long to be used, is the same only as an equal
+        text.
+        """
+        if answer == other or max(len(answer), len(other)) > MAX_CHARACTERS:
+            return answer == other
+        try:
+            return self.read_answer(answer) == self.read_answer(other)
+        except ValueError:
+            return False
 
     def leave_out(self, origin: str, reason: str) -> None:
         """Record a row that is valid but not used."""

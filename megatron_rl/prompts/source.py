@@ -183,7 +183,11 @@ class PromptSource:
             raise PromptDataError(
                 f"run.resume: the checkpoint's run had other training prompts than the "
                 f"{len(self.train)} here. Give it the same data.*, files and chat template, or "
-                "start another run"
+                "start another run. If none of these changed and rows have `messages`, another "
+                "version of the trainer saved the checkpoint: it splits chats by the text that the "
+                "template renders, this version by their messages. Resume with that version, or "
+                "export the checkpoint (python launch/checkpoint.py export) and start another run "
+                "from it"
             )
         indices = self._indices_in(cursor.epoch_range)
         range_digest = _digest_of_range(indices, cursor.epoch_range)

@@ -225,7 +225,7 @@ def _drop_repeats(
     for question in questions:
         first = first_by_key.setdefault(key(question), question)
         if first is not question:
-            is_same = first.answer == question.answer
+            is_same = bad_rows.is_same_answer(question.answer, first.answer)
             num_repeats += _leave_out(question, first, bad_rows, is_same_answer=is_same)
     return list(first_by_key.values()), num_repeats
 
@@ -275,7 +275,9 @@ def _drop_known(
         if first is None:
             rest.append(question)
         else:
-            is_same = same_text is None or same_text.answer == question.answer
+            is_same = same_text is None or bad_rows.is_same_answer(
+                question.answer, same_text.answer
+            )
             num_repeats += _leave_out(question, first, bad_rows, is_same_answer=is_same, note=note)
     return rest, num_repeats
 

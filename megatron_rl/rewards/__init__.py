@@ -2,13 +2,13 @@
 
 from megatron_rl.rewards.exact_match import ExactMatch
 from megatron_rl.rewards.runner import RewardRunner, ScorerInThisProcess
-from megatron_rl.rewards.scorer import Scorer, open_answer_check, open_scorer
+from megatron_rl.rewards.scorer import Scorer, open_answer_reader, open_scorer
 
 __all__ = [
     "ExactMatch",
     "RewardRunner",
     "Scorer",
     "ScorerInThisProcess",
-    "open_answer_check",
+    "open_answer_reader",
     "open_scorer",
 ]

@@ -35,7 +35,7 @@ class ExactMatch:
 
     def check_answer(self, answer: str) -> None:
         """Raise ValueError if the rule finds no answer in a reference, or a part of the answer."""
-        self._reference(answer)
+        self.read_reference(answer)
 
     async def score(self, prompt: Prompt, text: str, finish_reason: FinishReason) -> Verdict:
         """Score a response. Only a response that ended by itself can be correct.
@@ -46,13 +46,16 @@ class ExactMatch:
         """
         if finish_reason is FinishReason.ABORT:
             raise ValueError("the response was aborted")
-        reference = self._reference(prompt.answer)
+        reference = self.read_reference(prompt.answer)
         answer = self._extract(text) if finish_reason is FinishReason.STOP else None
         correctness = float(answer is not None and canonical(answer) == reference)
         return Verdict(reward=correctness, correctness=correctness, answer=answer)
 
-    def _reference(self, text: str) -> str:
-        """Return the canonical reference answer. It may be bare or written like a response."""
+    def read_reference(self, text: str) -> str:
+        """Return the canonical reference answer. It may be bare or written like a response.
+
+        Equal results are the same answer. Raises as `check_answer` does.
+        """
         answer = self._extract(text)
         if answer is None and self._rule == "boxed":
             answer = text.strip() or None

@@ -66,15 +66,20 @@ def open_scorer(settings: RewardSettings) -> Scorer:
     return scorer
 
 
-def open_answer_check(settings: RewardSettings) -> Callable[[str], None]:
-    """Open the scorer and return its `check_answer`.
+def open_answer_reader(settings: RewardSettings) -> Callable[[str], str]:
+    """Open the scorer, and return a function that reads reference answers as the scorer does.
 
-    The returned function raises ValueError for an unusable answer. Any other exception of the
-    scorer becomes a `PluginError`.
+    It returns equal texts for answers that `exact_match` takes for the same. What a user-defined
+    scorer takes for the same is unknown: the function then returns the answer as it is written.
+
+    It raises ValueError for an unusable answer. Any other exception of the scorer becomes a
+    `PluginError`.
     """
+    if settings.name == "exact_match":
+        return ExactMatch(settings.answer).read_reference
     scorer = open_scorer(settings)
 
-    def check(answer: str) -> None:
+    def read(answer: str) -> str:
         call = f"reward.name={settings.name}: check_answer({answer[:80]!r})"
         try:
             with user_code(call, propagate=(ValueError,), options=settings.options):
@@ -83,5 +88,6 @@ def open_answer_check(settings: RewardSettings) -> Callable[[str], None]:
             if isinstance(error, PluginError):
                 raise
             raise ValueError(hide_values(str(error), settings.options)) from None
+        return answer
 
-    return check
+    return read

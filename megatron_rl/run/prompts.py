@@ -16,7 +16,7 @@ from megatron_rl.models.chat_template import ChatTemplate
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts, open_set
 from megatron_rl.prompts.source import PromptSource
-from megatron_rl.rewards import open_answer_check
+from megatron_rl.rewards import open_answer_reader
 
 
 def build_prompts(c: Configuration) -> PromptSource:
@@ -29,7 +29,7 @@ def build_prompts(c: Configuration) -> PromptSource:
     prompts = open_prompts(
         c.data,
         tokenizer,
-        open_answer_check(c.reward),
+        open_answer_reader(c.reward),
         render=ChatTemplate(Path(c.model.path)).prompt,
         check_demonstration=_demonstration_check(
             c.environment,
@@ -76,8 +76,8 @@ def read_sets(c: Configuration) -> dict[str, tuple[Prompt, ...]]:
         return {}
     tokenizer = Tokenizer.from_directory(c.model.path)
     render = ChatTemplate(Path(c.model.path)).prompt
-    check = open_answer_check(c.reward)
+    read_answer = open_answer_reader(c.reward)
     return {
-        name: tuple(open_set(name, entry.path, c.data, tokenizer, check, render=render))
+        name: tuple(open_set(name, entry.path, c.data, tokenizer, read_answer, render=render))
         for name, entry in c.eval.sets.items()
     }

@@ -28,7 +28,7 @@ from megatron_rl.prompts.factory import generate_questions
 from megatron_rl.prompts.question import PromptDataError, Question
 from megatron_rl.records.past_run import flat_settings
 from megatron_rl.records.run_directory import to_yaml
-from megatron_rl.rewards import Scorer, open_answer_check, open_scorer
+from megatron_rl.rewards import Scorer, open_answer_reader, open_scorer
 from megatron_rl.rollouts.collector import Collector
 from megatron_rl.rollouts.messages import FromCollector, GroupRequest
 from tests.support.fake_engine import configuration, fake_engine, reply
@@ -127,7 +127,7 @@ def verbose_options(name: str, length: int) -> dict[str, Any]:
 
 
 def test_errors_of_reward_source_and_loss_leave_the_value_out() -> None:
-    check_answer = open_answer_check(RewardSettings(**broken_options()))
+    check_answer = open_answer_reader(RewardSettings(**broken_options()))
     name, options = broken_options().values()
     questions = generate_questions(DataSettings(source=name, options=options))
     shape: Any = None

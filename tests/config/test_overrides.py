@@ -4,7 +4,10 @@ from pathlib import Path
 
 import pytest
 
+from megatron_rl.config.cli import compose
+from megatron_rl.config.hydra_errors import repeated_settings, unparsable_overrides
 from megatron_rl.config.overrides import quote_text, split_override
+from megatron_rl.contracts.refusal import ConfigurationRefused
 from tests.support.configurations import accept
 
 
@@ -48,3 +51,27 @@ def test_a_name_of_digits_stays_as_it_was_typed(checkpoint: Path) -> None:
     assert accept(checkpoint, "run.name=2026_11_21").run.name == "2026_11_21"
     assert accept(checkpoint, "run.name=1e3").run.name == "1e3"
     assert accept(checkpoint, "run.name=null").run.name is None
+
+
+@pytest.mark.parametrize("first", ["data.options.a=1", "+data.options.a=1", "++data.options.a=1"])
+def test_a_second_value_with_a_plus_is_refused_alone(first: str) -> None:
+    overrides = ["data=custom", first, "+data.options.a=2"]
+    assert list(repeated_settings(overrides)) == []
+    with pytest.raises(ConfigurationRefused) as error:
+        compose(overrides)
+    (refusal,) = error.value.refusals
+    assert (refusal.key, refusal.value) == ("data.options.a", "2")
+    assert refusal.rule == "This key has a value already"
+    assert refusal.remedy == "Write it without the +: data.options.a=2"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "values"),
+    [(["=5"], ["5"]), (["="], [""]), (["seed=1", "=", "="], ["", ""]), (["a=1", "=2"], ["2"])],
+)
+def test_a_value_without_a_key_is_refused(overrides: list[str], values: list[str]) -> None:
+    refusals = list(unparsable_overrides(overrides))
+    assert [(refusal.key, refusal.value) for refusal in refusals] == [("", v) for v in values]
+    for refusal, value in zip(refusals, values, strict=True):
+        assert "before its = is missing" in refusal.rule
+        assert refusal.remedy == f"Write KEY={value or 'VALUE'}, without spaces"

@@ -48,9 +48,12 @@ def byte_level(normalizer: normalizers.Normalizer | None = None, *, lacks: str =
 
 
 def sentence_piece(
-    normalizer: normalizers.Normalizer | None = None, *, unknown: bool = True
+    normalizer: normalizers.Normalizer | None = None,
+    *,
+    unknown: bool = True,
+    letters: str = LETTERS,
 ) -> Backend:
-    pieces = [("<unk>", 0.0), ("▁", -1.0), ("ab", -1.0), *((letter, -2.0) for letter in LETTERS)]
+    pieces = [("<unk>", 0.0), ("▁", -1.0), ("ab", -1.0), *((letter, -2.0) for letter in letters)]
     model = models.Unigram(pieces, unk_id=0) if unknown else models.Unigram(pieces[1:])
     return with_parts(model, normalizer, pre_tokenizers.Metaspace())
 
@@ -134,6 +137,10 @@ UNKNOWN = [
     (sentence_piece(NFKC, unknown=False), "ﬁ☃", "'☃'$"),
     (sentence_piece(precompiled_like()), f"ﬁa{SOFT_HYPHEN}b", r"'\\xad'$"),
     (llama(NFKC, fallback=False), "ﬁ☃", "'☃'$"),
+    (sentence_piece(), "a<unk>b", "'<', '>', 'k', 'n', 'u'$"),  # a piece, but no added token
+    (sentence_piece(), "<unk>", "'<', '>', 'k', 'n', 'u'$"),
+    (sentence_piece(letters="abe<unk>"), "a<unk> <unk>", "'<unk>'$"),
+    (bert(), "ab [UNK]", r"'\[', '\]'$"),
     (bert(), "ab\x00", r"'\\x00'$"),
     (bert(), "a\x00b", r"'\\x00'$"),  # one token spans all three
     (bert(), "a\N{ZERO WIDTH JOINER}b", r"'\\u200d'$"),

@@ -17,7 +17,7 @@ from megatron_rl.environments.environment import open_environment
 from megatron_rl.losses import ResponseTokens, open_loss
 from megatron_rl.prompts.factory import generate_questions
 from megatron_rl.prompts.question import PromptDataError
-from megatron_rl.rewards import open_answer_check, open_scorer
+from megatron_rl.rewards import open_answer_reader, open_scorer
 from tests.losses.shapes import shape_of
 
 MODULE = """
@@ -132,7 +132,7 @@ def test_invalid_scorer(name: str, message: str) -> None:
 
 
 def test_failing_check_answer_is_a_plugin_error() -> None:
-    check = open_answer_check(RewardSettings(name="plugin_classes:Checks"))
+    check = open_answer_reader(RewardSettings(name="plugin_classes:Checks"))
     check("4")
     with pytest.raises(
         PluginError,

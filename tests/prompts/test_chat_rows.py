@@ -179,7 +179,7 @@ def read_demonstration(
     questions = read_jsonl(file, bad_rows, key="k", render=ChatTemplate(directory).prompt)
     split = keep_apart([], questions, bad_rows)
     tokenizer = Tokenizer.from_directory(directory)
-    builder = _PromptBuilder(tokenizer, 64, None, bad_rows, split)
+    builder = _PromptBuilder(tokenizer, 64, bad_rows, split)
 
     def build(*, demonstration: bool = False) -> list[Prompt]:
         check = partial(Demonstration().check, tokenizer=tokenizer, max_new_tokens=64)

@@ -38,7 +38,7 @@ def test_lengths_and_letters_are_uniform() -> None:
 def test_all_orders_of_the_same_letters_are_on_one_side() -> None:
     assert letter_sorting.question("cab").identity == letter_sorting.question("bca").identity
     data = DataSettings(source="letter_sorting", num_train=3000, num_eval=300)
-    source = open_prompts(data, TOKENIZER, ExactMatch("last_line").check_answer)
+    source = open_prompts(data, TOKENIZER, ExactMatch("last_line").read_reference)
     assert not {p.answer for p in source.train} & {p.answer for p in source.held_out}
     assert first_questions(5) == first_questions(5) != first_questions(5, seed=1)
 

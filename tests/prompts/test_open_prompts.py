@@ -30,7 +30,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.from_directory(directory)
 
 
-CHECK_ANSWER = ExactMatch("last_number").check_answer
+READ_ANSWER = ExactMatch("last_number").read_reference
 
 
 def write(path: Path, *lines: str) -> str:
@@ -172,8 +172,8 @@ def test_rows_of_megabytes_are_refused_quickly(
         on_bad_row="skip",
         num_eval=1,
     )
-    assert processor_seconds(lambda: open_prompts(settings, tokenizer, CHECK_ANSWER)) < 3
-    excluded_rows = open_prompts(settings, tokenizer, CHECK_ANSWER).excluded_rows
+    assert processor_seconds(lambda: open_prompts(settings, tokenizer, READ_ANSWER)) < 3
+    excluded_rows = open_prompts(settings, tokenizer, READ_ANSWER).excluded_rows
     assert excluded_rows.bad == 1
     (message,) = excluded_rows.examples
     assert re.search(f"line 2: .*{reason}", message)
@@ -188,9 +188,9 @@ def test_answers_that_the_scorer_refuses_are_bad_rows(
     )
     settings = DataSettings(source="jsonl", train_path=path, eval_path=held_out_file)
     with pytest.raises(PromptDataError, match=r"t\.jsonl line 1: .*last_number: .*'paris'"):
-        open_prompts(settings, tokenizer, CHECK_ANSWER)
+        open_prompts(settings, tokenizer, READ_ANSWER)
     with_skip = replace(settings, on_bad_row="skip")
-    prompts = open_prompts(with_skip, tokenizer, CHECK_ANSWER).train
+    prompts = open_prompts(with_skip, tokenizer, READ_ANSWER).train
     assert [prompt.answer for prompt in prompts] == ["3"]
 
 
@@ -227,7 +227,7 @@ def test_a_side_without_usable_prompt_is_named(
         eval_path=None if held_out is None else write_answers(tmp_path / "e.jsonl", held_out),
     )
     with pytest.raises(PromptDataError, match=rf"(?s){words}"):
-        open_prompts(settings, tokenizer, CHECK_ANSWER)
+        open_prompts(settings, tokenizer, READ_ANSWER)
 
 
 @pytest.mark.parametrize("policy", ["fail", "skip"])
@@ -255,7 +255,7 @@ def test_a_file_whose_rows_are_all_bad_is_named_once(
     check = check_demonstration(tokenizer) if "demonstration" in options else None
     words = rf"(?s)^data\.train_path=.*no usable training prompt.*bad rows: 9\).*line 1: .*{reason}"
     with pytest.raises(PromptDataError, match=words) as error:
-        open_prompts(settings, tokenizer, CHECK_ANSWER, check_demonstration=check)
+        open_prompts(settings, tokenizer, READ_ANSWER, check_demonstration=check)
     message = str(error.value)
     assert "on_bad_row" not in message and " 0 " not in message
     assert message.count(reason) == 1

@@ -158,5 +158,9 @@ def test_the_digest_needs_no_memory_for_all_tokens() -> None:
 
 def test_a_cursor_of_other_prompts_is_refused() -> None:
     cursor = make_source(9).cursor
-    with pytest.raises(PromptDataError, match=r"run\.resume: .*other training prompts.*10"):
+    words = (
+        r"run\.resume: .*other training prompts than the 10 here\..*rows have `messages`.*"
+        r"another version.*Resume with that version, or export the checkpoint"
+    )
+    with pytest.raises(PromptDataError, match=words):
         make_source(10).seek(cursor)

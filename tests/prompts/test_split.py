@@ -6,9 +6,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.config.schema import RewardSettings
 from megatron_rl.prompts import column_addition, two_digit_addition
 from megatron_rl.prompts.question import BadRows, PromptDataError, Question
-from megatron_rl.prompts.split import hold_out, keep_apart, split_generator
+from megatron_rl.prompts.split import (
+    Split,
+    hold_out,
+    keep_apart,
+    keep_sources_apart,
+    split_generator,
+)
+from megatron_rl.rewards import open_answer_reader
 
 
 def make_question(text: str, answer: str = "1", origin: str = "", id: str = "") -> Question:
@@ -168,6 +176,60 @@ def test_a_training_question_that_is_held_out_with_another_answer_is_a_bad_row()
     split = keep_apart(train, held_out, bad_rows)
     assert (texts_of(split.train), texts_of(split.held_out)) == (["b"], ["2+2=", "c"])
     assert (split.overlapping, bad_rows.count) == (0, 1)
+
+
+SAME_ANSWERS = [
+    ("last_number", "2", "2.0"),
+    ("last_number", "1,234.50", "1234.5"),
+    ("last_number", "The answer is 7.", "#### 7"),
+    ("last_number", "-0", "0"),
+    ("last_number", "Paris", "Paris"),  # a bad row for another reason
+    ("last_line", "so\nParis", "Paris"),
+    ("boxed", r"\boxed{x + 1}", "x+1"),
+]
+OTHER_ANSWERS = [
+    ("last_number", "2", "2.5"),
+    ("last_number", "2", "Paris"),
+    ("last_number", "Paris", "Rome"),
+    ("last_line", "1 2", "12"),
+    ("last_line", "Paris", "paris"),
+]
+
+
+def count_contradictions(rule: str, first: str, second: str) -> list[int]:
+    """Return the number of bad rows if one question has two answers in one, two and two files."""
+    questions = [
+        make_question("2+2=", first, "f 1"),
+        make_question(" 2+2=", second, "f 2"),
+        make_question("1+1="),
+        make_question("1+2="),
+    ]
+    splits = {"a": Split(questions[:1], []), "b": Split(questions[1:], [])}
+    calls: list[Callable[[BadRows], object]] = [
+        lambda bad_rows: hold_out(questions, 1, bad_rows),
+        lambda bad_rows: keep_apart(questions[:1], questions[1:], bad_rows),
+        lambda bad_rows: keep_sources_apart(splits, bad_rows),
+    ]
+    counts = []
+    for call in calls:
+        bad_rows = BadRows("skip", open_answer_reader(RewardSettings(answer=rule)))
+        call(bad_rows)
+        counts.append(bad_rows.count)
+    return counts
+
+
+@pytest.mark.parametrize(("rule", "first", "second"), SAME_ANSWERS)
+def test_answers_that_the_scorer_takes_for_the_same_are_no_contradiction(
+    rule: str, first: str, second: str
+) -> None:
+    assert count_contradictions(rule, first, second) == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("rule", "first", "second"), OTHER_ANSWERS)
+def test_answers_that_the_scorer_tells_apart_are_a_contradiction(
+    rule: str, first: str, second: str
+) -> None:
+    assert count_contradictions(rule, first, second) == [1, 1, 1]
 
 
 def make_chat(number: int, text: str, answer: str = "1") -> Question:
