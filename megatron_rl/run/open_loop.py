@@ -210,15 +210,8 @@ def _model_commands(setup: RunSetup, worker: Worker | None) -> ModelCommands | N
 
 
 def _open_records(setup: RunSetup, supervision: Supervision) -> RunRecords:
-    state = setup.resume_point.state
-    first_step = None
-    if state is not None and not setup.configuration.is_measurement:
-        first_step = state.step + 1
-        if state.position.unevaluated_metrics is not None:
-            first_step = state.step
-    settings = setup.configuration.logger
     effective_time = None
     if not setup.configuration.is_measurement:
         effective_time = open_effective_time(setup.directory.path)
-    metrics = MetricsLog(setup.directory, settings, first_step, effective_time)
+    metrics = MetricsLog(setup.directory, effective_time)
     return RunRecords(setup.directory, supervision.parts.enter(metrics), setup.progress)

@@ -3,7 +3,6 @@
 import math
 from pathlib import Path
 
-from megatron_rl.config.schema import LoggerSettings
 from megatron_rl.records.effective_time import EffectiveTime, is_time, open_effective_time
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.past_run import read_metrics
@@ -11,8 +10,6 @@ from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.records.run_summary import summarize, summarize_run
 from megatron_rl.records.starts import Start, write_starts
 from tests.support.clocks import FakeClock
-
-QUIET = LoggerSettings(tensorboard=False)
 
 
 def test_steps_and_evaluations_count_and_checkpoints_and_starts_do_not() -> None:
@@ -37,13 +34,13 @@ def test_a_resumed_run_counts_kept_steps_and_all_time_since_its_first_start(
 ) -> None:
     write_starts(tmp_path, [Start(1000.0, 1), Start(5000.0, 2)])
     directory = RunDirectory(tmp_path)
-    with MetricsLog(directory, QUIET, effective_time=EffectiveTime(0.0)) as metrics:
+    with MetricsLog(directory, effective_time=EffectiveTime(0.0)) as metrics:
         for seconds in (999.0, 100.0):  # of a step that was recorded twice, the last record counts
             metrics.write(1, {"time/step": seconds})
     effective_time = open_effective_time(tmp_path)
     assert effective_time is not None
     effective_time._clock = lambda: 1400.0
-    with MetricsLog(directory, QUIET, effective_time=effective_time) as metrics:
+    with MetricsLog(directory, effective_time=effective_time) as metrics:
         metrics.write(2, {"time/step": 100.0})
     assert read_metrics(tmp_path)[-1]["run/effective_time"] == 0.5
     line = "effective training time 50% of the time since the first start"

@@ -1,16 +1,10 @@
-"""Per-layer metrics become heat maps in TensorBoard and in files."""
+"""Per-layer metrics become heat maps."""
 
 import itertools
-from pathlib import Path
 
 import numpy as np
-import pytest
 
-from megatron_rl.config.schema import LoggerSettings
-from megatron_rl.records import metrics_log
 from megatron_rl.records.heat_maps import HeatMap, HeatMaps, heat_maps
-from megatron_rl.records.metrics_log import MetricsLog
-from megatron_rl.records.run_directory import RunDirectory
 
 STEPS: list[dict[str, float | None]] = [
     {"step": 0, "eval/accuracy": 0.1},
@@ -66,58 +60,3 @@ def test_a_map_of_many_steps_keeps_some_of_them_at_equal_distances() -> None:
     distances = {after - before for before, after in itertools.pairwise(regular)}
     assert len(distances) == 1
     assert by_step.values.tolist() == [[float(step) for step in by_step.columns]]
-
-
-def test_earlier_records_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resumed run reads those of its first part. It does not read its own."""
-    images: list[list[int]] = []
-    num_reads = 0
-    read = metrics_log.iterate_metrics
-
-    def count_reads(directory: Path) -> object:
-        nonlocal num_reads
-        num_reads += 1
-        return read(directory)
-
-    def note_columns(heat_map: HeatMap) -> np.ndarray:
-        images.append(heat_map.columns)
-        return np.zeros((3, 1, 1), np.uint8)
-
-    monkeypatch.setattr(metrics_log, "iterate_metrics", count_reads)
-    monkeypatch.setattr(HeatMap, "image", note_columns)
-    directory = RunDirectory(tmp_path)
-    for steps in ([2, 4], [6, 8]):
-        with MetricsLog(directory, LoggerSettings(tensorboard=True)) as log:
-            for step in steps:
-                log.write(step, {"routes/disagreement/layer_0": 0.5})
-    assert num_reads == 2
-    assert images == [[2], [2, 4], [2, 4, 6], [2, 4, 6, 8]]
-
-
-def test_a_damaged_earlier_record_costs_the_earlier_columns(tmp_path: Path) -> None:
-    directory = RunDirectory(tmp_path)
-    directory.metrics_file.write_text('{"step": 1, "routes/disagreement/layer_0": 1}\nno JSON\n')
-    with MetricsLog(directory, LoggerSettings(tensorboard=True)) as log:
-        log.write(3, {"routes/disagreement/layer_0": 0.5})
-        log.write(4, {"routes/disagreement/layer_0": 0.5})
-    assert log._maps is not None
-    assert [heat_map.columns for heat_map in log._maps.maps()] == [[1, 3, 4]]
-
-
-def test_tensorboard_has_the_heat_maps_and_no_curve_per_expert(tmp_path: Path) -> None:
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    directory = RunDirectory(tmp_path)
-    with MetricsLog(directory, LoggerSettings(tensorboard=True)) as log:
-        for record in STEPS:
-            values = {
-                key: value for key, value in record.items() if key != "step" and value is not None
-            }
-            log.write(int(record["step"] or 0), values)
-        log.write(5, {key: value or 0.0 for key, value in SHARES.items()})
-    events = EventAccumulator(str(directory.tensorboard))
-    events.Reload()
-    assert events.Tags()["images"] == ["routes/disagreement", "routes/load"]
-    assert [event.step for event in events.Images("routes/disagreement")] == [2, 4, 5]
-    assert not any("expert" in name for name in events.Tags()["scalars"])
-    assert "routes/disagreement/layer_3" in events.Tags()["scalars"]

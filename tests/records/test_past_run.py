@@ -5,13 +5,10 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.config.cli import compose
-from megatron_rl.config.schema import LoggerSettings
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.past_run import RunUnreadable, flat_settings, read_metrics, read_settings
 from megatron_rl.records.run_directory import RunDirectory, to_yaml
 from tests.support.past_runs import make_run_directory
-
-QUIET = LoggerSettings(tensorboard=False, progress=False)
 
 
 def test_metrics_and_settings_are_read_as_they_were_written(tmp_path: Path) -> None:
@@ -19,7 +16,7 @@ def test_metrics_and_settings_are_read_as_they_were_written(tmp_path: Path) -> N
         ["experiment=smoke", "optimizer.lr=3e-5", f"run.root={tmp_path}", "run.name=a", "seed=7"]
     )
     directory = make_run_directory(configuration)
-    with MetricsLog(directory, QUIET) as log:
+    with MetricsLog(directory) as log:
         log.write(0, {"eval/accuracy": 0.25, "train/grad_norm": float("nan")})
         log.write(1, {})
     assert read_metrics(directory.path) == [
@@ -35,7 +32,7 @@ def test_metrics_and_settings_are_read_as_they_were_written(tmp_path: Path) -> N
 def test_records_of_an_earlier_process_stay(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     for step in (1, 2):
-        with MetricsLog(directory, QUIET) as log:
+        with MetricsLog(directory) as log:
             log.write(step, {})
     assert read_metrics(tmp_path) == [{"step": 1}, {"step": 2}]
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.schema import LoggerSettings
 from megatron_rl.records.exit_record import write_exit_record
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.run_directory import RunDirectory
@@ -21,7 +20,7 @@ from megatron_rl.records.starts import (
 
 
 def write_steps(directory: Path, steps: int) -> None:
-    with MetricsLog(RunDirectory(directory), LoggerSettings(tensorboard=False)) as metrics:
+    with MetricsLog(RunDirectory(directory)) as metrics:
         for step in range(steps + 1):
             metrics.write(step, {"train/loss": 1.0})
 

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.schema import LoggerSettings
 from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.run_directory import RunDirectory
@@ -49,7 +48,7 @@ def test_other_errors_have_no_write_problem() -> None:
 @pytest.mark.skipif(not FULL.exists(), reason="needs /dev/full")
 def test_the_error_names_the_metrics_file(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to(FULL)
-    log = MetricsLog(RunDirectory(tmp_path), LoggerSettings(tensorboard=False))
+    log = MetricsLog(RunDirectory(tmp_path))
     with pytest.raises(
         Failure, match=r"metrics\.jsonl cannot be written: the disk is full.*run\.root"
     ):
@@ -59,7 +58,7 @@ def test_the_error_names_the_metrics_file(tmp_path: Path) -> None:
 
 def test_a_partial_line_is_removed(tmp_path: Path) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    log = MetricsLog(RunDirectory(tmp_path), LoggerSettings(tensorboard=False))
+    log = MetricsLog(RunDirectory(tmp_path))
     log.write(1, {"a": 1.0})
     resource.setrlimit(resource.RLIMIT_FSIZE, (40, hard))
     try:

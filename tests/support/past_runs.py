@@ -7,12 +7,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron_rl.config.cli import compose
-from megatron_rl.config.schema import Configuration, LoggerSettings
+from megatron_rl.config.schema import Configuration
 from megatron_rl.records.exit_record import write_exit_record
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.run_directory import RunDirectory, run_directory_path
-
-SETTINGS = LoggerSettings(tensorboard=False, progress=False)
 
 
 def make_run_directory(configuration: Configuration, *, ranks: int = 1) -> RunDirectory:
@@ -45,7 +43,7 @@ def write_run(
         "policy/clip_fraction_low": clipped_share / 2,
         "policy/clip_fraction_high": clipped_share / 2,
     }
-    with MetricsLog(directory, SETTINGS) as metrics:
+    with MetricsLog(directory) as metrics:
         for step, accuracy in enumerate(accuracies):
             values = {
                 "eval/accuracy": accuracy,

@@ -9,6 +9,7 @@ from megatron_rl.run.features.observer import Observer
 from megatron_rl.run.features.parts import FeatureParts
 from megatron_rl.run.features.profiler.step_profiler import open_profiler
 from megatron_rl.run.features.samples.keeper import open_samples
+from megatron_rl.run.features.tensorboard.tensorboard import open_tensorboard
 from megatron_rl.run.features.timeline.run_timeline import open_timeline
 from megatron_rl.run.features.token_audit.token_audit import open_token_audit
 from megatron_rl.run.features.trackers.trackers import open_trackers
@@ -22,6 +23,7 @@ _FEATURES = (
     open_token_audit,
     open_timeline,
     open_profiler,
+    open_tensorboard,
     open_trackers,
 )
 

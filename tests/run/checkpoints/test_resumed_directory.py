@@ -1,13 +1,15 @@
 """A resumed run has one record of each step, in metrics.jsonl and in TensorBoard."""
 
+import contextlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from megatron_rl.config.cli import compose
-from megatron_rl.config.schema import Configuration, LoggerSettings
+from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.run_state import LoopState
 from megatron_rl.records.exit_record import read_exit_record, write_exit_record
@@ -21,6 +23,7 @@ from megatron_rl.run.checkpoints.resumed_directory import (
     is_complete,
     reopen_directory,
 )
+from megatron_rl.run.features.tensorboard.tensorboard import TensorBoard
 from tests.support.checkpoints import make_state
 from tests.support.disk_log import DiskLog
 from tests.support.past_runs import make_run_directory
@@ -40,10 +43,20 @@ def position_after(step: int, **position: Any) -> LoopState:
 def write_steps(root: Path, steps: int, *, tensorboard: bool = False) -> RunDirectory:
     """The directory of a run that was killed after `steps`."""
     directory = make_run_directory(make_configuration(root))
-    with MetricsLog(directory, LoggerSettings(tensorboard=tensorboard)) as metrics:
+    with MetricsLog(directory) as metrics:
         for step in range(steps + 1):
             metrics.write(step, {"train/loss": float(step)})
+    if tensorboard:
+        write_to_tensorboard(directory, {step: float(step) for step in range(steps + 1)})
     return directory
+
+
+def write_to_tensorboard(
+    directory: RunDirectory, losses: Mapping[int, float], first_step: int | None = None
+) -> None:
+    with contextlib.closing(TensorBoard(directory, first_step)) as tensorboard:
+        for step, loss in losses.items():
+            tensorboard.write(step, {"train/loss": loss})
 
 
 def test_records_after_the_checkpoint_are_moved(tmp_path: Path) -> None:
@@ -159,8 +172,7 @@ def test_tensorboard_hides_the_steps_that_run_again(tmp_path: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     directory = write_steps(tmp_path, 5, tensorboard=True)
-    with MetricsLog(directory, LoggerSettings(tensorboard=True), first_step=4) as metrics:
-        metrics.write(4, {"train/loss": 40.0})
+    write_to_tensorboard(directory, {4: 40.0}, first_step=4)
     events = EventAccumulator(str(directory.tensorboard))
     events.Reload()
     points = [(event.step, event.value) for event in events.Scalars("train/loss")]
@@ -229,7 +241,7 @@ def test_a_run_that_ended_by_an_evaluation_it_owed_is_complete(
 ) -> None:
     """The checkpoint was saved before that evaluation. metrics.jsonl has its result."""
     directory = write_steps(tmp_path, 2)
-    with MetricsLog(directory, LoggerSettings(tensorboard=False)) as metrics:
+    with MetricsLog(directory) as metrics:
         metrics.write(3, {} if accuracy is None else {"eval/accuracy": accuracy})
     write_exit_record(directory.path, ExitCode.OK, "complete")
     position = position_after(3, accuracies=(0.1, 0.5), unevaluated_metrics={"train/loss": 3.0})

@@ -122,7 +122,7 @@ def test_wandb_gets_settings_steps_and_values(tmp_path: Path, wandb: dict[str, A
     (directory.path / "config.yaml").write_text("optimizer: {lr: 0.5}\nkey: ${oc.env:SECRET}\n")
     settings = LoggerSettings(tensorboard=False, wandb="project")
     with contextlib.ExitStack() as stack:
-        metrics = stack.enter_context(MetricsLog(directory, settings))
+        metrics = stack.enter_context(MetricsLog(directory))
         setup = SimpleNamespace(
             configuration=SimpleNamespace(logger=settings),
             directory=directory,

@@ -1,0 +1,1 @@
+"""Metrics and heat maps for TensorBoard (`logger.tensorboard`)."""
