@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import io
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
 
 from megatron_rl.contracts.commands import Command, Poll, Sync, Train
 from megatron_rl.contracts.step_plan import StepPlan
+from megatron_rl.records.progress import Progress
 from megatron_rl.records.timeline.spans import TIMELINE_FILE, Timeline, read_timeline
 from megatron_rl.run.features.observer import Observer, Observers
 from megatron_rl.run.features.timeline.run_timeline import RunTimeline
 from tests.support.checkpoint_managers import FakeRanks, make_manager
+from tests.support.jobs import ROOT
 from tests.support.leaders import ScriptedParts, lead
 
 PLAN = StepPlan(step=1, rollouts=(), advantages=(), optimizer_steps=())
@@ -106,3 +110,28 @@ def test_the_timeline_has_each_command_that_ended_well(tmp_path: Path) -> None:
         with contextlib.suppress(OSError), observers.around(Sync(version=4)):
             raise OSError
     assert [span.name for span in read_timeline(file)] == ["sync"]
+
+
+def test_the_feature_in_the_documentation_works(tmp_path: Path) -> None:
+    blocks = (ROOT / "CONTRIBUTING.md").read_text().split("```python\n")
+    (block,) = [block for block in blocks if "open_gradient_alarm" in block.partition("```")[0]]
+    names: dict[str, Any] = {}
+    exec(compile(block.partition("```")[0], "CONTRIBUTING.md", "exec"), names)
+    screen = io.StringIO()
+
+    def open_feature() -> Observer:
+        setup = SimpleNamespace(progress=Progress(9, is_enabled=True, stream=screen))
+        observer: Observer = names["open_gradient_alarm"](
+            SimpleNamespace(setup=setup, checkpoints=object())
+        )
+        return observer
+
+    ranks = FakeRanks()
+    manager = make_manager(ranks, checkpoint_every=1)
+    parts = ScriptedParts(extra_metrics={"train/grad_norm": 2.0})
+    lead(parts, tmp_path, steps=1, checkpoints=manager, observers=[open_feature()])
+    assert parts.metrics[1]["train/largest_grad_norm"] == 2.0 and not screen.getvalue()
+    parts = ScriptedParts(extra_metrics={"train/grad_norm": 2.5})
+    state = ranks.states[0].position
+    lead(parts, tmp_path, steps=3, resume_state=state, observers=[open_feature()])
+    assert screen.getvalue().count("warning: train/grad_norm 2.5 is the largest so far") == 1
