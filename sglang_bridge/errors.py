@@ -24,25 +24,23 @@ def describe_exit(returncode: int) -> str:
 
 
 class EngineError(Exception):
-    """Base of every error this package raises about an engine.
+    """An engine that cannot be used, and the base of the other errors of this package.
 
-    exit_code: the exit code of a program that ends because of the error.
+    exit_code: the exit code of a program that ends because of the error. log_tail: the last lines
+    of the engine's log.
     """
 
     exit_code: ClassVar[int] = 4
 
-
-class EngineUnhealthy(EngineError):
-    """An engine did not become healthy before its deadline. log_tail: the last lines of its log."""
-
     def __init__(self, message: str, *, log_tail: str = "") -> None:
         super().__init__(message)
         self.log_tail = log_tail
-        _add_log(self, log_tail)
+        if log_tail:  # in a traceback, but not in the message
+            self.add_note(f"last lines of the log:\n{log_tail}")
 
 
 class EngineDied(EngineError):
-    """An engine's process ended by itself.
+    """The process of an engine, or of a collector, ended by itself.
 
     returncode: as in `describe_exit`. log_path: its log. log_tail: the last lines of it.
     """
@@ -51,10 +49,9 @@ class EngineDied(EngineError):
         self, message: str, *, returncode: int, log_path: Path | None = None, log_tail: str = ""
     ) -> None:
         location = "" if log_path is None else f"; see {log_path}"
-        super().__init__(f"{message} ({describe_exit(returncode)}){location}")
+        text = f"{message} ({describe_exit(returncode)}){location}"
+        super().__init__(text, log_tail=log_tail)
         self.returncode = returncode
-        self.log_tail = log_tail
-        _add_log(self, log_tail)
 
 
 class RequestFailed(EngineError):
@@ -87,19 +84,6 @@ class WeightUpdateFailed(EngineError):
         self.updated_urls = tuple(updated_urls)
 
 
-class SleepFailed(EngineError):
-    """Some engines did not give their devices to the trainer. failures: the reason by URL."""
-
-    def __init__(self, failures: Mapping[str, str]) -> None:
-        reasons = "; ".join(f"{url}: {reason}" for url, reason in failures.items())
-        super().__init__(
-            f"engine.colocated=true: {len(failures)} engine(s) did not give their memory to the "
-            f"trainer: {reasons}. The run cannot go on beside them; resume it from its last "
-            "checkpoint"
-        )
-        self.failures = dict(failures)
-
-
 class WeightMismatch(EngineError):
     """An engine holds other values than were sent.
 
@@ -124,12 +108,6 @@ class AuditUnsupported(EngineError):
 
     The message gives the reason.
     """
-
-
-def _add_log(error: EngineError, log_tail: str) -> None:
-    """Show the log in a traceback, but not in the message."""
-    if log_tail:
-        error.add_note(f"last lines of the log:\n{log_tail}")
 
 
 def _abridge(texts: Sequence[str]) -> str:

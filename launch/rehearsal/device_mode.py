@@ -32,10 +32,6 @@ _MAX_REAL_FLOATS = 1 << 12
 _SIZED_BY_VALUES = ("aten::nonzero", "aten::masked_select", "aten::repeat_interleave")
 
 
-class UnknownValue(RehearsalUnavailable):
-    """The host reads a value that a rehearsal does not know."""
-
-
 class DeviceMode(TorchDispatchMode):
     """Gives CUDA tensors shapes alone, and real values where these decide shapes.
 
@@ -130,7 +126,7 @@ class DeviceMode(TorchDispatchMode):
         for function in functions:
             if function in _HOST_ANSWERS:
                 return _HOST_ANSWERS[function]
-        raise UnknownValue(
+        raise RehearsalUnavailable(
             f"{calling_place()}: the host reads integers of shape {tuple(tensor.shape)} that "
             "depend on weights. This part cannot be rehearsed"
         )
@@ -151,7 +147,9 @@ class DeviceMode(TorchDispatchMode):
         self._count_host_read()
         deciding = leaves[1:] if func._schema.name == "aten::masked_select" else leaves
         if any(self.values.get(leaf) is None for leaf in deciding):
-            raise UnknownValue(f"{calling_place()}: {func} has a size that depends on weights")
+            raise RehearsalUnavailable(
+                f"{calling_place()}: {func} has a size that depends on weights"
+            )
         if all(self.values.get(leaf) is not None for leaf in leaves):
             value = self.values.run(func, args, options)
             return self._on_device(value, leaves[0].device)
@@ -172,7 +170,7 @@ class DeviceMode(TorchDispatchMode):
                 continue
             value = self.values.get(index)
             if value is None:
-                raise UnknownValue(f"{calling_place()}: a mask that depends on weights")
+                raise RehearsalUnavailable(f"{calling_place()}: a mask that depends on weights")
             self._count_host_read()
             with _disable_current_modes():
                 columns = value.nonzero(as_tuple=True)

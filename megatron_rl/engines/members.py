@@ -29,14 +29,6 @@ class MemberState(StrEnum):
     GONE = "gone"
 
 
-class UnknownMember(KeyError):
-    """No engine of this name belongs to the run."""
-
-
-class DuplicateMember(ValueError):
-    """An engine of this name or URL belongs to the run already."""
-
-
 @dataclass
 class Member:
     """One engine of the run.
@@ -81,10 +73,7 @@ class Members:
         return iter(self._members.values())
 
     def __getitem__(self, name: str) -> Member:
-        try:
-            return self._members[name]
-        except KeyError as error:
-            raise UnknownMember(name) from error
+        return self._members[name]
 
     def __contains__(self, name: str) -> bool:
         return name in self._members
@@ -111,13 +100,13 @@ class Members:
     def add(self, name: str, engine: Engine) -> Member:
         """Add an engine that does not answer yet. One that is gone may be added again.
 
-        Raises `DuplicateMember`.
+        Raises `ValueError` for one that belongs to the run already.
         """
         earlier = self._members.get(name)
         if earlier is not None and earlier.state is not MemberState.GONE:
-            raise DuplicateMember(f"engine {name} belongs to the run already")
+            raise ValueError(f"engine {name} belongs to the run already")
         if self.of_url(engine.url) is not None:
-            raise DuplicateMember(f"engine.urls: {engine.url} belongs to the run already")
+            raise ValueError(f"engine.urls: {engine.url} belongs to the run already")
         epoch = 0 if earlier is None else earlier.epoch + 1
         self._members[name] = Member(name, engine, epoch)
         return self._members[name]

@@ -153,7 +153,7 @@ class WeightSync:
     def sleep(self) -> None:
         """Let all engines give their memory to the trainer until the next sync.
 
-        Engines that are out hold memory, too. Raises `SleepFailed`.
+        Engines that are out hold memory, too. Raises `EngineError`.
         """
         self.is_current = False
         members = [member for member in self._members if member.state is not MemberState.GONE]

@@ -36,18 +36,12 @@ _EXCERPT = 24  # characters
 _MAX_TOKENS_BEFORE_END = 64  # that a template writes between a response and its end
 
 
-class TemplateRerenders(Failure, ValueError):
-    """A chat template cannot append messages to a chat."""
-
-    exit_code = ExitCode.REFUSED
-
-
 class ChatTurns:
     """Renders the messages that follow a response.
 
     roles: those of the messages.
 
-    Raises `TemplateRerenders` if the template refuses these roles or leaves out their messages, if
+    Raises `Failure` if the template refuses these roles or leaves out their messages, if
     it writes no end-of-sequence token after a response, or renders earlier messages differently
     once others follow them.
     """
@@ -87,10 +81,11 @@ class ChatTurns:
             raise self._left_out("assistant")
         return text_after
 
-    def _left_out(self, role: str) -> TemplateRerenders:
-        return TemplateRerenders(
+    def _left_out(self, role: str) -> Failure:
+        return Failure(
             f"{self._template.file}: the chat template leaves out messages of the role {role!r}. "
-            "Use a template that renders them, or add text with episode.observe"
+            "Use a template that renders them, or add text with episode.observe",
+            ExitCode.REFUSED,
         )
 
     def _split_at_end(self, text: str, at_most: int | None = None) -> tuple[str, tuple[int, ...]]:
@@ -100,27 +95,29 @@ class ChatTurns:
         eos_ids = self._tokenizer.eos_ids
         end = next((n for n, token in enumerate(ids) if token in eos_ids), None)
         if end is None:
-            raise TemplateRerenders(
+            raise Failure(
                 f"{self._template.file}: the chat template writes no end-of-sequence token after a "
                 f"response, but {text[:_EXCERPT]!r}. If a token there ends responses, name it in "
-                "generation_config.json (eos_token_id)"
+                "generation_config.json (eos_token_id)",
+                ExitCode.REFUSED,
             )
         return self._tokenizer.decode(ids[:end]), ids[end:]
 
     def _check_addition(self, message: ChatMessage) -> None:
-        """Raise `TemplateRerenders` unless a message follows the end of a response."""
+        """Raise `Failure` unless a message follows the end of a response."""
         text = self._text_after_answer([message])
         before_end, _ = self._split_at_end(text)
         if before_end.strip():
-            raise TemplateRerenders(
+            raise Failure(
                 f"{self._template.file}: the chat template writes {before_end[:_EXCERPT]!r} after "
-                "a response, before its end-of-sequence token. Use a template that does not"
+                "a response, before its end-of-sequence token. Use a template that does not",
+                ExitCode.REFUSED,
             )
         if _ADDITION_TEXT not in text:
             raise self._left_out(message["role"])
 
     def _check_appends(self, conversation: Sequence[ChatMessage]) -> None:
-        """Raise `TemplateRerenders` unless each message only adds text."""
+        """Raise `Failure` unless each message only adds text."""
         for length in range(1, len(conversation)):
             messages = conversation[: length + 1]
             longer = self._render(messages, add_generation_prompt=False)
@@ -136,26 +133,26 @@ class ChatTurns:
             return self._template.render(messages, add_generation_prompt=add_generation_prompt)
         except ValueError as error:
             roles = ", ".join(dict.fromkeys(message["role"] for message in messages))
-            raise TemplateRerenders(
+            raise Failure(
                 f"{self._template.file}: the chat template cannot render messages of the roles "
                 f"{roles} ({error}). Use a template for these roles, or add text with "
-                "episode.observe"
+                "episode.observe",
+                ExitCode.REFUSED,
             ) from error
 
-    def _difference(
-        self, shorter: str, longer: str, messages: Sequence[ChatMessage]
-    ) -> TemplateRerenders:
+    def _difference(self, shorter: str, longer: str, messages: Sequence[ChatMessage]) -> Failure:
         pairs = zip(shorter, longer, strict=False)
         position = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         roles = " → ".join(message["role"] for message in messages)
         window = slice(position, position + _EXCERPT)
-        return TemplateRerenders(
+        return Failure(
             f"{self._template.file}: the chat template changes the text of earlier messages when "
             f"another one follows ({roles}). From character {position} on, {shorter[window]!r} "
             f"becomes {longer[window]!r}. The environment adds messages to tokens that stay as "
             "they are, so the model would train on other text than the template renders. Use a "
             "template that only appends, such as one that keeps the reasoning of earlier messages, "
-            "or add text with episode.observe"
+            "or add text with episode.observe",
+            ExitCode.REFUSED,
         )
 
 

@@ -79,7 +79,7 @@ def open_chat_turns(
 ) -> ChatTurns | None:
     """Open the renderer of an environment's messages, None if it adds none.
 
-    Raises `TemplateRerenders` if the model's chat template cannot append them, and `PluginError`
+    Raises `Failure` if the model's chat template cannot append them, and `PluginError`
     for `chat_roles` that are no roles.
     """
     return open_role_turns(read_chat_roles(environment), model_path, tokenizer)
@@ -90,7 +90,7 @@ def open_role_turns(
 ) -> ChatTurns | None:
     """Open the renderer of messages of these roles, None without roles.
 
-    Raises `TemplateRerenders`.
+    Raises `Failure`.
     """
     return ChatTurns(ChatTemplate(model_path), tokenizer, roles) if roles else None
 

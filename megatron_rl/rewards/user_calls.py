@@ -11,10 +11,6 @@ from typing import Generic, TypeVar
 T = TypeVar("T")
 
 
-class SystemExitCalled(Exception):
-    """The call raised SystemExit, which must not end the process."""
-
-
 class Ending(Enum):
     """The ending of a call.
 
@@ -65,7 +61,8 @@ async def await_call(call: Callable[[], Awaitable[T]]) -> Outcome[T]:
     except asyncio.CancelledError as error:
         return Outcome(Ending.CANCELLED, error=error)
     except SystemExit as error:
-        failure = SystemExitCalled(f"sys.exit({error.code!r})")
+        # The exit of a class must not end the process
+        failure = RuntimeError(f"it called sys.exit({error.code!r})")
         return Outcome(Ending.RAISED, error=failure.with_traceback(error.__traceback__))
     except BaseException as error:  # even KeyboardInterrupt is the call's own
         return Outcome(Ending.RAISED, error=error)

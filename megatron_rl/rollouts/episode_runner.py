@@ -62,7 +62,7 @@ class EpisodeRunner:
 
     report: sends a message to rank 0.
     threads: decode and check long replies. node: whose engines are preferred.
-    Raises `PluginError`, `TokenizerError` and `TemplateRerenders` on opening.
+    Raises `Failure` on opening.
     """
 
     def __init__(

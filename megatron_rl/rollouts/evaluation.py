@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from megatron_rl.config.schema import EvalSettings, RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
@@ -15,12 +16,6 @@ from megatron_rl.rollouts.messages import GroupRequest
 from megatron_rl.rollouts.pass_at_k import mean_ci95
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.rejections import require_usable
-
-
-class EvaluationFailed(Failure):
-    """Too many responses could not be used, so there is no accuracy."""
-
-    exit_code = ExitCode.ENGINE_FAILED
 
 
 @dataclass(frozen=True)
@@ -113,7 +108,7 @@ class Evaluation:
         """Sample responses to every prompt and score them.
 
         label: makes group ids unique in the run.
-        Raises `UserClassFailed` or `EvaluationFailed` when more than `eval.max_rejected_share` of
+        Raises `Failure` when more than `eval.max_rejected_share` of
         them could not be used.
         """
         settings = self.settings
@@ -166,8 +161,8 @@ def accuracy_of(
 
     Groups without correctness count in the mean reward, and not in the accuracy.
 
-    Raises `EvaluationFailed` or `UserClassFailed` when more than `max_rejected_share` of the
-    rollouts could not be used, `EvaluationFailed` for responses of several weight versions, and
+    Raises `Failure` when more than `max_rejected_share` of the
+    rollouts could not be used, also for responses of several weight versions, and
     ValueError without groups.
     """
     if not groups:
@@ -182,7 +177,7 @@ def accuracy_of(
         subject="an evaluation",
         key="eval.max_rejected_share",
         limit=max_rejected_share,
-        failure=EvaluationFailed,
+        failure=partial(Failure, exit_code=ExitCode.ENGINE_FAILED),
     )
     endings = [rollout for group in groups for rollout in group.rollouts if _is_ended(rollout)]
     num_parseable = sum(rollout.verdict.answer is not None for rollout in endings)
@@ -210,9 +205,10 @@ def _version_of(groups: Sequence[Group]) -> int | None:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     versions = sorted({version for rollout in rollouts for version in rollout.versions})
     if len(versions) > 1:
-        raise EvaluationFailed(
+        raise Failure(
             f"an evaluation has responses of the weight versions {versions}: its accuracy would "
-            "belong to none of them"
+            "belong to none of them",
+            ExitCode.ENGINE_FAILED,
         )
     return versions[0] if versions else None
 

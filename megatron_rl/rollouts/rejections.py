@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import ABORTED, ENDLESS, NEVER_SENT, NO_RESPONSE, STALE, Group
@@ -51,7 +51,7 @@ def require_usable(
     subject: str,
     key: str,
     limit: float,
-    failure: type[Failure],
+    failure: Callable[[str], Failure],
 ) -> Counter[str]:
     """Return the unusable rollouts by reason, or raise if there are too many.
 

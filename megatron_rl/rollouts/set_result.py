@@ -38,7 +38,7 @@ class SetResult:
 def measure_set(name: str, evaluation: Evaluation, *, label: str) -> SetResult:
     """Sample responses to every question of a set and score them.
 
-    label: makes group ids unique in the run. Raises `UserClassFailed` or `EvaluationFailed`.
+    label: makes group ids unique in the run. Raises `Failure`.
     """
     settings = evaluation.settings
     samples = settings.samples_per_prompt

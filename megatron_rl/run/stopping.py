@@ -9,16 +9,13 @@ from megatron_rl.config.schema import EvalSettings, TrainSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 
 
-class AccuracyUnknown(Failure):
-    """A key ends a run or a phase by accuracy, but the scorer gives no correctness."""
-
-    exit_code = ExitCode.REFUSED
-
-    def __init__(self, setting: str) -> None:
-        super().__init__(
-            f"{setting}: the evaluation has no accuracy, because the scorer gave no correctness "
-            "for any response. Leave the key null, or return a correctness in Verdict"
-        )
+def accuracy_unknown(setting: str) -> Failure:
+    """Return the refusal of a key that ends a run by accuracy, which the scorer does not give."""
+    return Failure(
+        f"{setting}: the evaluation has no accuracy, because the scorer gave no correctness "
+        "for any response. Leave the key null, or return a correctness in Verdict",
+        ExitCode.REFUSED,
+    )
 
 
 def is_accuracy_reached(accuracies: Sequence[float], settings: EvalSettings) -> bool:

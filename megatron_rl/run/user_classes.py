@@ -24,7 +24,7 @@ def user_class_names(c: Configuration) -> list[str]:
 def require_user_classes(c: Configuration) -> None:
     """Open a user-defined environment and loss, and discard them.
 
-    Raises `PluginError`, and `TemplateRerenders` if the environment adds messages of a chat that
+    Raises `PluginError`, and `Failure` if the environment adds messages of a chat that
     the model's chat template cannot append.
     """
     if ":" in c.environment.name:

@@ -14,7 +14,7 @@ from pathlib import Path
 from sglang_bridge.addresses import require_private_address
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import EngineDied, EngineUnhealthy
+from sglang_bridge.errors import EngineDied, EngineError
 from sglang_bridge.keys import RunKeys, write_server_config
 from sglang_bridge.server.command import build_argv, build_environment
 from sglang_bridge.server.lifeline import Lifeline, start_supervised
@@ -149,16 +149,16 @@ class ManagedEngine:
     def wait_healthy(self, deadline_seconds: float) -> None:
         """Wait until the server is healthy, at most `deadline_seconds` since its start.
 
-        Raises `EngineUnhealthy` and `EngineDied`.
+        Raises `EngineError` and `EngineDied`.
         """
         while not self.poll_healthy():
             self.check_age(deadline_seconds)
             time.sleep(_POLL_SECONDS)
 
     def check_age(self, deadline_seconds: float) -> None:
-        """Raise `EngineUnhealthy` if the last start is older. Call it for unhealthy servers."""
+        """Raise `EngineError` if the last start is older. Call it for unhealthy servers."""
         if self.age_seconds > deadline_seconds:
-            raise EngineUnhealthy(
+            raise EngineError(
                 f"engine {self.url} was not healthy {self.age_seconds:.0f} s after its start; "
                 f"raise engine.start_timeout_s or read {self.log_path}",
                 log_tail=self.log_tail(),

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import EngineUnhealthy
+from sglang_bridge.errors import EngineError
 from sglang_bridge.settings import ServerSettings
 
 # SGLang disables cuMem and NVLS buffers unless its environment sets them.
@@ -48,7 +48,7 @@ def require_same_nccl(
 ) -> None:
     """Refuse a deterministic engine with tensor parallelism if the trainer's NCCL is another.
 
-    info: the engine's `/server_info`. environment: the trainer's. Raises `EngineUnhealthy`.
+    info: the engine's `/server_info`. environment: the trainer's. Raises `EngineError`.
     """
     if engine.tp == 1 or info.get("device") != "cuda":
         return
@@ -57,7 +57,7 @@ def require_same_nccl(
     needed_variables = deterministic_environment(environment)
     if any(environment.get(name) != value for name, value in needed_variables.items()):
         words = " ".join(f"{name}={value}" for name, value in needed_variables.items())
-        raise EngineUnhealthy(
+        raise EngineError(
             f"engine.urls: {engine.url} runs with --enable-deterministic-inference and "
             f"tp_size={engine.tp}, for which SGLang sets NCCL's algorithm and channels. The group "
             f"for weights hangs unless the trainer has the same; start the run with {words}"

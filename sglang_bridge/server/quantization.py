@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import EngineUnhealthy
+from sglang_bridge.errors import EngineError
 
 _OVERRIDE = "--json-model-override-args"
 # Modules that no engine quantizes, whether or not a configuration lists them
@@ -20,7 +20,7 @@ _NEVER_QUANTIZED = re.compile(r"lm_head|embed_tokens|(?:.*\.)?(?:\w*norm|gate|sh
 def require_quantization(
     engine: Engine, info: Mapping[str, Any], quantization: Mapping[str, Any] | None
 ) -> None:
-    """Raise `EngineUnhealthy` unless a server quantizes its model as the trainer does.
+    """Raise `EngineError` unless a server quantizes its model as the trainer does.
 
     SGLang takes the `quantization_config` of its checkpoint, which its command line may replace. It
     does not report which one it took, so both are read here.
@@ -31,7 +31,7 @@ def require_quantization(
     overrides = _overrides(engine, info)
     others = sorted(overrides.keys() - {"quantization_config"})
     if others:
-        raise EngineUnhealthy(
+        raise EngineError(
             f"engine.urls: {engine.url} runs with {_OVERRIDE} that changes {', '.join(others)}: "
             "the trainer computes with the checkpoint's values; start it without them"
         )
@@ -60,7 +60,7 @@ def _require_none(
         source = f"serves the quantized checkpoint {info.get('model_path')}"
     else:
         return
-    raise EngineUnhealthy(
+    raise EngineError(
         f"engine.quantization=null: {engine.url} {source}, and weights would be sent without "
         "scales; start it unquantized, or use engine.quantization=fp8"
     )
@@ -72,7 +72,7 @@ def _require_same(
     remedy = f"start it with {_OVERRIDE} '{format_override(ours)}'"
     option = info.get("quantization")
     if not isinstance(theirs, dict) or not theirs or option not in (None, "fp8"):
-        raise EngineUnhealthy(
+        raise EngineError(
             f"engine.quantization=fp8: {engine.url} runs with quantization={option} and "
             f"quantization_config={theirs}; {remedy}"
         )
@@ -91,7 +91,7 @@ def _require_same(
             f"{_format_modules(our_modules)}"
         )
     if differences:
-        raise EngineUnhealthy(
+        raise EngineError(
             f"engine.quantization=fp8: {engine.url} quantizes with {', '.join(differences)}; "
             f"{remedy}"
         )
@@ -107,7 +107,7 @@ def _overrides(engine: Engine, info: Mapping[str, Any]) -> dict[str, Any]:
     try:
         return msgspec.json.decode(str(text), type=dict[str, Any])
     except msgspec.DecodeError as error:
-        raise EngineUnhealthy(
+        raise EngineError(
             f"engine.urls: {engine.url} reports {_OVERRIDE} that is no JSON object ({error}); "
             "start it without this option"
         ) from error

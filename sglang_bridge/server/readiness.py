@@ -13,7 +13,7 @@ import msgspec
 
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import EngineUnhealthy, RequestFailed
+from sglang_bridge.errors import EngineError, RequestFailed
 from sglang_bridge.keys import RunKeys
 from sglang_bridge.server.command import RECORDING_RUNNER
 from sglang_bridge.server.nccl import require_same_nccl
@@ -50,7 +50,7 @@ def require_external_engines(
     model_path: the trainer's model; None skips its comparison. quantization: the
     `quantization_config` that every engine must have, None for unquantized ones.
 
-    Returns the engines with the sizes with which they run. Raises `EngineUnhealthy`, which names
+    Returns the engines with the sizes with which they run. Raises `EngineError`, which names
     the URL.
     """
     deadline = time.monotonic() + settings.start_timeout_s
@@ -64,7 +64,7 @@ def require_external_engines(
             problem = f"refuses requests ({error}); engine.key_file must hold its keys"
             if error.status is None:
                 problem = f"not as SGLang does ({error}); {_OTHER_SERVER}"
-            raise EngineUnhealthy(f"engine.urls: {engine.url} answers but {problem}") from error
+            raise EngineError(f"engine.urls: {engine.url} answers but {problem}") from error
         checked_engine = require_settings(
             engine,
             info,
@@ -84,13 +84,13 @@ def _wait_until_ready(engine: Engine, admin: AdminClient, deadline: float, timeo
     while not admin.is_ready():
         reason = _connection_failure(admin.address)
         if reason is not None and time.monotonic() > refusal_deadline:
-            raise EngineUnhealthy(
+            raise EngineError(
                 f"engine.urls: {engine.url}: {reason}; correct the address, start that server, or, "
                 "if it takes long to load, raise engine.start_timeout_s: a server has a sixth of "
                 "it to begin to listen"
             )
         if time.monotonic() > deadline:
-            raise EngineUnhealthy(
+            raise EngineError(
                 f"engine.urls: {engine.url} did not answer within {timeout:.0f} s; start that "
                 "server or correct the address"
             )
@@ -124,7 +124,7 @@ def require_settings(
     """Compare a server's `/server_info` with the declared settings.
 
     It must also run in a way that weight updates support. Returns the engine with the sizes with
-    which it runs. Raises `EngineUnhealthy`.
+    which it runs. Raises `EngineError`.
 
     environment: the trainer's; None means this process's. model_path: the trainer's model; None
     skips its comparison. quantization: the `quantization_config` that the engine must have, None
@@ -142,7 +142,7 @@ def require_settings(
             mixed_sizes=mixed_sizes,
         )
     except (TypeError, ValueError) as error:
-        raise EngineUnhealthy(
+        raise EngineError(
             f"engine.urls: {engine.url}/server_info holds a value of another type than SGLang's "
             f"({error}); {_OTHER_SERVER}"
         ) from error
@@ -165,14 +165,14 @@ def _require_settings(
     for key in ("pp_size", "dp_size"):
         size = int(info.get(key) or 1)
         if size > 1:
-            raise EngineUnhealthy(
+            raise EngineError(
                 f"engine.urls: {engine.url} runs with {key}={size}: weight updates need a group "
                 "per stage or replica, which is not built; start it with 1 and use more engines or "
                 "tensor/expert parallelism instead"
             )
     engine = _require_sizes(engine, info, mixed_sizes=mixed_sizes)
     if info.get("dtype", dtype) != dtype:
-        raise EngineUnhealthy(
+        raise EngineError(
             f"engine.dtype={dtype}: {engine.url} runs in {info['dtype']}; "
             f"start it with --dtype {dtype}"
         )
@@ -189,7 +189,7 @@ def _require_sizes(engine: Engine, info: Mapping[str, Any], *, mixed_sizes: bool
     for key, size in sizes.items():
         declared_size = getattr(engine, key)
         if size != declared_size and not mixed_sizes:
-            raise EngineUnhealthy(
+            raise EngineError(
                 f"engine.{key}={declared_size}: {engine.url} runs with {key}_size={size}; declare "
                 f"engine.{key}={size}, or set engine.mixed_sizes=true for engines of several sizes"
             )
@@ -198,13 +198,13 @@ def _require_sizes(engine: Engine, info: Mapping[str, Any], *, mixed_sizes: bool
 
 def _require_routes(engine: Engine, info: dict[str, Any]) -> None:
     if not info.get("enable_return_routed_experts"):
-        raise EngineUnhealthy(
+        raise EngineError(
             f"engine.urls: {engine.url} does not record expert routes; start it with "
             "--enable-return-routed-experts, or set train.replay=trainer or off"
         )
     runner = info.get("moe_runner_backend")
     if runner in _NOT_RECORDING:
-        raise EngineUnhealthy(
+        raise EngineError(
             f"engine.urls: {engine.url} runs its experts with {runner}, which routes inside its "
             f"kernels and records nothing; start it with --moe-runner-backend {RECORDING_RUNNER}, "
             "or set train.replay=trainer or off"
@@ -219,7 +219,7 @@ def _require_supported_options(
         if option.harms_routes and not return_routes:
             continue
         other_remedy = ", or set train.replay=trainer or off" if option.harms_routes else ""
-        raise EngineUnhealthy(
+        raise EngineError(
             f"engine.urls: {engine.url} runs with {option.name}={option.value}: {option.reason}; "
             f"start it without {option.name}{other_remedy}"
         )
@@ -240,7 +240,7 @@ def _require_same_model(engine: Engine, info: dict[str, Any], model_path: Path) 
         if engine_configuration[key] != configuration[key]
     ]
     if differences:
-        raise EngineUnhealthy(
+        raise EngineError(
             f"engine.urls: {engine.url} serves another model, {engine_path}: its config.json has "
             f"{', '.join(differences)}; start it with {model_path}"
         )

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from sglang_bridge.admin import CACHE_TAGS, WEIGHT_TAGS, AdminClient
-from sglang_bridge.errors import EngineError, RequestFailed, SleepFailed, WeightUpdateFailed
+from sglang_bridge.errors import EngineError, RequestFailed, WeightUpdateFailed
 from sglang_bridge.weights.calls import Failures, call_each
 from sglang_bridge.weights.crew import Go, Order, Target
 from sglang_bridge.weights.part import RankPart, merge_seconds
@@ -88,14 +88,19 @@ class WeightUpdater:
     def sleep(self, admins: Sequence[AdminClient]) -> None:
         """Let engines give their memory back until their next update. Rank 0 only.
 
-        Raises `SleepFailed` once all of them have answered, or did not in time.
+        Raises `EngineError` once all of them have answered, or did not in time.
         """
         awake = [admin for admin in admins if admin.url not in self._sleeping_urls]
         deadline = time.monotonic() + self._transport.timeout_seconds
         failures = call_each(awake, lambda admin: admin.sleep(), deadline=deadline)
         self._sleeping_urls |= {admin.url for admin in awake} - failures.keys()
         if failures:
-            raise SleepFailed(failures)
+            reasons = "; ".join(f"{url}: {reason}" for url, reason in failures.items())
+            raise EngineError(
+                f"engine.colocated=true: {len(failures)} engine(s) did not give their memory to "
+                f"the trainer: {reasons}. The run cannot go on beside them; resume it from its "
+                "last checkpoint"
+            )
 
     def forget(self, admin: AdminClient) -> None:
         """Drop the connections to an engine that gets no further update from this client.

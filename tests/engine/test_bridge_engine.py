@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import EngineUnhealthy, RequestFailed, WeightMismatch, WeightUpdateFailed
+from sglang_bridge.errors import EngineError, RequestFailed, WeightMismatch, WeightUpdateFailed
 from sglang_bridge.generation import Generation
 from sglang_bridge.keys import RunKeys, create_keys
 from sglang_bridge.server.managed_engine import ManagedEngine
@@ -106,11 +106,11 @@ def test_external_server_is_checked(engine: ManagedEngine) -> None:
         )
 
     check()
-    with pytest.raises(EngineUnhealthy, match=r"engine\.key_file"):
+    with pytest.raises(EngineError, match=r"engine\.key_file"):
         check(create_keys())
-    with pytest.raises(EngineUnhealthy, match=r"engine\.tp=2"):
+    with pytest.raises(EngineError, match=r"engine\.tp=2"):
         check(tp=2)
-    with pytest.raises(EngineUnhealthy, match=r"engine\.dtype=bfloat16"):
+    with pytest.raises(EngineError, match=r"engine\.dtype=bfloat16"):
         check(dtype="bfloat16")
 
 

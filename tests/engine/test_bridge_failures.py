@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 
 from sglang_bridge.client import GenerateClient
-from sglang_bridge.errors import EngineDied, EngineUnhealthy, WeightUpdateFailed
+from sglang_bridge.errors import EngineDied, EngineError, WeightUpdateFailed
 from sglang_bridge.keys import create_keys
 from sglang_bridge.server import managed_engine as server
 from sglang_bridge.server.lifeline import Lifeline
@@ -101,7 +101,7 @@ def test_engine_that_is_not_healthy_in_time_raises(
     while not descendants(engine.pid):
         engine.check_alive()
         time.sleep(0.05)
-    with pytest.raises(EngineUnhealthy, match=r"engine\.start_timeout_s"):
+    with pytest.raises(EngineError, match=r"engine\.start_timeout_s"):
         engine.wait_healthy(2)
     tree = [engine.pid, *descendants(engine.pid)]
     assert len(tree) >= 2

@@ -20,7 +20,7 @@ from megatron_rl.rollouts.recording.format import batch_directory
 from sglang_bridge.block_fp8 import dequantize
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import EngineUnhealthy, WeightUpdateFailed
+from sglang_bridge.errors import EngineError, WeightUpdateFailed
 from sglang_bridge.server.managed_engine import ManagedEngine
 from sglang_bridge.server.readiness import require_external_engines
 from sglang_bridge.settings import ServerSettings
@@ -272,9 +272,9 @@ def test_external_engines_are_compared_with_the_trainer(engine: ManagedEngine, m
         )
 
     check(quantization_config(shape))
-    with pytest.raises(EngineUnhealthy, match=r"engine\.quantization=null"):
+    with pytest.raises(EngineError, match=r"engine\.quantization=null"):
         check(None)
-    with pytest.raises(EngineUnhealthy, match=r"unquantized modules \[\] instead of \[layers\.0\]"):
+    with pytest.raises(EngineError, match=r"unquantized modules \[\] instead of \[layers\.0\]"):
         check(quantization_config(shape, unquantized_first=1))
 
 

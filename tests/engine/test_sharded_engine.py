@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import EngineUnhealthy
+from sglang_bridge.errors import EngineError
 from sglang_bridge.keys import RunKeys, create_keys, write_server_config
 from sglang_bridge.server.command import build_argv, build_environment
 from sglang_bridge.server.managed_engine import ManagedEngine
@@ -129,10 +129,10 @@ def test_an_engine_of_other_sizes_is_refused_unless_sizes_may_differ(
         engines = [Engine(url=engine.url, tp=tp, ep=ep)]
         return require_external_engines(engines, engine.keys, settings, return_routes=True)
 
-    with pytest.raises(EngineUnhealthy, match=r"engine\.tp=1: .* runs with tp_size=2"):
+    with pytest.raises(EngineError, match=r"engine\.tp=1: .* runs with tp_size=2"):
         check(1, 1)
     other_ep = 3 - engine.engine.ep
-    with pytest.raises(EngineUnhealthy, match=rf"engine\.ep={other_ep}: .* runs with ep_size="):
+    with pytest.raises(EngineError, match=rf"engine\.ep={other_ep}: .* runs with ep_size="):
         check(2, other_ep)
     (checked_engine,) = check(1, 1, mixed_sizes=True)
     assert (checked_engine.tp, checked_engine.ep) == (2, engine.engine.ep)

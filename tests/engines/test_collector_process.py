@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.engines.node import collector_process
-from megatron_rl.engines.node.collector_process import CollectorDied, CollectorProcess, build_argv
+from megatron_rl.engines.node.collector_process import CollectorProcess, build_argv
 from megatron_rl.rollouts.messages import RUN_KEY_VARIABLE
+from sglang_bridge.errors import EngineDied
 from sglang_bridge.server.lifeline import Lifeline
 from sglang_bridge.server.process_table import is_alive, process_tree
 
@@ -45,8 +46,8 @@ def start(
         yield start_one
 
 
-def wait_for_end(collector: CollectorProcess) -> CollectorDied:
-    with pytest.raises(CollectorDied) as error_info:
+def wait_for_end(collector: CollectorProcess) -> EngineDied:
+    with pytest.raises(EngineDied) as error_info:
         while collector.poll_healthy():
             time.sleep(0.02)
     return error_info.value

@@ -21,7 +21,7 @@ from megatron_rl.engines.node.node_board import NodeBoard
 from megatron_rl.engines.node.node_processes import NodeProcesses
 from megatron_rl.engines.node.node_reports import EngineReport, NodeOrders, ProcessState
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import EngineUnhealthy
+from sglang_bridge.errors import EngineError
 from sglang_bridge.keys import create_keys
 from sglang_bridge.server.process_table import is_alive, process_tree
 from sglang_bridge.settings import ServerPlace
@@ -305,7 +305,7 @@ def test_a_further_server_that_fails_at_the_first_start_ends_the_run(two_nodes: 
     assert isinstance(engine, FirstServer)
     report = ServerReport(number=1, reason="OSError: no model there", log_tail="Traceback")
     meeting_of(two_nodes.boards[1]).report(1, report)
-    with pytest.raises(EngineUnhealthy, match="on node 3 ended: OSError: no model") as error:
+    with pytest.raises(EngineError, match="on node 3 ended: OSError: no model") as error:
         two_nodes.first.wait_healthy(20)
     assert error.value.log_tail == "Traceback"
 
@@ -314,7 +314,7 @@ def test_an_engine_that_is_never_announced_is_an_error(two_nodes: TwoNodes) -> N
     place = ServerPlace(model_path="/model", device="cpu", num_servers=2, server_rank=1, node=3)
     node = two_nodes.nodes[1]
     node.start_engines(EngineSettings(tp=2, nodes_per_engine=2), [place], create_keys())
-    with pytest.raises(EngineUnhealthy, match="node 2 leads was not announced within"):
+    with pytest.raises(EngineError, match="node 2 leads was not announced within"):
         node.wait_healthy(0.1)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from megatron_rl.engines.node.node_reports import ProcessState
 from megatron_rl.engines.node.restarts import RestartBudget
 from megatron_rl.engines.node.upkeep import Upkeep
-from sglang_bridge.errors import EngineDied, EngineUnhealthy
+from sglang_bridge.errors import EngineDied, EngineError
 from tests.support.clocks import FakeClock
 
 START_TIMEOUT = 30.0
@@ -42,7 +42,7 @@ class ScriptedProcess:
 
     def check_age(self, deadline_seconds: float) -> None:
         if self.clock.now - self.start_time > deadline_seconds:
-            raise EngineUnhealthy("engine http://e was not healthy in time")
+            raise EngineError("engine http://e was not healthy in time")
 
     def request_end(self) -> None:
         self.end_requests += 1

@@ -10,13 +10,14 @@ import pytest
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.plugins import PluginError
 from megatron_rl.contracts.rollout import FinishReason
-from megatron_rl.environments.chat_turns import ChatTurns, TemplateRerenders
+from megatron_rl.environments.chat_turns import ChatTurns
 from megatron_rl.environments.environment import open_chat_turns
 from megatron_rl.environments.episode import Episode
 from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.environments.single_turn import SingleTurn
 from megatron_rl.models.chat_template import ChatTemplate
 from megatron_rl.models.tokenizer import Tokenizer
+from tests.support.failures import fails
 from tests.support.policies import TWO_DIGIT_ADDITION
 from tests.support.scripted_model import EOS, PROMPT, TOKENIZER, ScriptedModel, Turn, open_episode
 
@@ -113,7 +114,7 @@ def test_an_environment_without_roles_adds_no_messages() -> None:
 def test_templates_that_cannot_append_are_refused(
     tmp_path: Path, template: str, role: str, words: str
 ) -> None:
-    with pytest.raises(TemplateRerenders, match=rf"chat_template\.jinja: .*{words}") as error:
+    with fails(ExitCode.REFUSED, match=rf"chat_template\.jinja: .*{words}") as error:
         open_turns(tmp_path, template, role)
     assert error.value.exit_code is ExitCode.REFUSED
 
@@ -132,7 +133,7 @@ def test_the_template_in_the_tokenizer_settings_is_named(tmp_path: Path) -> None
     (directory / "chat_template.jinja").unlink()
     file = directory / "tokenizer_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": COUNTS}))
-    with pytest.raises(TemplateRerenders, match=r"tokenizer_config\.json: the chat template"):
+    with fails(ExitCode.REFUSED, match=r"tokenizer_config\.json: the chat template"):
         ChatTurns(ChatTemplate(directory), TOKENIZER, ["user"])
 
 
@@ -142,7 +143,7 @@ def test_only_environments_with_roles_need_a_template(tmp_path: Path) -> None:
 
     directory = write(tmp_path, COUNTS)
     assert open_chat_turns(SingleTurn(), directory, TOKENIZER) is None
-    with pytest.raises(TemplateRerenders):
+    with fails(ExitCode.REFUSED):
         open_chat_turns(Chats(), directory, TOKENIZER)
     Chats.chat_roles = "tool"
     with pytest.raises(PluginError, match="must be a tuple of roles"):
@@ -247,5 +248,5 @@ def test_nothing_is_added_after_a_response_that_was_cut_off(tmp_path: Path) -> N
 def test_templates_without_an_end_or_a_role_are_refused(
     tmp_path: Path, template: str, words: str
 ) -> None:
-    with pytest.raises(TemplateRerenders, match=words):
+    with fails(ExitCode.REFUSED, match=words):
         open_turns(tmp_path, template, "tool")

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.models.families import read_shape
+from tests.support.failures import fails
 from tests.support.packed_sequences import pack, sequence
 
 
@@ -176,7 +177,6 @@ INVALID_TENSORS: list[tuple[str, Any, str]] = [
 def test_missing_misshapen_and_non_finite_tensors_are_refused_by_name(
     megatron: Any, checkpoint: Path, tmp_path: Path, name: str, change: Any, message: str
 ) -> None:
-    from megatron_rl.mcore.weights.load import CheckpointError
 
     shutil.copytree(checkpoint, tmp_path / "bad")
     tensors = load_file(checkpoint / "model.safetensors")
@@ -184,21 +184,20 @@ def test_missing_misshapen_and_non_finite_tensors_are_refused_by_name(
     if tensor is not None:
         tensors[name] = tensor
     save_file(tensors, tmp_path / "bad" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=message) as refusal:
+    with fails(ExitCode.BAD_DATA, match=message) as refusal:
         build(tmp_path / "bad")
     assert refusal.value.exit_code is ExitCode.BAD_DATA
 
 
 def test_quantized_tensors_are_refused(megatron: Any, checkpoint: Path, tmp_path: Path) -> None:
     """An FP8 tensor without its scales would otherwise be copied as if it were a weight."""
-    from megatron_rl.mcore.weights.load import CheckpointError
 
     shutil.copytree(checkpoint, tmp_path / "fp8")
     tensors = load_file(checkpoint / "model.safetensors")
     name = "model.layers.0.self_attn.k_proj.weight"
     tensors[name] = tensors[name].to(torch.float8_e4m3fn)
     save_file(tensors, tmp_path / "fp8" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=rf"{name} is torch\.float8_e4m3fn.*bf16 checkpoint"):
+    with fails(ExitCode.BAD_DATA, match=rf"{name} is torch\.float8_e4m3fn.*bf16 checkpoint"):
         build(tmp_path / "fp8")
 
 
@@ -224,7 +223,6 @@ def test_damaged_files_are_refused_by_name(
     index: str | dict[str, Any] | None,
     message: str,
 ) -> None:
-    from megatron_rl.mcore.weights.load import CheckpointError
 
     shutil.copy(checkpoint / "config.json", tmp_path)
     save_file({"x": torch.zeros(1)}, tmp_path / "other.safetensors", metadata={"format": "pt"})
@@ -235,7 +233,7 @@ def test_damaged_files_are_refused_by_name(
     else:
         text = index if isinstance(index, str) else json.dumps(index)
         (tmp_path / "model.safetensors.index.json").write_text(text)
-    with pytest.raises(CheckpointError, match=message):
+    with fails(ExitCode.BAD_DATA, match=message):
         build(tmp_path)
 
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.mcore import compat
+from tests.support.failures import fails
 
 compat.install()
 
@@ -27,7 +29,6 @@ from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.mcore.weights.export import iterate_hf_weights
 from megatron_rl.mcore.weights.reference import ReferenceWeights
 from megatron_rl.models.families import read_shape
-from megatron_rl.models.hf_checkpoint.reader import CheckpointError
 from megatron_rl.run.build_worker import build_worker
 from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.micro_batches import MicroBatch
@@ -198,5 +199,5 @@ def test_errors_in_the_reference_name_its_key(megatron: Any, other: Path, tmp_pa
     weights = load_file(other / "model.safetensors")
     weights["model.norm.weight"][0] = float("nan")
     save_file(weights, tmp_path / "bad" / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"algo\.kl\.reference='.*bad'.*NaN or Inf"):
+    with fails(ExitCode.BAD_DATA, match=r"algo\.kl\.reference='.*bad'.*NaN or Inf"):
         ReferenceWeights.read(policy.models, shape, tmp_path / "bad", key="algo.kl.reference")

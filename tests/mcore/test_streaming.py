@@ -12,9 +12,10 @@ import torch
 from safetensors.torch import load_file
 
 from megatron_rl.config.schema import ModelSettings, OptimizerSettings
+from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.models.families import read_shape
-from megatron_rl.models.hf_checkpoint.reader import CheckpointError
 from tests.mcore.test_hf_weights import build
+from tests.support.failures import fails
 from tests.support.tiny_families import FAMILIES, randomize_weights
 from tests.support.torchrun import torchrun
 
@@ -163,7 +164,7 @@ def test_export_of_nan_is_refused_and_leaves_nothing(
     chunks[0].decoder.final_layernorm.weight.data[3] = value
     (tmp_path / "saved").mkdir()
     weights = open_weights(save(chunks, tmp_path / "saved"), checkpoint)
-    with pytest.raises(CheckpointError, match=r"model\.norm\.weight holds NaN or Inf"):
+    with fails(ExitCode.BAD_DATA, match=r"model\.norm\.weight holds NaN or Inf"):
         write_hf(weights, tmp_path / "out", source=checkpoint, dtype=dtype)
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 

@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
+from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.models.hf_checkpoint.merging import linear, merge_checkpoints, ties
-from megatron_rl.models.hf_checkpoint.reader import CheckpointError
+from tests.support.failures import fails
 from tests.support.policies import TWO_DIGIT_ADDITION
 
 
@@ -133,6 +134,6 @@ def test_failed_merge_is_explained_and_leaves_no_files(
     weights = load_file(sources[1] / "model.safetensors")
     modify(weights)
     write_tensors(sources[1], weights)
-    with pytest.raises(CheckpointError, match=message):
+    with fails(ExitCode.BAD_DATA, match=message):
         merge_checkpoints(sources, tmp_path / "out", mean, dtype=torch.float16)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]

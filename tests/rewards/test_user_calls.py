@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from megatron_rl.rewards.user_calls import Ending, Outcome, SystemExitCalled, call_with_limit
+from megatron_rl.rewards.user_calls import Ending, Outcome, call_with_limit
 
 Call = Callable[[], Awaitable[int]]
 
@@ -59,7 +59,7 @@ def fail_without_await() -> Awaitable[int]:
         (return_five, Ending.RETURNED, type(None)),
         (fail, Ending.RAISED, KeyError),
         (cancel_itself, Ending.CANCELLED, asyncio.CancelledError),
-        (exit_python, Ending.RAISED, SystemExitCalled),
+        (exit_python, Ending.RAISED, RuntimeError),
         (interrupt, Ending.RAISED, KeyboardInterrupt),
         (sleep, Ending.TIMED_OUT, type(None)),
         (return_after_cancellation, Ending.TIMED_OUT, type(None)),

@@ -186,7 +186,9 @@ def test_an_environment_that_requests_responses_forever_is_rejected() -> None:
 def test_system_exit_of_user_code_does_not_end_the_collector() -> None:
     group = group_of(collect(2, environment="stubborn:Exits"))
     assert group.rejections == {"environment": 2}
-    assert group.environment_error == "stubborn.py:62, in play: SystemExitCalled: sys.exit(3)"
+    assert group.environment_error == "stubborn.py:62, in play: RuntimeError: it called sys.exit(3)"
     group = group_of(collect(2, scorer="stubborn:Exits"))
     assert count_unusable([group]) == {"no_verdict": 2}
-    assert group.rollouts[0].verdict.reason.endswith("in score: SystemExitCalled: sys.exit(3)")
+    assert group.rollouts[0].verdict.reason.endswith(
+        "in score: RuntimeError: it called sys.exit(3)"
+    )

@@ -8,14 +8,16 @@ import msgspec
 import pytest
 
 from megatron_rl.config.schema import EvalSetSettings, EvalSettings, RolloutSettings
+from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.group import Group, Verdict
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rollouts import evaluation
-from megatron_rl.rollouts.evaluation import Accuracy, Evaluation, EvaluationFailed
+from megatron_rl.rollouts.evaluation import Accuracy, Evaluation
 from megatron_rl.rollouts.messages import GroupRequest
 from megatron_rl.rollouts.rejections import UserClassFailed
 from megatron_rl.rollouts.set_result import measure_set
+from tests.support.failures import fails
 from tests.support.rollout_refs import make_ref
 from tests.support.rollouts import make_rollout
 
@@ -134,11 +136,11 @@ def test_an_expired_response_counts_as_incorrect_and_not_ended() -> None:
 def test_an_evaluation_with_too_many_losses_fails(reason: str) -> None:
     """With NaN weights every response is rejected. That is an error, not 0.000 ± 0.000."""
     accuracy_of([group(CORRECT)] * 9 + [group_with_losses(1, reason)], 1, 0.1)
-    with pytest.raises(
-        EvaluationFailed, match=rf"1 of 9 .*\(1 {reason} .*eval\.max_rejected_share=0\.1 "
+    with fails(
+        ExitCode.ENGINE_FAILED, match=rf"1 of 9 .*\(1 {reason} .*eval\.max_rejected_share=0\.1 "
     ):
         accuracy_of([group(CORRECT)] * 8 + [group_with_losses(1, reason)], 1, 0.1)
-    with pytest.raises(EvaluationFailed, match="4 of 4"):
+    with fails(ExitCode.ENGINE_FAILED, match="4 of 4"):
         accuracy_of([group_with_losses(2, reason), group_with_losses(2, reason)], 2, 1.0)
 
 
@@ -153,7 +155,7 @@ def test_a_failing_environment_is_refused_with_its_error(reason: str) -> None:
 
 
 def test_the_message_about_aborted_responses_names_the_key() -> None:
-    with pytest.raises(EvaluationFailed, match=r"1 aborted \(.*engine\.token_timeout_s"):
+    with fails(ExitCode.ENGINE_FAILED, match=r"1 aborted \(.*engine\.token_timeout_s"):
         accuracy_of([group_with_losses(1, "aborted")], 1)
 
 
@@ -209,7 +211,7 @@ def test_an_evaluation_records_the_weight_version_of_its_responses() -> None:
 
 
 def test_an_evaluation_of_several_weight_versions_is_refused() -> None:
-    with pytest.raises(EvaluationFailed, match=r"weight versions \[6, 7\]"):
+    with fails(ExitCode.ENGINE_FAILED, match=r"weight versions \[6, 7\]"):
         accuracy_of([group_of_version(7, 7), group_of_version(6)], 2)
 
 

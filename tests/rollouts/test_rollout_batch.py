@@ -16,7 +16,7 @@ from megatron_rl.contracts.group import Group, RolloutLocation, Verdict
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult
-from megatron_rl.rollouts.evaluation import Evaluation, EvaluationFailed
+from megatron_rl.rollouts.evaluation import Evaluation
 from megatron_rl.rollouts.hub import CollectorHub
 from megatron_rl.rollouts.messages import EngineLeftOut, GroupDone, GroupRequest
 from megatron_rl.rollouts.queue import RolloutQueue
@@ -29,6 +29,7 @@ from megatron_rl.rollouts.rollout_batch import (
 from megatron_rl.rollouts.steps.sampler import RolloutSampler
 from megatron_rl.rollouts.steps.step_sampling import merge_groups
 from tests.support.collectors import Peer, group_done
+from tests.support.failures import fails
 from tests.support.rollout_refs import make_ref
 from tests.support.rollouts import VERSION, make_rollout
 from tests.support.selectors import FixedPrompts
@@ -239,7 +240,7 @@ def test_an_evaluation_may_lose_the_share_of_its_key(
     evaluation = Evaluation(
         queue, PROMPTS, settings, SETTINGS, (1,), answer_requests(peer, lose_half, [])
     )
-    with pytest.raises(EvaluationFailed) if is_error else contextlib.nullcontext():
+    with fails(ExitCode.ENGINE_FAILED) if is_error else contextlib.nullcontext():
         assert evaluation.measure("4").num_rejected == 3
 
 

@@ -13,16 +13,17 @@ import pytest
 
 from megatron_rl.config.schema import CreditSettings, EngineSettings, EvalSettings
 from megatron_rl.contracts.commands import Command, Train
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
 from megatron_rl.engines.token_counter import TokenComparison
 from megatron_rl.records.progress import Progress
-from megatron_rl.rollouts.evaluation import EvaluationFailed
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.run.features.guards.stopped_by_guard import StoppedByGuard
 from megatron_rl.run.features.observer import Observer
 from megatron_rl.run.loop.trained_step import TrainedStep
-from megatron_rl.run.stopping import AccuracyUnknown, is_accuracy_reached
+from megatron_rl.run.stopping import is_accuracy_reached
 from tests.support.checkpoints import make_state
+from tests.support.failures import fails
 from tests.support.groups import group
 from tests.support.leaders import ScriptedParts, lead
 
@@ -193,7 +194,7 @@ def test_warning_when_stop_at_was_not_reached(tmp_path: Path) -> None:
 def test_stop_at_is_refused_when_rewards_have_no_correctness(tmp_path: Path) -> None:
     evals = {"every": 1, "stop_at": 0.5}
     parts = ScriptedParts(accuracies=[None])
-    with pytest.raises(AccuracyUnknown, match=r"eval\.stop_at=0\.5: .* no correctness"):
+    with fails(ExitCode.REFUSED, match=r"eval\.stop_at=0\.5: .* no correctness"):
         lead(parts, tmp_path, evals=evals)
     assert not any(call.startswith("train") for call in parts.calls)
     parts = lead(ScriptedParts(accuracies=[None, None, None]), tmp_path, evals={"every": 1})
@@ -340,10 +341,10 @@ def test_zero_variance_groups_train_beside_mixed_ones_with_zvp(tmp_path: Path) -
 def test_a_step_that_fails_before_it_has_metrics_leaves_no_record(tmp_path: Path) -> None:
     def fail(step: int) -> None:
         if step == 2:
-            raise EvaluationFailed("no engine answers")
+            raise Failure("no engine answers", ExitCode.ENGINE_FAILED)
 
     parts = ScriptedParts(on_sample=fail)
-    with pytest.raises(EvaluationFailed):
+    with fails(ExitCode.ENGINE_FAILED):
         lead(parts, tmp_path, steps=3)
     assert list(parts.metrics) == [0, 1]
 
@@ -366,10 +367,10 @@ def test_a_failed_last_evaluation_keeps_the_trained_weights(tmp_path: Path) -> N
 
     def fail(label: str) -> None:
         if label == "2":
-            raise EvaluationFailed("too many responses are lost")
+            raise Failure("too many responses are lost", ExitCode.ENGINE_FAILED)
 
     parts.on_measure = fail
-    with pytest.raises(EvaluationFailed):
+    with fails(ExitCode.ENGINE_FAILED):
         lead(parts, tmp_path, steps=2)
     assert "save step-2" in parts.calls
 

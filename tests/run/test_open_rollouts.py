@@ -12,6 +12,7 @@ import pytest
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.curriculum import phases_of
+from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.run_state import LoopState, SelectorState
 from megatron_rl.engines.fleet import NoEngineLeft
@@ -19,10 +20,10 @@ from megatron_rl.engines.token_counter import TokenComparison
 from megatron_rl.rollouts.partials.time_to_store import StopSource
 from megatron_rl.rollouts.queue import CollectorFailed
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead, StepSource
-from megatron_rl.run.checkpoints.manager import StoppedAfterSave
 from megatron_rl.run.supervision.stop_request import StopRequest, WaitAborted
 from tests.support import leaders
 from tests.support.checkpoint_managers import FakeRanks, make_manager, make_stop_request
+from tests.support.failures import fails
 from tests.support.groups import group
 from tests.support.leaders import ScriptedParts, lead
 
@@ -123,7 +124,7 @@ def test_a_stop_request_saves_open_rollouts_too(tmp_path: Path, aborts_step: boo
                 raise WaitAborted
 
     on_update = StoredResponses()
-    with pytest.raises(StoppedAfterSave):
+    with fails(ExitCode.REQUEUE):
         lead(
             ScriptedParts(on_sample=on_sample),
             tmp_path,
@@ -162,7 +163,7 @@ def test_open_steps_are_saved_with_the_phase_that_began_them(
             raise WaitAborted
 
     open_groups = {3: OPEN, 4: OPEN} if has_open_steps else {}
-    with pytest.raises(StoppedAfterSave):
+    with fails(ExitCode.REQUEUE):
         lead(
             ScriptedParts(on_sample=on_sample),
             tmp_path,
@@ -193,7 +194,7 @@ def test_a_run_that_stops_before_its_first_step_keeps_the_open_steps_of_its_chec
     ranks = FakeRanks()
     stop = make_stop_request()
     stop.handle_signal(signal.SIGUSR1)
-    with pytest.raises(StoppedAfterSave):
+    with fails(ExitCode.REQUEUE):
         lead(
             parts,
             tmp_path,
@@ -221,7 +222,7 @@ def test_open_rollouts_that_cannot_be_stored_prevent_no_checkpoint(
         stop.handle_signal(signal.SIGUSR1)
 
     on_update = StoredResponses(failure=failure)
-    with pytest.raises(StoppedAfterSave):
+    with fails(ExitCode.REQUEUE):
         lead(
             ScriptedParts(on_train=on_train),
             tmp_path,
@@ -275,7 +276,7 @@ def test_a_stop_request_aborts_the_wait_for_later_steps_and_saves_the_trained_on
     stop = make_stop_request(clock=lambda: now[0])
     ranks = FakeRanks()
     parts = ScriptedParts()
-    with pytest.raises(StoppedAfterSave, match="after step 1"):
+    with fails(ExitCode.REQUEUE, match="after step 1"):
         lead(
             parts,
             tmp_path,
@@ -306,6 +307,6 @@ def test_tokens_of_a_step_whose_sync_was_aborted_are_compared_after_a_resume(
     on_update = SlowResponses(stop, now, "before")
     on_update.is_quiet = True
     manager = make_manager(ranks, stop, checkpoint_every=100)
-    with pytest.raises(StoppedAfterSave):
+    with fails(ExitCode.REQUEUE):
         lead(ScriptedParts(), tmp_path, steps=9, checkpoints=manager, on_update=on_update)
     assert ranks.states[0].position.features["token_audit"] == {"uncompared_tokens": 8}

@@ -10,11 +10,9 @@ from megatron_rl.config.cli import compose
 from megatron_rl.config.curriculum import phases_of
 from megatron_rl.config.schema import EvalSettings
 from megatron_rl.contracts.commands import Checkpoint, Command
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.run_state import LoopState
-from megatron_rl.rollouts.evaluation import EvaluationFailed
-from megatron_rl.run.checkpoints.manager import StoppedAfterSave
 from megatron_rl.run.checkpoints.saving import SaveResult
-from megatron_rl.run.stopping import AccuracyUnknown
 from megatron_rl.run.supervision.stop_request import StopRequest
 from tests.support.checkpoint_managers import (
     FakeRanks,
@@ -22,6 +20,7 @@ from tests.support.checkpoint_managers import (
     make_stop_request,
     stop_at_step,
 )
+from tests.support.failures import fails
 from tests.support.leaders import ScriptedParts, lead
 
 EVERY_STEP = {"every": 1}
@@ -32,7 +31,7 @@ def parts_whose_evaluation_fails(failing_step: int, **options: Any) -> ScriptedP
 
     def fail(label: str) -> None:
         if label == str(failing_step):
-            raise EvaluationFailed("too many responses are lost")
+            raise Failure("too many responses are lost", ExitCode.ENGINE_FAILED)
 
     parts.on_measure = fail
     return parts
@@ -44,7 +43,7 @@ def position_of_a_stopped_run(tmp_path: Path) -> LoopState:
     ranks = FakeRanks()
     parts = ScriptedParts(on_train=stop_at_step(stop, 3))
     manager = make_manager(ranks, stop)
-    with pytest.raises(StoppedAfterSave):
+    with fails(ExitCode.REQUEUE):
         lead(parts, tmp_path, steps=9, evals=EVERY_STEP, checkpoints=manager)
     return ranks.states[-1].position
 
@@ -54,7 +53,7 @@ def test_a_step_whose_evaluation_fails_is_saved_with_what_it_trained(tmp_path: P
     ranks = FakeRanks()
     options: dict[str, Any] = {"steps": 9, "evals": EVERY_STEP, "phases": phases}
     parts = parts_whose_evaluation_fails(3)
-    with pytest.raises(EvaluationFailed):
+    with fails(ExitCode.ENGINE_FAILED):
         lead(parts, tmp_path, checkpoints=make_manager(ranks), **options)
     assert ranks.steps == [2, 3]
     assert not any(call.startswith("save") for call in parts.calls), "the run has not ended"
@@ -71,14 +70,14 @@ def test_a_failed_evaluation_without_checkpoints_saves_no_weights_before_the_end
     tmp_path: Path,
 ) -> None:
     parts = parts_whose_evaluation_fails(2)
-    with pytest.raises(EvaluationFailed):
+    with fails(ExitCode.ENGINE_FAILED):
         lead(parts, tmp_path, steps=3, evals=EVERY_STEP)
     assert not any(call.startswith("save") for call in parts.calls)
 
 
 def test_tokens_of_an_evaluation_that_is_refused_are_not_counted_twice(tmp_path: Path) -> None:
     ranks = FakeRanks()
-    with pytest.raises(AccuracyUnknown):
+    with fails(ExitCode.REFUSED):
         lead(
             ScriptedParts(accuracies=[0.1, None]),
             tmp_path,
@@ -100,14 +99,14 @@ def test_an_error_of_the_save_does_not_hide_why_the_evaluation_failed(tmp_path: 
             return super().run(command)
 
     parts = parts_whose_evaluation_fails(1)
-    with pytest.raises(EvaluationFailed):
+    with fails(ExitCode.ENGINE_FAILED):
         lead(parts, tmp_path, steps=9, evals=EVERY_STEP, checkpoints=make_manager(BrokenRanks()))
 
 
 def test_an_owed_evaluation_that_fails_keeps_the_record_of_its_step(tmp_path: Path) -> None:
     state = position_of_a_stopped_run(tmp_path)
     parts = parts_whose_evaluation_fails(3)
-    with pytest.raises(EvaluationFailed):
+    with fails(ExitCode.ENGINE_FAILED):
         lead(parts, tmp_path, steps=9, evals=EVERY_STEP, resume_state=state)
     assert parts.metrics[3]["rollout/tokens"] == 8
 
@@ -119,7 +118,7 @@ def test_an_owed_evaluation_has_the_settings_of_its_phase(tmp_path: Path) -> Non
     phases = phases_of(compose(["selection=belief", "eval.every=1", curriculum]))
     ranks = FakeRanks()
     options: dict[str, Any] = {"steps": 9, "evals": EVERY_STEP, "phases": phases}
-    with pytest.raises(EvaluationFailed):
+    with fails(ExitCode.ENGINE_FAILED):
         parts = parts_whose_evaluation_fails(3)
         lead(parts, tmp_path, checkpoints=make_manager(ranks), **options)
     state = ranks.states[-1].position
@@ -143,7 +142,7 @@ def test_an_evaluation_that_was_made_up_for_is_not_owed_again(tmp_path: Path) ->
 
     parts = ScriptedParts(on_sample=abort)
     manager = make_manager(ranks, stop)
-    with pytest.raises(StoppedAfterSave, match="after step 3"):
+    with fails(ExitCode.REQUEUE, match="after step 3"):
         lead(parts, tmp_path, steps=9, evals=EVERY_STEP, checkpoints=manager, resume_state=state)
     assert parts.metrics[3]["eval/accuracy"] == 0.5
     position = ranks.states[-1].position
@@ -158,7 +157,7 @@ def test_a_resumed_run_that_must_stop_at_once_still_owes_the_evaluation(tmp_path
     ranks = FakeRanks()
     parts = ScriptedParts()
     manager = make_manager(ranks, stop)
-    with pytest.raises(StoppedAfterSave, match="after step 3"):
+    with fails(ExitCode.REQUEUE, match="after step 3"):
         lead(parts, tmp_path, steps=9, evals=EVERY_STEP, checkpoints=manager, resume_state=state)
     assert not any(call.startswith("evaluate") for call in parts.calls)
     assert ranks.states[-1].position.unevaluated_metrics == state.unevaluated_metrics
@@ -171,7 +170,7 @@ def test_the_last_step_is_saved_if_its_evaluation_fails_after_a_stop_request(
     ranks = FakeRanks()
     parts = parts_whose_evaluation_fails(3, on_train=stop_at_step(stop, 3))
     manager = make_manager(ranks, stop)
-    with pytest.raises(EvaluationFailed):
+    with fails(ExitCode.ENGINE_FAILED):
         lead(parts, tmp_path, steps=3, evals=EVERY_STEP, checkpoints=manager)
     assert ranks.steps == [2, 3]
 
@@ -185,7 +184,7 @@ def test_a_phase_that_ends_the_run_is_saved_if_its_evaluation_fails_after_a_stop
     ranks = FakeRanks()
     parts = parts_whose_evaluation_fails(3, on_train=stop_at_step(stop, 3))
     manager = make_manager(ranks, stop)
-    with pytest.raises(EvaluationFailed):
+    with fails(ExitCode.ENGINE_FAILED):
         lead(parts, tmp_path, steps=9, evals=EVERY_STEP, phases=phases, checkpoints=manager)
     assert ranks.steps == [2, 3]
     position = ranks.states[-1].position
@@ -198,10 +197,10 @@ def test_the_accuracy_of_an_evaluation_whose_set_failed_counts_once(tmp_path: Pa
         settings = EvalSettings(every=1)
 
         def sample(self, label: str) -> Any:
-            raise EvaluationFailed("too many responses are lost")
+            raise Failure("too many responses are lost", ExitCode.ENGINE_FAILED)
 
     ranks = FakeRanks()
-    with pytest.raises(EvaluationFailed):
+    with fails(ExitCode.ENGINE_FAILED):
         lead(
             ScriptedParts(accuracies=[0.3]),
             tmp_path,
@@ -241,7 +240,7 @@ def test_a_stop_request_aborts_an_evaluation_and_a_resumed_run_makes_up_for_it(
     parts = parts_that_stop(stop, now, str(step))
     manager = make_manager(ranks, stop, checkpoint_every=100)
     options: dict[str, Any] = {"steps": 9, "evals": EVERY_STEP}
-    with pytest.raises(StoppedAfterSave, match=f"after step {step}"):
+    with fails(ExitCode.REQUEUE, match=f"after step {step}"):
         lead(parts, tmp_path, checkpoints=manager, **options)
     assert ranks.steps == [step]
     state = ranks.states[-1].position
@@ -271,7 +270,7 @@ def test_a_stop_request_aborts_the_second_set_of_an_evaluation(tmp_path: Path) -
     ranks = FakeRanks()
     manager = make_manager(ranks, stop)
     sets: dict[str, Any] = {"slow": SlowSet()}
-    with pytest.raises(StoppedAfterSave, match="after step 0"):
+    with fails(ExitCode.REQUEUE, match="after step 0"):
         lead(
             ScriptedParts(),
             tmp_path,
@@ -293,7 +292,7 @@ def test_an_owed_evaluation_that_a_stop_request_aborts_is_owed_on(tmp_path: Path
     ranks = FakeRanks()
     parts = parts_that_stop(stop, now, "3")
     manager = make_manager(ranks, stop)
-    with pytest.raises(StoppedAfterSave, match="after step 3"):
+    with fails(ExitCode.REQUEUE, match="after step 3"):
         lead(parts, tmp_path, steps=9, evals=EVERY_STEP, checkpoints=manager, resume_state=state)
     assert ranks.states[-1].position.unevaluated_metrics == state.unevaluated_metrics
     assert parts.metrics[3]["rollout/tokens"] == 8
@@ -307,7 +306,7 @@ def test_tokens_of_a_phase_count_once_if_a_stop_request_aborts_its_evaluation(
     stop = make_stop_request(clock=lambda: now[0])
     ranks = FakeRanks()
     options: dict[str, Any] = {"evals": EVERY_STEP, "phases": phases}
-    with pytest.raises(StoppedAfterSave):
+    with fails(ExitCode.REQUEUE):
         manager = make_manager(ranks, stop)
         parts = parts_that_stop(stop, now, "3")
         lead(parts, tmp_path, steps=9, checkpoints=manager, **options)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_bridge.errors import EngineDied, EngineUnhealthy
+from sglang_bridge.errors import EngineDied, EngineError
 from sglang_bridge.keys import create_keys
 from sglang_bridge.server import managed_engine as server
 from sglang_bridge.server.lifeline import Lifeline
@@ -68,7 +68,7 @@ def test_start_timeout_error_gives_the_elapsed_time(
         )
         time.sleep(1.2)
         with pytest.raises(
-            EngineUnhealthy,
+            EngineError,
             match=r"not healthy [1-9]\d* s after its start; raise engine\.start_timeout_s",
         ):
             engine.wait_healthy(0.0)  # as in a wait for several engines, whose time is used up

@@ -4,7 +4,7 @@ import traceback
 
 import pytest
 
-from sglang_bridge.errors import EngineDied, EngineUnhealthy, describe_exit
+from sglang_bridge.errors import EngineDied, EngineError, describe_exit
 
 
 @pytest.mark.parametrize(
@@ -28,8 +28,8 @@ def test_a_log_is_apart_from_the_message() -> None:
     log_tail = "first line\nlast line"
     for error in (
         EngineDied("gone", returncode=1, log_tail=log_tail),
-        EngineUnhealthy("silent", log_tail=log_tail),
+        EngineError("silent", log_tail=log_tail),
     ):
         assert "\n" not in str(error) and error.log_tail == log_tail
         assert "last line" in "".join(traceback.format_exception(error))
-    assert not hasattr(EngineUnhealthy("silent"), "__notes__")
+    assert not hasattr(EngineError("silent"), "__notes__")

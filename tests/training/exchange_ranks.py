@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch.distributed as dist
 
+from megatron_rl.contracts.exit_codes import Failure
+
 sys.path.insert(0, str(Path(__file__).parent))
 
 from test_exchange import plan_of, read, rollout_of
@@ -15,7 +17,7 @@ from test_exchange import plan_of, read, rollout_of
 from megatron_rl.contracts.group import RolloutRef
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.rollouts import codec
-from megatron_rl.training.exchange.rollout_exchange import ExchangeFailed, exchange_rollouts
+from megatron_rl.training.exchange.rollout_exchange import exchange_rollouts
 from megatron_rl.training.exchange.transfer_plan import Receiver, rollout_indices
 from tests.support.rollouts import assert_equal
 
@@ -45,7 +47,7 @@ def main() -> None:
         assert_equal(rollout, codec.select_layers(rollout_of(index), (2, 0)))
     try:
         exchange_rollouts(plan, receivers, rank, group, unreadable)
-    except ExchangeFailed as error:
+    except Failure as error:
         assert "rollout r3: gone" in str(error)
     else:
         raise AssertionError(f"rank {rank} raised nothing")

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megatron_rl.contracts.exit_codes import ExitCode
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import RolloutLocation, RolloutRef
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.step_plan import Denominators, OptimizerStep, StepPlan
@@ -20,7 +20,6 @@ from megatron_rl.rollouts.store import RolloutGone
 from megatron_rl.training.batch_recording import refs_to_record
 from megatron_rl.training.exchange import rollout_exchange as exchange
 from megatron_rl.training.exchange.rollout_exchange import (
-    ExchangeFailed,
     RolloutsLost,
     exchange_rollouts,
 )
@@ -262,7 +261,7 @@ def test_a_rollout_that_one_rank_cannot_read_is_an_error_on_all(
     results = run_exchange(plan, ranks_of(2, 2, 2), read_all_but_one)
     assert {str(error) for error in results} == {str(results[0])}
     assert all(
-        isinstance(error, ExchangeFailed) and error.exit_code is ExitCode.ENGINE_FAILED
+        isinstance(error, Failure) and error.exit_code is ExitCode.ENGINE_FAILED
         for error in results
     )
     assert "step 5: rollouts cannot be trained on: rank" in str(results[0])
@@ -298,7 +297,7 @@ def test_rollouts_that_are_gone_do_not_hide_another_error(run_exchange: Exchange
         return read(ref)
 
     results = run_exchange(plan_of([0, 1, 0, 1], dp_size=2), ranks_of(2, 1, 1), read_some)
-    assert all(type(error) is ExchangeFailed for error in results)
+    assert all(type(error) is Failure for error in results)
     assert "r1" in str(results[0]) and "r2: no memory" in str(results[0])
 
 
@@ -345,9 +344,7 @@ def test_a_rollout_that_differs_from_the_plan_is_an_error_on_all_ranks(
         ranks_of(2, 1, 1),
         lambda ref: damage(read(ref)) if ref.rollout_id == "r1" else read(ref),
     )
-    assert all(
-        isinstance(error, ExchangeFailed) and ": rollout r1: " in str(error) for error in results
-    )
+    assert all(isinstance(error, Failure) and ": rollout r1: " in str(error) for error in results)
 
 
 def test_the_message_lists_few_problems_and_counts_the_others(run_exchange: Exchange) -> None:

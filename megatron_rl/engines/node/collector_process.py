@@ -7,24 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.rollouts.messages import RUN_KEY_VARIABLE
-from sglang_bridge.errors import describe_exit
+from sglang_bridge.errors import EngineDied
 from sglang_bridge.server.lifeline import Lifeline, start_supervised
 from sglang_bridge.server.log_tail import last_exception, last_lines
 from sglang_bridge.server.supervised_tree import SupervisedTree
 
 _GRACE_SECONDS = 1.0
-
-
-class CollectorDied(Failure):
-    """The collector's process ended by itself. log_tail: the last lines of its log."""
-
-    exit_code = ExitCode.ENGINE_FAILED
-
-    def __init__(self, message: str, *, log_tail: str) -> None:
-        super().__init__(message)
-        self.log_tail = log_tail
 
 
 class CollectorProcess:
@@ -59,22 +48,23 @@ class CollectorProcess:
     def poll_healthy(self) -> bool:
         """Return True while the process lives: the hub knows if it is connected.
 
-        Raises `CollectorDied`.
+        Raises `EngineDied`.
         """
         self.check_alive()
         return True
 
     def check_alive(self) -> None:
-        """Raise `CollectorDied` if the process has ended."""
+        """Raise `EngineDied` if the process has ended."""
         code = self._tree.exit_code
         if code is None:
             return
         log = last_lines(self._log_path, start=self._log_start)
         exception = last_exception(log)
         cause = "" if exception is None else f": {exception}"
-        raise CollectorDied(
-            f"the collector of node {self._node} ended{cause} ({describe_exit(code)}); see "
-            f"{self._log_path}",
+        raise EngineDied(
+            f"the collector of node {self._node} ended{cause}",
+            returncode=code,
+            log_path=self._log_path,
             log_tail=log,
         )
 

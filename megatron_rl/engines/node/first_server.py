@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from megatron_rl.engines.node.meeting import EngineStart, Meeting, StartState
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import EngineDied, EngineUnhealthy
+from sglang_bridge.errors import EngineDied, EngineError
 from sglang_bridge.server.managed_engine import ManagedEngine
 from sglang_bridge.server.ports import choose_port
 
@@ -49,7 +49,7 @@ class FirstServer:
     def poll_healthy(self) -> bool:
         """Check if the engine has become healthy: all its servers have met, and it answers.
 
-        Raises `EngineDied` and `EngineUnhealthy`.
+        Raises `EngineDied` and `EngineError`.
         """
         # A start that has lost its port is followed by another one, whatever the others say
         is_healthy = self._server.poll_healthy()
@@ -59,11 +59,11 @@ class FirstServer:
         return is_healthy
 
     def check_age(self, deadline_seconds: float) -> None:
-        """Raise `EngineUnhealthy` if the last start is older. Call it for unhealthy engines."""
+        """Raise `EngineError` if the last start is older. Call it for unhealthy engines."""
         self._server.check_age(deadline_seconds)
 
     def check_alive(self) -> None:
-        """Raise `EngineDied` or `EngineUnhealthy` if one of the servers has ended."""
+        """Raise `EngineDied` or `EngineError` if one of the servers has ended."""
         try:
             self._server.check_alive()
         except EngineDied:
@@ -101,11 +101,11 @@ class FirstServer:
         self._meeting.announce(start)
 
     def _check_others(self) -> None:
-        """Raise `EngineUnhealthy` if a server of this start has ended on another node."""
+        """Raise `EngineError` if a server of this start has ended on another node."""
         for rank, report in self._meeting.read_reports().items():
             if report.number == self._number and report.reason:
                 node = self._meeting.first_node + rank
-                raise EngineUnhealthy(
+                raise EngineError(
                     f"engine {self.engine.url}: its server on node {node} ended: {report.reason}",
                     log_tail=report.log_tail,
                 )

@@ -11,7 +11,7 @@ from megatron_rl.engines.node.first_server import StartServer
 from megatron_rl.engines.node.frozen_processes import FrozenProcesses
 from megatron_rl.engines.node.meeting import EngineStart, Meeting, ServerReport, StartState
 from megatron_rl.engines.node.node_board import NodeBoardLost
-from sglang_bridge.errors import EngineDied, EngineError, EngineUnhealthy
+from sglang_bridge.errors import EngineDied, EngineError
 from sglang_bridge.server.managed_engine import ManagedEngine
 
 _END_SECONDS = 8.0
@@ -74,14 +74,14 @@ class FurtherServer:
         return start.state is StartState.RUNNING and self._may_run
 
     def check_first_start(self, seconds: float) -> None:
-        """Raise `EngineUnhealthy`: the engine does not answer so long after its first start."""
+        """Raise `EngineError`: the engine does not answer so long after its first start."""
         first = self._meeting.first_node
         what = f"the engine that node {first} leads"
         if self._server is None:
-            raise EngineUnhealthy(
+            raise EngineError(
                 f"{what} was not announced within {seconds:.0f} s: see the log of node {first}"
             )
-        raise EngineUnhealthy(
+        raise EngineError(
             f"{what} was not healthy {seconds:.0f} s after its start; raise "
             f"engine.start_timeout_s or read {self._server.log_path}",
             log_tail=self._server.log_tail(),

@@ -108,7 +108,7 @@ class NodeProcesses:
     def wait_healthy(self, timeout_seconds: float) -> list[Engine]:
         """Wait until every engine with a server here answers, and return those this node leads.
 
-        From then on, `maintain` looks after them. Raises `EngineUnhealthy` or `EngineDied` with the
+        From then on, `maintain` looks after them. Raises `EngineError` or `EngineDied` with the
         last lines of the log.
         """
         unhealthy = list(self._engines)

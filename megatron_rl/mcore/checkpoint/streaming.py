@@ -17,6 +17,7 @@ from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedTensor, ShardedTensorFactory
 
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.mcore.checkpoint.tensor_reader import TensorReader
 from megatron_rl.mcore.model import build_models
 from megatron_rl.mcore.weights.export import NamedTensors, hf_tensors
@@ -28,7 +29,6 @@ from megatron_rl.mcore.weights.parameters import (
 from megatron_rl.mcore.weights.quantised import quantize_weights
 from megatron_rl.mcore.weights.save import open_barrier
 from megatron_rl.models.fp8_weights import Fp8Weights
-from megatron_rl.models.hf_checkpoint.reader import CheckpointError
 from megatron_rl.models.hf_checkpoint.writer import (
     ShardWriter,
     begin_checkpoint,
@@ -114,7 +114,7 @@ def write_hf(
     names: the tensors to quantize, None for none.
     quantization: their `quantization_config`, which config.json gets.
 
-    Raises `CheckpointError` for NaN and Inf.
+    Raises `Failure` for NaN and Inf.
     """
     rank = dist.get_rank()
     try:
@@ -142,7 +142,7 @@ def _write_bucket(
     dtype: torch.dtype,
     names: Fp8Weights | None,
 ) -> None:
-    """Write a bucket as a file. Raises `CheckpointError` for NaN and Inf."""
+    """Write a bucket as a file. Raises `Failure` for NaN and Inf."""
     writer = ShardWriter(target, f"model-{number:05d}")
     tensors = _finite(weights.read(weights.buckets[number], dtype), dtype)
     for name, tensor in tensors if names is None else quantize_weights(tensors, names):
@@ -158,8 +158,9 @@ def _finite(tensors: NamedTensors, dtype: torch.dtype) -> NamedTensors:
 
 def _require_finite(name: str, tensor: torch.Tensor, dtype: torch.dtype) -> None:
     if not tensor.isfinite().all():
-        raise CheckpointError(
-            f"{name} holds NaN or Inf in {dtype}. Choose another checkpoint or --dtype"
+        raise Failure(
+            f"{name} holds NaN or Inf in {dtype}. Choose another checkpoint or --dtype",
+            ExitCode.BAD_DATA,
         )
 
 

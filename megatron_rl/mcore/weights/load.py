@@ -8,9 +8,10 @@ from pathlib import Path
 import torch
 from megatron.core import parallel_state
 
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.mcore.weights.layout import ParameterLayout, join
 from megatron_rl.mcore.weights.parameters import PlacedParameter, placed_parameters
-from megatron_rl.models.hf_checkpoint.reader import CheckpointError, CheckpointReader
+from megatron_rl.models.hf_checkpoint.reader import CheckpointReader
 from megatron_rl.models.names import Fusion
 from megatron_rl.models.shape import ModelShape
 
@@ -29,7 +30,7 @@ def load_hf_weights(
 
     key: the setting that names `path`, for messages.
 
-    Raises `CheckpointError` for missing or damaged files and for shapes that do not fit the model.
+    Raises `Failure` for missing or damaged files and for shapes that do not fit the model.
     """
     ep_rank = parallel_state.get_expert_model_parallel_rank()
     with CheckpointReader(Path(path), key) as tensors:
@@ -46,9 +47,10 @@ def _check_part(
     path: str | Path, layout: ParameterLayout, part: torch.Tensor, parameter: PlacedParameter
 ) -> None:
     if part.shape != parameter.weight.shape:
-        raise CheckpointError(
+        raise Failure(
             f"{path}: {', '.join(layout.hf_names)} give {tuple(part.shape)} for "
-            f"{parameter.name}, which is {tuple(parameter.weight.shape)}: {_MISMATCH}"
+            f"{parameter.name}, which is {tuple(parameter.weight.shape)}: {_MISMATCH}",
+            ExitCode.BAD_DATA,
         )
 
 
@@ -67,9 +69,10 @@ def _check_shapes(
     """
     for name, tensor in zip(layout.hf_names, tensors, strict=True):
         if tensor.ndim != len(whole_shape):
-            raise CheckpointError(
+            raise Failure(
                 f"{path}: {name} has the shape {tuple(tensor.shape)}, but the model's tensor has "
-                f"{len(whole_shape)} dimension(s): {_MISMATCH}"
+                f"{len(whole_shape)} dimension(s): {_MISMATCH}",
+                ExitCode.BAD_DATA,
             )
     rows = _expected_rows(layout.fusion, whole_shape, shape)
     if rows is None:
@@ -77,9 +80,10 @@ def _check_shapes(
     columns = whole_shape[1]
     for name, tensor, expected_rows in zip(layout.hf_names, tensors, rows, strict=True):
         if tensor.shape != (expected_rows, columns):
-            raise CheckpointError(
+            raise Failure(
                 f"{path}: {name} has {tensor.shape[0]} rows and {tensor.shape[1]} columns, but "
-                f"config.json requires {expected_rows} and {columns}: {_MISMATCH}"
+                f"config.json requires {expected_rows} and {columns}: {_MISMATCH}",
+                ExitCode.BAD_DATA,
             )
 
 

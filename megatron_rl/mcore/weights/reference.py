@@ -34,7 +34,7 @@ class ReferenceWeights:
     ) -> ReferenceWeights:
         """Read the weights of a checkpoint in Hugging Face format. The models keep their own.
 
-        key: the setting that names `path`, for messages. Raises `CheckpointError`.
+        key: the setting that names `path`, for messages. Raises `Failure`.
         """
         reference = cls(models, shape)
         load_hf_weights(models, shape, path, key=key)

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from megatron_rl.models.hf_checkpoint.reader import CheckpointError, CheckpointReader
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.models.hf_checkpoint.reader import CheckpointReader
 from megatron_rl.models.hf_checkpoint.writer import (
     SHARD_BYTES,
     ShardWriter,
@@ -80,7 +81,7 @@ def merge_checkpoints(
     merge: function from one tensor of every source to the merged tensor.
     dtype: dtype of the result. None: that of the first source.
 
-    Configuration and tokenizer are those of the first source. Raises `CheckpointError` before
+    Configuration and tokenizer are those of the first source. Raises `Failure` before
     writing if the names or shapes of the tensors differ. Removes partial files after a failure.
     """
     with ExitStack() as stack:
@@ -94,9 +95,10 @@ def merge_checkpoints(
             keeps_dtype = dtype is None or name.endswith(_KEEPS_DTYPE)
             tensor = merge(tensors).to(tensors[0].dtype if keeps_dtype else dtype)
             if not tensor.isfinite().all():
-                raise CheckpointError(
+                raise Failure(
                     f"{name} would hold NaN or Inf in {tensor.dtype}. "
-                    "Choose other weights, or a dtype with more range"
+                    "Choose other weights, or a dtype with more range",
+                    ExitCode.BAD_DATA,
                 )
             writer.add(name, tensor)
         writer.close()
@@ -112,14 +114,16 @@ def _require_same_tensors(sources: Sequence[Path], files: Sequence[CheckpointRea
         if differences:
             name = differences[0]
             holder, other = (first, source) if name in first_shapes else (source, first)
-            raise CheckpointError(
-                f"{holder} holds {name} and {other} does not: they are not of one model"
+            raise Failure(
+                f"{holder} holds {name} and {other} does not: they are not of one model",
+                ExitCode.BAD_DATA,
             )
         for name, shape in first_shapes.items():
             if shapes[name] != shape:
-                raise CheckpointError(
+                raise Failure(
                     f"{name} has the shape {shape} in {first} and {shapes[name]} in {source}: "
-                    "they are not of one model"
+                    "they are not of one model",
+                    ExitCode.BAD_DATA,
                 )
 
 

@@ -16,18 +16,12 @@ from megatron_rl.models.hf_checkpoint.weight_files import DamagedWeights, weight
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class CheckpointError(Failure, RuntimeError):
-    """A tensor is missing, unreadable or not finite, or has another shape or dtype."""
-
-    exit_code = ExitCode.BAD_DATA
-
-
 class CheckpointReader:
     """Reads tensors of a checkpoint directory. A context manager that keeps its files open.
 
     key: setting that names the directory, for messages.
 
-    Raises `CheckpointError`.
+    Raises `Failure`.
     """
 
     def __init__(self, directory: Path, key: str = "model.path") -> None:
@@ -65,10 +59,11 @@ class CheckpointReader:
         except (OSError, ValueError, SafetensorError) as error:
             raise self._unreadable(name, error) from error
         if tensor.dtype not in _DTYPES:
-            raise CheckpointError(
+            raise Failure(
                 f"{self._name}: tensor {name} is {tensor.dtype}; weights must be float32, "
                 "bfloat16 or float16, because scales of quantized weights are not read. "
-                "Use the bf16 checkpoint"
+                "Use the bf16 checkpoint",
+                ExitCode.BAD_DATA,
             )
         # If a value is NaN, minimum and maximum are both NaN.
         if tensor.numel() and not torch.stack(torch.aminmax(tensor)).isfinite().all():
@@ -89,8 +84,9 @@ class CheckpointReader:
             raise self._unreadable(name, error) from error
         return self._files[file]
 
-    def _unreadable(self, name: str, error: Exception) -> CheckpointError:
+    def _unreadable(self, name: str, error: Exception) -> Failure:
         return self._unusable(f"tensor {name} of {self._file_of[name]} cannot be read ({error})")
 
-    def _unusable(self, rule: str) -> CheckpointError:
-        return CheckpointError(f"{self._name}: {rule}. Copy or download the checkpoint again")
+    def _unusable(self, rule: str) -> Failure:
+        text = f"{self._name}: {rule}. Copy or download the checkpoint again"
+        return Failure(text, ExitCode.BAD_DATA)

@@ -21,10 +21,6 @@ _MAX_LOSSES = 2
 _log = logging.getLogger(__name__)
 
 
-class UserProcessEnded(Exception):
-    """The process of a user-defined class ended while it ran a call."""
-
-
 class RemoteClass:
     """One user-defined class, which a process holds that can be killed.
 
@@ -91,7 +87,7 @@ class RemoteClass:
             num_losses += 1
             if num_losses == _MAX_LOSSES:
                 is_own = is_alone and result.cause is Cause.OWN
-                error = UserProcessEnded(f"{self._name}: its process was ended: {result.reason}")
+                error = ChildProcessError(f"{self._name}: its process was ended: {result.reason}")
                 return Outcome(Ending.RAISED if is_own else Ending.LOST, error=error)
             is_alone = result.cause is Cause.OWN
 

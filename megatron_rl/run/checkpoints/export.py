@@ -109,7 +109,7 @@ def check_request(request: ExportRequest) -> None:
 def export_checkpoint(request: ExportRequest) -> None:
     """Export a checkpoint. Collective of the ranks that torchrun started, or one process alone.
 
-    Raises `ExportRefused`, `Failure`, and `CheckpointError` for NaN and Inf.
+    Raises `ExportRefused`, and `Failure` for NaN and Inf, too.
     """
     check_request(request)
     # The host has more memory than a GPU, and nothing is computed.
@@ -219,7 +219,7 @@ def _require_space(out: Path, model: ModelSettings, dtype: str) -> None:
 def _write(plan: ExportPlan, request: ExportRequest) -> None:
     """Write the result. Collective.
 
-    Raises `Failure`, and `CheckpointError` for NaN and Inf.
+    Raises `Failure`, also for NaN and Inf.
     """
     import torch
 

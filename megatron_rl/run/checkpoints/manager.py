@@ -24,12 +24,6 @@ from megatron_rl.training.dispatcher import Dispatcher
 _MIB = 2**20
 
 
-class StoppedAfterSave(Failure):
-    """The run was asked to stop and has saved a checkpoint, from which it can resume."""
-
-    exit_code = ExitCode.REQUEUE
-
-
 @dataclass(frozen=True)
 class SavePoint:
     """The content of a checkpoint apart from tensors.
@@ -149,11 +143,12 @@ class CheckpointManager:
         return self.stop.seconds_left
 
     def raise_if_stop_requested(self) -> None:
-        """Raise `StoppedAfterSave` when the run was asked to stop and has a checkpoint."""
+        """Raise `Failure` when the run was asked to stop and has a checkpoint."""
         if self.stop_requested and self.last_saved_step is not None:
-            raise StoppedAfterSave(
+            raise Failure(
                 f"the run was asked to stop ({self.stop.source}) and has saved a checkpoint "
-                f"after step {self.last_saved_step}. Start it again with run.resume=auto"
+                f"after step {self.last_saved_step}. Start it again with run.resume=auto",
+                ExitCode.REQUEUE,
             )
 
     @contextlib.contextmanager

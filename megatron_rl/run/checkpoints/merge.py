@@ -64,7 +64,7 @@ class MergeRequest:
 def merge(request: MergeRequest) -> None:
     """Check the checkpoints and write the merged one.
 
-    torch is imported after all checks. Raises `Failure`, and `CheckpointError` for tensors
+    torch is imported after all checks. Raises `Failure`, also for tensors
     that differ in names or shapes, and for NaN and Inf.
     """
     check_request(request)

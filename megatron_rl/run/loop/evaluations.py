@@ -20,7 +20,7 @@ from megatron_rl.run.features.observer import Observers
 from megatron_rl.run.loop.engine_weights import EngineWeights
 from megatron_rl.run.loop.sampling import Sampling
 from megatron_rl.run.loop.step_parts import StepParts
-from megatron_rl.run.stopping import AccuracyUnknown, ending_key, is_accuracy_reached
+from megatron_rl.run.stopping import accuracy_unknown, ending_key, is_accuracy_reached
 from megatron_rl.run.supervision.stop_request import WaitAborted
 from sglang_bridge.errors import EngineError
 
@@ -225,12 +225,12 @@ class Evaluations:
         self._sampling.count_evaluation(tokens, values)
 
     def _refuse_endings_by_accuracy(self) -> None:
-        """Raise `AccuracyUnknown` if the run, or a phase that is not over, ends by accuracy."""
+        """Raise `Failure` if the run, or a phase that is not over, ends by accuracy."""
         if self._settings.stop_at is not None:
-            raise AccuracyUnknown(f"eval.stop_at={self._settings.stop_at:g}")
+            raise accuracy_unknown(f"eval.stop_at={self._settings.stop_at:g}")
         key = self._observers.accuracy_key()
         if key:
-            raise AccuracyUnknown(key)
+            raise accuracy_unknown(key)
 
     def _is_any_due(self, step: int) -> bool:
         if self._parts.evaluation is None:

@@ -71,7 +71,7 @@ class PassRateProfile:
             self.records.progress.log(line)
 
     def _sample(self, prompts: Sequence[Prompt]) -> None:
-        """Raises `EvaluationFailed` when more than eval.max_rejected_share of a chunk is lost."""
+        """Raises `Failure` when more than eval.max_rejected_share of a chunk is lost."""
         settings = self.evaluation.settings
         progress = self.records.progress
         num_known = len(self.file.rates)

@@ -27,20 +27,14 @@ from megatron_rl.training.exchange.transfer_plan import Receiver, TransferPlan
 _MAX_PROBLEMS_IN_MESSAGE = 4
 
 
-class ExchangeFailed(Failure):
-    """Some rank could not read its rollouts. Every rank raises this, so that none waits."""
-
-    exit_code = ExitCode.ENGINE_FAILED
-
-
-class RolloutsLost(ExchangeFailed):
+class RolloutsLost(Failure):
     """Rollouts are gone with their collector. They can be sampled again.
 
     rollout_ids: those that some rank could not read.
     """
 
     def __init__(self, message: str, rollout_ids: Sequence[str]) -> None:
-        super().__init__(message)
+        super().__init__(message, ExitCode.ENGINE_FAILED)
         self.rollout_ids = tuple(rollout_ids)
 
 
@@ -67,7 +61,7 @@ def exchange_rollouts(
     receivers: all ranks in order.
     read: reads a rollout that is stored on this node. keep: keeps one readable. It is called first,
     with `kept_refs`: those that this rank reads later too.
-    Raises `ExchangeFailed` on all ranks, and `RolloutsLost` where that is the only problem.
+    Raises `Failure` on all ranks, and `RolloutsLost` where that is the only problem.
     """
     buffer = _ExchangeBuffer(plan, receivers[rank].moe_rows)
     transfers = TransferPlan.for_rank(plan, receivers, rank)
@@ -204,7 +198,7 @@ def _all_to_all(outgoing: Sequence[bytes], group: dist.ProcessGroup) -> list[mem
 
 
 def _raise_problems(step: int, problems: Sequence[_Problem], group: dist.ProcessGroup) -> None:
-    """Raise `ExchangeFailed` on every rank if any rank has a problem (a collective)."""
+    """Raise `Failure` on every rank if any rank has a problem (a collective): none may wait."""
     problems_of_ranks = [
         msgspec.msgpack.decode(data, type=list[_Problem])
         for data in gather_bytes(msgspec.msgpack.encode(problems), group)
@@ -222,4 +216,4 @@ def _raise_problems(step: int, problems: Sequence[_Problem], group: dist.Process
         all_problems = [problem for part in problems_of_ranks for problem in part]
         if all(problem.is_lost for problem in all_problems):
             raise RolloutsLost(message, [problem.rollout_id for problem in all_problems])
-        raise ExchangeFailed(message)
+        raise Failure(message, ExitCode.ENGINE_FAILED)

@@ -9,7 +9,7 @@ import pytest
 from megatron_rl.config.cli import compose
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import EngineUnhealthy
+from sglang_bridge.errors import EngineError
 from sglang_bridge.keys import RunKeys, read_keys
 from sglang_bridge.settings import ServerPlace
 from tests.lab.comparison.shared_engines import check_shareable, shared_engines
@@ -33,7 +33,7 @@ class FakeProcesses:
 
     def wait_healthy(self, deadline_seconds: float) -> list[Engine]:
         if not self.healthy:
-            raise EngineUnhealthy("it did not start", log_tail="")
+            raise EngineError("it did not start", log_tail="")
         return [Engine(url=f"http://127.0.0.1:{9000 + index}") for index in range(len(self.places))]
 
     def stop(self) -> None:
@@ -64,7 +64,7 @@ def test_engines_that_do_not_start_leave_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeProcesses, "healthy", False)
-    with pytest.raises(EngineUnhealthy), shared_engines(compose(["experiment=smoke"]), 1, tmp_path):
+    with pytest.raises(EngineError), shared_engines(compose(["experiment=smoke"]), 1, tmp_path):
         pass
     assert FakeProcesses.calls == ["stop"] and list(tmp_path.iterdir()) == []
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import EngineUnhealthy
+from sglang_bridge.errors import EngineError
 from sglang_bridge.server.command import RECORDING_RUNNER
 from sglang_bridge.server.nccl import nccl_environment
 from sglang_bridge.server.readiness import require_settings
@@ -81,7 +81,7 @@ def _assumption_findings(
             environment=nccl_environment(os.environ, settings),
             quantization=place.quantization,
         )
-    except EngineUnhealthy as error:
+    except EngineError as error:
         yield Finding("engine", str(error))
     assumptions: dict[str, Any] = {
         "device": place.device,

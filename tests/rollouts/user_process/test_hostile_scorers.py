@@ -96,7 +96,7 @@ def test_a_fork_that_returns_into_the_event_loop_ends(score: Score) -> None:
 @pytest.mark.parametrize(
     ("text", "reason", "beginning"),
     [
-        ("exits", "exit code 3", "UserProcessEnded: "),
+        ("exits", "exit code 3", "ChildProcessError: "),
         nightly("exits_in_a_thread", "exit code 4", LOST),
         ("closes", "it closed its connection", LOST),
         nightly("writes", "it sent an invalid message", LOST),
@@ -118,7 +118,7 @@ def test_exits_of_the_interpreter_cost_a_call_and_not_the_process(
 ) -> None:
     texts = ("raises_system_exit", "raises_interrupt")
     results = score(*texts, "returns_an_object", "returns_a_lie", "waits", timeout_s=10.0)
-    assert results.reason("raises_system_exit").endswith("SystemExitCalled: sys.exit(3)")
+    assert results.reason("raises_system_exit").endswith("RuntimeError: it called sys.exit(3)")
     assert "KeyboardInterrupt" in results.reason("raises_interrupt")
     assert "returned object, not a Verdict" in results.reason("returns_an_object")
     assert "Expected `float | null`, got `str`" in results.reason("returns_a_lie")

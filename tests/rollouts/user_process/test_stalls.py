@@ -198,7 +198,7 @@ def test_a_call_that_blocks_costs_none_of_many_others(calls: Path) -> None:
     results = score_in_process(
         NAME, "blocks", *good, timeout_s=TIMEOUT_SECONDS, grace_s=GRACE_SECONDS
     )
-    assert results.reason("blocks").startswith("UserProcessEnded: ")
+    assert results.reason("blocks").startswith("ChildProcessError: ")
     assert "it answered nothing for 5 s" in results.reason("blocks")
     processes = processes_by_call(calls)
     assert rewards_of({text: results.verdicts[text] for text in good}) == {1.0}

@@ -14,7 +14,7 @@ from megatron_rl.config.curriculum import phases_of
 from megatron_rl.contracts.commands import Checkpoint, Command
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
-from megatron_rl.run.checkpoints.manager import SavePoint, StoppedAfterSave
+from megatron_rl.run.checkpoints.manager import SavePoint
 from megatron_rl.run.checkpoints.saving import SaveResult
 from megatron_rl.run.features.guards.stopped_by_guard import StoppedByGuard
 from megatron_rl.run.supervision.stop_request import StopRequest, WaitAborted
@@ -25,6 +25,7 @@ from tests.support.checkpoint_managers import (
     stop_at_step,
 )
 from tests.support.checkpoints import make_state
+from tests.support.failures import fails
 from tests.support.leaders import ScriptedParts, lead
 
 
@@ -91,7 +92,7 @@ def test_a_stop_request_makes_a_save_due_and_ends_the_run_after_it() -> None:
     assert manager.is_due(3, last=False)
     manager.raise_if_stop_requested()  # there is no checkpoint to resume from
     manager.save(SavePoint(make_state(3).position))
-    with pytest.raises(StoppedAfterSave, match="after step 3"):
+    with fails(ExitCode.REQUEUE, match="after step 3"):
         manager.raise_if_stop_requested()
 
 
@@ -99,7 +100,7 @@ def test_a_stop_request_is_saved_in_the_foreground(tmp_path: Path) -> None:
     stop = make_stop_request()
     ranks = FakeRanks()
     parts = ScriptedParts(on_train=stop_at_step(stop, 2))
-    with pytest.raises(StoppedAfterSave, match="after step 2"):
+    with fails(ExitCode.REQUEUE, match="after step 2"):
         manager = make_manager(ranks, stop, background_saves=True)
         lead(parts, tmp_path, steps=9, checkpoints=manager)
     assert ranks.calls == ["save 2"]
@@ -130,9 +131,7 @@ def test_a_stop_request_ends_the_step_saves_and_asks_for_a_restart(tmp_path: Pat
     ranks = FakeRanks()
     stop = make_stop_request()
     parts = ScriptedParts(on_train=stop_at_step(stop, 3))
-    with pytest.raises(
-        StoppedAfterSave, match=r"SIGUSR1.*after step 3.*run\.resume=auto"
-    ) as failure:
+    with fails(ExitCode.REQUEUE, match=r"SIGUSR1.*after step 3.*run\.resume=auto") as failure:
         lead(parts, tmp_path, steps=9, checkpoints=make_manager(ranks, stop))
     assert failure.value.exit_code is ExitCode.REQUEUE
     assert ExitCode.REQUEUE == 75
@@ -153,7 +152,7 @@ def test_a_step_that_waits_for_rollouts_is_aborted_when_time_is_short(tmp_path: 
             stop.check_deadline()
 
     parts = ScriptedParts(on_sample=on_sample)
-    with pytest.raises(StoppedAfterSave):
+    with fails(ExitCode.REQUEUE):
         lead(parts, tmp_path, steps=9, checkpoints=make_manager(ranks, stop))
     assert ranks.steps == [2, 3]
     assert not stop.is_wait_abortable, "the deadline must not abort the last save"
@@ -183,7 +182,7 @@ def test_a_step_that_waits_is_aborted_before_the_job_ends(tmp_path: Path, is_fil
             stop.check_deadline()
 
     parts = ScriptedParts(on_sample=on_sample)
-    with pytest.raises(StoppedAfterSave, match="the file stop" if is_file else "SIGUSR1"):
+    with fails(ExitCode.REQUEUE, match="the file stop" if is_file else "SIGUSR1"):
         lead(parts, tmp_path, steps=9, checkpoints=make_manager(ranks, stop))
     assert ranks.steps == [2, 3]
     now[0] = 301.0
@@ -197,7 +196,7 @@ def test_a_file_requests_a_stop_like_a_signal(tmp_path: Path) -> None:
     stop = StopRequest(10.0)
     stop.watch_file(stop_file)
     manager = make_manager(ranks, stop)
-    with pytest.raises(StoppedAfterSave, match=r"the file stop.*after step 1"):
+    with fails(ExitCode.REQUEUE, match=r"the file stop.*after step 1"):
         lead(parts, tmp_path, steps=9, checkpoints=manager)
     assert ranks.steps == [1]
 
@@ -268,7 +267,7 @@ def test_a_stop_request_during_a_background_save_ends_with_that_checkpoint(
 
     ranks = StoppingRanks()
     manager = make_manager(ranks, stop, background_saves=True)
-    with pytest.raises(StoppedAfterSave, match="after step 4"):
+    with fails(ExitCode.REQUEUE, match="after step 4"):
         lead(ScriptedParts(), tmp_path, steps=9, checkpoints=manager)
     assert ranks.calls == ["begin 2", "wait", "begin 4", "wait"]
 
@@ -278,7 +277,7 @@ def test_an_evaluation_after_a_stop_request_is_made_up_for(tmp_path: Path) -> No
     ranks = FakeRanks()
     accuracies = [0.1, 0.2, 0.3, 0.4, 0.5]
     parts = ScriptedParts(accuracies=accuracies, on_train=stop_at_step(stop, 3))
-    with pytest.raises(StoppedAfterSave):
+    with fails(ExitCode.REQUEUE):
         lead(parts, tmp_path, steps=4, evals={"every": 1}, checkpoints=make_manager(ranks, stop))
     assert "eval/accuracy" in parts.metrics[2]
     assert "eval/accuracy" not in parts.metrics[3]
@@ -316,7 +315,7 @@ def test_sigusr1_during_setup_ends_the_run_before_its_first_step(tmp_path: Path)
     assert stop.handle_signal(signal.SIGUSR1)
     stop.accept_signals()
     manager = make_manager(ranks, stop)
-    with pytest.raises(StoppedAfterSave, match=r"SIGUSR1.*after step 0"):
+    with fails(ExitCode.REQUEUE, match=r"SIGUSR1.*after step 0"):
         lead(parts, tmp_path, steps=9, evals={"every": 1}, checkpoints=manager)
     assert ranks.calls == ["save 0"]
     assert parts.calls == ["sync 0"]
@@ -410,7 +409,7 @@ def test_a_run_stopped_before_an_evaluation_goes_through_the_same_phases(
     stop = make_stop_request()
     ranks = FakeRanks()
     parts = ScriptedParts(accuracies=accuracies, on_train=stop_at_step(stop, stop_step))
-    with pytest.raises(StoppedAfterSave):
+    with fails(ExitCode.REQUEUE):
         lead(parts, tmp_path, checkpoints=make_manager(ranks, stop), **options)
     second_run = lead(
         ScriptedParts(accuracies=accuracies[stop_step:]),
@@ -428,7 +427,7 @@ def test_metrics_with_nan_survive_in_a_checkpoint(tmp_path: Path) -> None:
     ranks = FakeRanks()
     parts = ScriptedParts(finite=[True, False], on_train=stop_at_step(stop, 2))
     parts.extra_metrics = {"train/loss": float("nan")}
-    with pytest.raises(StoppedAfterSave):
+    with fails(ExitCode.REQUEUE):
         lead(
             parts,
             tmp_path,

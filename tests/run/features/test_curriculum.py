@@ -15,6 +15,7 @@ from megatron_rl.config.algorithms import CustomAlgoSettings, SftSettings
 from megatron_rl.config.cli import compose
 from megatron_rl.config.curriculum import Phase, PhaseEnd, phases_of
 from megatron_rl.contracts.commands import EnterPhase
+from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.run_state import LoopState, SelectorState
 from megatron_rl.losses.regularization import Regularization
 from megatron_rl.models.families import read_shape
@@ -25,7 +26,7 @@ from megatron_rl.run.features.curriculum.curriculum import (
     apply_phase,
 )
 from megatron_rl.run.loop.step_parts import StepParts
-from megatron_rl.run.stopping import AccuracyUnknown
+from tests.support.failures import fails
 from tests.support.leaders import ScriptedParts, lead
 from tests.support.policies import TWO_DIGIT_ADDITION
 
@@ -125,7 +126,7 @@ def test_phase_that_ends_by_accuracy_is_refused_when_rewards_have_no_correctness
     tmp_path: Path,
 ) -> None:
     phases = phases_from(SHORT, LONG, LAST)
-    with pytest.raises(AccuracyUnknown, match=r"curriculum\[long\]\.until\.accuracy=0\.6"):
+    with fails(ExitCode.REFUSED, match=r"curriculum\[long\]\.until\.accuracy=0\.6"):
         lead(ScriptedParts(accuracies=[None]), tmp_path, evals={"every": 1}, phases=phases)
 
 
@@ -170,7 +171,7 @@ def test_the_current_phase_is_refused_when_it_ends_by_an_accuracy_that_is_unknow
     tmp_path: Path,
 ) -> None:
     phases = phases_from("{name: only, until: {accuracy: 0.6}}")
-    with pytest.raises(AccuracyUnknown, match=r"curriculum\[only\]\.until\.accuracy"):
+    with fails(ExitCode.REFUSED, match=r"curriculum\[only\]\.until\.accuracy"):
         lead(ScriptedParts(accuracies=[None]), tmp_path, evals={"every": 1}, phases=phases)
     phases = phases_from(SHORT, LONG, LAST)
     parts = ScriptedParts(accuracies=[0.5, 0.5, 0.5, 0.9, None])

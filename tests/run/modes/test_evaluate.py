@@ -11,11 +11,12 @@ import pytest
 
 from megatron_rl.config.schema import EvalSettings
 from megatron_rl.contracts.commands import Sync
+from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.group import Group, Verdict
 from megatron_rl.records.progress import Progress
-from megatron_rl.rollouts.evaluation import EvaluationFailed
 from megatron_rl.rollouts.set_result import measure_set
 from megatron_rl.run.modes.evaluate import EvaluationRun, table
+from tests.support.failures import fails
 from tests.support.groups import group
 
 SETS = {"easy": [group(1.0, 1.0), group(1.0, 0.0)], "hard": [group(0.0, 0.0), group(0.0, 1.0)]}
@@ -124,7 +125,7 @@ def test_a_set_of_judged_rewards_has_no_accuracy_and_no_pass_rates() -> None:
 def test_results_before_a_failure_are_written() -> None:
     engines = ScriptedEngines()
     lost_group = msgspec.structs.replace(group(), rejections={"expired": 2})
-    with pytest.raises(EvaluationFailed):
+    with fails(ExitCode.ENGINE_FAILED):
         measure(engines, SETS | {"lost": [lost_group]}, with_checkpoint=False)
     assert engines.metrics[0]["eval/hard/accuracy"] == 0.25
     assert "finish" not in engines.calls

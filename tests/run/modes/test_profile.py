@@ -11,14 +11,15 @@ import pytest
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import EvalSettings
+from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.prompts.pass_rates import Header, PassRateFile, read_file
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.records.progress import Progress
-from megatron_rl.rollouts.evaluation import EvaluationFailed
 from megatron_rl.run.data import open_rates
 from megatron_rl.run.modes import profile
+from tests.support.failures import fails
 from tests.support.groups import group
 
 SETTINGS = EvalSettings(samples_per_prompt=2, max_rejected_share=0.5)
@@ -122,7 +123,7 @@ def test_table_has_a_line_for_each_label(tmp_path: Path) -> None:
 def test_an_interrupted_profile_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(profile, "_CHUNK", 1)
     file = tmp_path / "rates.jsonl"
-    with pytest.raises(EvaluationFailed):
+    with fails(ExitCode.ENGINE_FAILED):
         run(file, failing_id="b")
     assert not file.exists()
     requests, _, screen = run(file)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from sglang_bridge.errors import EngineDied, EngineUnhealthy
+from sglang_bridge.errors import EngineDied, EngineError
 from sglang_bridge.keys import create_keys
 from sglang_bridge.server import managed_engine
 from sglang_bridge.server.lifeline import Lifeline
@@ -179,7 +179,7 @@ def test_the_age_of_a_start_begins_anew(engine: ManagedEngine, code: Code) -> No
     assert engine.age_seconds < age
     assert not engine.poll_healthy()
     engine.check_age(60.0)
-    with pytest.raises(EngineUnhealthy, match=r"raise engine\.start_timeout_s"):
+    with pytest.raises(EngineError, match=r"raise engine\.start_timeout_s"):
         engine.check_age(0.0)
 
 

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import EngineUnhealthy
+from sglang_bridge.errors import EngineError
 from sglang_bridge.server.command import build_environment
 from sglang_bridge.server.nccl import (
     deterministic_environment,
@@ -69,9 +69,9 @@ def test_a_users_buffers_and_channels_hold_on_both_sides() -> None:
 
 def test_a_deterministic_server_needs_the_trainers_variables() -> None:
     engine = Engine(url="http://127.0.0.1:1", tp=4)
-    with pytest.raises(EngineUnhealthy, match=r"tp_size=4.*start the run with NCCL_ALGO=allred"):
+    with pytest.raises(EngineError, match=r"tp_size=4.*start the run with NCCL_ALGO=allred"):
         require_same_nccl(engine, INFO, {})
-    with pytest.raises(EngineUnhealthy, match="NCCL_MIN_NCHANNELS=8"):
+    with pytest.raises(EngineError, match="NCCL_MIN_NCHANNELS=8"):
         require_same_nccl(engine, INFO, TREES | {"NCCL_MIN_NCHANNELS": "4"})
     require_same_nccl(engine, INFO, deterministic_environment({}))
 

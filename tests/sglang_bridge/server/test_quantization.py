@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import EngineUnhealthy
+from sglang_bridge.errors import EngineError
 from sglang_bridge.server.quantization import format_override, require_quantization
 
 ENGINE = Engine(url="http://127.0.0.1:3")
@@ -49,9 +49,7 @@ def test_quantized_servers_are_refused_by_an_unquantized_run(tmp_path: Path) -> 
         f"serves the quantized checkpoint {tmp_path}": checkpoint_info(tmp_path),
     }
     for reason, info in answers.items():
-        with pytest.raises(
-            EngineUnhealthy, match=r"engine\.quantization=null.*use engine\.quant"
-        ) as e:
+        with pytest.raises(EngineError, match=r"engine\.quantization=null.*use engine\.quant") as e:
             require_quantization(ENGINE, info, None)
         assert f"http://127.0.0.1:3 {reason}, and weights would be sent" in str(e.value)
 
@@ -84,16 +82,16 @@ def test_servers_with_the_same_quantization_are_accepted(tmp_path: Path) -> None
 def test_other_quantizations_are_refused_by_name(
     tmp_path: Path, changes: dict[str, Any], difference: str
 ) -> None:
-    with pytest.raises(EngineUnhealthy, match=difference) as error:
+    with pytest.raises(EngineError, match=difference) as error:
         require_quantization(ENGINE, checkpoint_info(tmp_path, **changes), FP8)
     assert "engine.quantization=fp8: http://127.0.0.1:3 quantizes with" in str(error.value)
     assert f"--json-model-override-args '{format_override(FP8)}'" in str(error.value)
 
 
 def test_unquantized_servers_are_refused_by_a_quantized_run() -> None:
-    with pytest.raises(EngineUnhealthy, match="quantization_config=None; start it with"):
+    with pytest.raises(EngineError, match="quantization_config=None; start it with"):
         require_quantization(ENGINE, {"model_path": "on/another/machine"}, FP8)
-    with pytest.raises(EngineUnhealthy, match="quantization=awq"):
+    with pytest.raises(EngineError, match="quantization=awq"):
         require_quantization(ENGINE, started_with(FP8) | {"quantization": "awq"}, FP8)
 
 
@@ -105,7 +103,7 @@ def test_the_command_line_comes_before_the_checkpoint(tmp_path: Path) -> None:
 
 def test_other_overrides_are_refused() -> None:
     info = {"json_model_override_args": '{"rope_theta": 5, "num_experts_per_tok": 1}'}
-    with pytest.raises(EngineUnhealthy, match="changes num_experts_per_tok, rope_theta"):
+    with pytest.raises(EngineError, match="changes num_experts_per_tok, rope_theta"):
         require_quantization(ENGINE, info, None)
-    with pytest.raises(EngineUnhealthy, match="no JSON object"):
+    with pytest.raises(EngineError, match="no JSON object"):
         require_quantization(ENGINE, {"json_model_override_args": "[1"}, None)

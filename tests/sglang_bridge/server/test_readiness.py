@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import EngineUnhealthy
+from sglang_bridge.errors import EngineError
 from sglang_bridge.keys import create_keys
 from sglang_bridge.server.nccl import deterministic_environment
 from sglang_bridge.server.ports import choose_port
@@ -98,7 +98,7 @@ def test_a_server_of_another_model_is_refused(
     if not difference:
         check(server.server_port, model_path=str(model))
         return
-    with pytest.raises(EngineUnhealthy, match=difference):
+    with pytest.raises(EngineError, match=difference):
         check(server.server_port, model_path=str(model))
     # Another machine may have another model there
     server.answer = (200, INFO | {"model_path": str(tmp_path / "absent")})
@@ -108,21 +108,21 @@ def test_a_server_of_another_model_is_refused(
 def test_server_without_routes_passes_without_replay(server: Any) -> None:
     server.answer = (200, {"enable_return_routed_experts": False, "tp_size": 1})
     check(server.server_port, return_routes=False)
-    with pytest.raises(EngineUnhealthy, match="--enable-return-routed-experts"):
+    with pytest.raises(EngineError, match="--enable-return-routed-experts"):
         check(server.server_port)
 
 
 def test_address_on_which_nothing_listens_is_refused() -> None:
     start = time.monotonic()
     with pytest.raises(
-        EngineUnhealthy, match=r"nothing listens there \(connection refused\); .*start_timeout_s"
+        EngineError, match=r"nothing listens there \(connection refused\); .*start_timeout_s"
     ):
         check(choose_port("127.0.0.1", None), start_timeout_s=30.0)
     assert 5.0 <= time.monotonic() - start < 20.0, "a sixth of the timeout"
 
 
 def test_unknown_host_name_is_refused_early() -> None:
-    with pytest.raises(EngineUnhealthy, match=r"no-such-host\.invalid:1: its name is not known"):
+    with pytest.raises(EngineError, match=r"no-such-host\.invalid:1: its name is not known"):
         require_external_engines(
             [Engine(url="http://no-such-host.invalid:1")],
             create_keys(),
@@ -132,21 +132,21 @@ def test_unknown_host_name_is_refused_early() -> None:
 
 
 def test_hanging_server_gets_the_whole_timeout() -> None:
-    refusal = pytest.raises(EngineUnhealthy, match=r"did not answer within 1 s; start that server")
+    refusal = pytest.raises(EngineError, match=r"did not answer within 1 s; start that server")
     with socket.create_server(("127.0.0.1", 0)) as silent, refusal:
         check(silent.getsockname()[1])
 
 
 def test_incorrect_keys_are_refused(server: Any) -> None:
     server.answer = (401, {})
-    with pytest.raises(EngineUnhealthy, match=r"engine.key_file"):
+    with pytest.raises(EngineError, match=r"engine.key_file"):
         check(server.server_port)
 
 
 @pytest.mark.parametrize("info", [[], "busy", 3, None])
 def test_a_server_without_settings_is_refused(server: Any, info: Any) -> None:
     server.answer = (200, info)
-    with pytest.raises(EngineUnhealthy, match=r"not as SGLang does.*no JSON object.*a proxy"):
+    with pytest.raises(EngineError, match=r"not as SGLang does.*no JSON object.*a proxy"):
         check(server.server_port)
 
 
@@ -163,12 +163,12 @@ def test_a_server_without_settings_is_refused(server: Any, info: Any) -> None:
 )
 def test_settings_of_other_types_are_refused(server: Any, key: str, value: Any) -> None:
     server.answer = (200, {**INFO, key: value})
-    with pytest.raises(EngineUnhealthy, match=r"127\.0\.0\.1.*another type.*a proxy"):
+    with pytest.raises(EngineError, match=r"127\.0\.0\.1.*another type.*a proxy"):
         check(server.server_port)
 
 
 def test_tensor_parallel_size_must_match_the_server(server: Any) -> None:
-    with pytest.raises(EngineUnhealthy, match=r"engine\.tp=2: http.* runs with tp_size=1"):
+    with pytest.raises(EngineError, match=r"engine\.tp=2: http.* runs with tp_size=1"):
         check(server.server_port, tp=2)
     server.answer = (200, {**INFO, "tp_size": 2, "pp_size": 1, "dp_size": 1})
     check(server.server_port, tp=2)
@@ -177,12 +177,12 @@ def test_tensor_parallel_size_must_match_the_server(server: Any) -> None:
 @pytest.mark.parametrize("key", ["pp_size", "dp_size"])
 def test_pipeline_and_data_parallel_servers_are_refused(server: Any, key: str) -> None:
     server.answer = (200, {**INFO, key: 2})
-    with pytest.raises(EngineUnhealthy, match=rf"127\.0\.0\.1.*{key}=2.*start it with 1"):
+    with pytest.raises(EngineError, match=rf"127\.0\.0\.1.*{key}=2.*start it with 1"):
         check(server.server_port)
 
 
 def test_dtype_must_match_the_server(server: Any) -> None:
-    with pytest.raises(EngineUnhealthy, match=r"engine.dtype=bfloat16.*runs in float32"):
+    with pytest.raises(EngineError, match=r"engine.dtype=bfloat16.*runs in float32"):
         check(server.server_port, dtype="bfloat16")
 
 
@@ -192,7 +192,7 @@ def test_dtype_must_match_the_server(server: Any) -> None:
 def test_server_whose_kernels_record_no_routes_is_refused(server: Any, backend: str) -> None:
     server.answer = (200, {**INFO, "moe_runner_backend": backend})
     with pytest.raises(
-        EngineUnhealthy,
+        EngineError,
         match=rf"{backend}.*--moe-runner-backend triton.*train\.replay=trainer or off",
     ):
         check(server.server_port)
@@ -214,7 +214,7 @@ def test_servers_that_would_hold_other_weights_are_refused(
     flag = option.replace("_", "-")
     for return_routes in (True, False):
         with pytest.raises(
-            EngineUnhealthy,
+            EngineError,
             match=rf"127\.0\.0\.1.*--{flag}={value}: .*{reason}.*; start it without --{flag}$",
         ):
             check(server.server_port, return_routes=return_routes)
@@ -236,7 +236,7 @@ def test_servers_that_record_other_routes_are_refused(server: Any, option: str, 
     server.answer = (200, {**INFO, option: value})
     flag = option.replace("_", "-")
     with pytest.raises(
-        EngineUnhealthy,
+        EngineError,
         match=rf"--{flag}={value}: .*without --{flag}, or set train\.replay=trainer or off",
     ):
         check(server.server_port)
@@ -269,7 +269,7 @@ def test_a_deterministic_server_whose_nccl_differs_is_refused(
 ) -> None:
     options = {"device": "cuda", "tp_size": 2, "enable_deterministic_inference": True}
     server.answer = (200, {**INFO, **options})
-    with pytest.raises(EngineUnhealthy, match="NCCL_ALGO=allreduce:tree"):
+    with pytest.raises(EngineError, match="NCCL_ALGO=allreduce:tree"):
         check(server.server_port, tp=2)
     for name, value in deterministic_environment({}).items():
         monkeypatch.setenv(name, value)

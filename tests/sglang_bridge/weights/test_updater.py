@@ -13,7 +13,7 @@ import torch
 
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
-from sglang_bridge.errors import RequestFailed, SleepFailed, WeightUpdateFailed
+from sglang_bridge.errors import EngineError, RequestFailed, WeightUpdateFailed
 from sglang_bridge.keys import create_keys
 from sglang_bridge.weights.buckets import NamedTensors
 from sglang_bridge.weights.calls import Failures
@@ -197,7 +197,7 @@ def test_an_engine_that_sleeps_wakes_its_weights_before_a_sync_and_its_caches_af
 
 def test_all_engines_are_asked_to_sleep_before_a_refusal_is_raised() -> None:
     setup = Setup(failing_calls={A: {"sleep"}})
-    with pytest.raises(SleepFailed, match=r"1 engine.*127\.0\.0\.1:1: sleep refused"):
+    with pytest.raises(EngineError, match=r"1 engine.*127\.0\.0\.1:1: sleep refused"):
         setup.updater.sleep(setup.admins)
     assert set(setup.take_log()) == {"sleep 1", "sleep 2"}
 
