@@ -73,7 +73,7 @@ GeneratorName = Literal[
     "two_digit_addition",
     "letter_sorting",
 ]
-FileFormat = Literal["jsonl", "parquet", "hf_dataset"]
+FileFormat = Literal["jsonl", "csv", "parquet", "hf_dataset"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,6 +85,7 @@ class SourceSettings(Section):
     weight: Annotated[float, Gt(0), Le(10**6)]
     train_path: Text | None = None
     eval_path: Text | None = None
+    columns: dict[str, Text] = field(default_factory=dict)
     split: Text | None = None
     eval_split: Text | None = None
     task: Text | None = None
@@ -106,6 +107,9 @@ class DataSettings(Section):
     # Files only: the file or folder of held-out questions, in any format. null: train_path reserves
     # one question in eight, and num_eval of these are held out.
     eval_path: Text | None = None
+    # Files only: the columns with the keys of a row, where they have other names, such as
+    # {prompt: problem, answer: reward_model.ground_truth}. A dot leads into an object.
+    columns: dict[str, Text] = field(default_factory=dict)
     # Folders only: the split with the training questions. null: the only one, or train.
     split: Text | None = None
     # Folders only: the split with the held-out questions, of eval_path or else of train_path.
@@ -385,8 +389,10 @@ class TrainSettings(Section):
 class EvalSetSettings(Section):
     """One set of questions, an entry of eval.sets. null: the value of eval.*."""
 
-    # A JSONL file.
+    # A file in any format of data.train_path.
     path: Text
+    # As data.columns, for this file.
+    columns: dict[str, Text] = field(default_factory=dict)
     every: Whole | None = None
     samples_per_prompt: Count | None = None
     temperature: EvalTemperature | None = None
@@ -395,7 +401,7 @@ class EvalSetSettings(Section):
 
     def __repr__(self) -> str:
         """Return the set as one writes it: its path alone, or a tree of what it sets."""
-        changes = {key: value for key, value in vars(self).items() if value is not None}
+        changes = {key: value for key, value in vars(self).items() if value not in (None, {})}
         return repr(self.path if len(changes) == 1 else changes)
 
 
@@ -413,7 +419,7 @@ class EvalSettings(Section):
     # No evaluation takes place before this step.
     start_step: Whole = 0
     samples_per_prompt: Count = 4
-    # Sets of questions by name: the path of a JSONL file, or {path: FILE, ...} with keys of
+    # Sets of questions by name: the path of a file, or {path: FILE, ...} with keys of
     # EvalSetSettings. mode=train measures them beside the held-out questions, mode=eval in their
     # place.
     sets: dict[Name, Annotated[EvalSetSettings, BeforeValidator(_as_set)]] = field(

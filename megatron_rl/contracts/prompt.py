@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
+ROW_KEYS = ("prompt", "messages", "tools", "answer", "response", "id", "task", "difficulty")
+"""The keys of a row in a file of questions."""
+
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """One question to the model.

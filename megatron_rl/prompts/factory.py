@@ -17,6 +17,7 @@ from megatron_rl.prompts import (
     letter_sorting,
     two_digit_addition,
 )
+from megatron_rl.prompts.files.columns import Columns
 from megatron_rl.prompts.files.reader import FILE_SOURCES, DataLocation, read_questions
 from megatron_rl.prompts.files.row import Render, refuse_messages
 from megatron_rl.prompts.files.rows import DEFAULT_TASK
@@ -118,14 +119,17 @@ def open_set(
     read_answer: ReadAnswer = str,
     *,
     render: Render = refuse_messages,
+    columns: Mapping[str, str] | None = None,
 ) -> list[Prompt]:
     """Open one of eval.sets, each question once.
 
+    columns: where the file has the keys of a row.
     Bad rows are the same as in `open_prompts`. Raises `PromptDataError`.
     """
     key = f"eval.sets.{name}"
     bad_rows = BadRows(settings.on_bad_row, read_answer)
-    questions = read_questions(DataLocation(path, key), bad_rows, render=render)
+    location = DataLocation(path, key, columns=Columns(columns or {}, f"{key}.columns"))
+    questions = read_questions(location, bad_rows, render=render)
     split = keep_apart([], questions, bad_rows)
     builder = _PromptBuilder(tokenizer, settings.max_prompt_tokens, bad_rows, split)
     return builder.build(split.held_out, f"{key}={path}: no usable held-out prompt")

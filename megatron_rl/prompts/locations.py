@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from megatron_rl.config.schema import DataSettings
+from megatron_rl.prompts.files.columns import Columns
 from megatron_rl.prompts.files.reader import DataLocation
 
 
@@ -19,6 +20,7 @@ def settings_of_source(settings: DataSettings, name: str) -> DataSettings:
         source=source.source,
         train_path=source.train_path,
         eval_path=source.eval_path,
+        columns=source.columns,
         split=source.split,
         eval_split=source.eval_split,
         task=source.task,
@@ -36,7 +38,11 @@ def training_data(settings: DataSettings, section: str = "data") -> DataLocation
     """Return where the training questions are. section: that of the keys, for messages."""
     assert settings.train_path is not None, "the configuration's rules require it"
     return DataLocation(
-        settings.train_path, f"{section}.train_path", settings.split, side="train_path"
+        settings.train_path,
+        f"{section}.train_path",
+        settings.split,
+        side="train_path",
+        columns=_columns(settings, section),
     )
 
 
@@ -45,9 +51,16 @@ def held_out_data(settings: DataSettings, section: str = "data") -> DataLocation
 
     section: that of the keys, for messages.
     """
+    columns = _columns(settings, section)
     if settings.eval_path is not None:
-        return DataLocation(settings.eval_path, f"{section}.eval_path", settings.eval_split)
+        key = f"{section}.eval_path"
+        return DataLocation(settings.eval_path, key, settings.eval_split, columns=columns)
     if settings.eval_split is None:
         return None
     assert settings.train_path is not None, "the configuration's rules require it"
-    return DataLocation(settings.train_path, f"{section}.train_path", settings.eval_split)
+    key = f"{section}.train_path"
+    return DataLocation(settings.train_path, key, settings.eval_split, columns=columns)
+
+
+def _columns(settings: DataSettings, section: str) -> Columns:
+    return Columns(settings.columns, f"{section}.columns")

@@ -80,7 +80,8 @@ def identity_of(settings: DataSettings) -> dict[str, Any]:
         }
         return {"source": "mixture", "sources": identities}
     if settings.source in FILE_SOURCES:
-        return {"source": settings.source, "sha256": digest_of(training_data(settings))}
+        file = {"source": settings.source, "sha256": digest_of(training_data(settings))}
+        return file | ({"columns": dict(settings.columns)} if settings.columns else {})
     identity: dict[str, Any] = {"source": settings.source, "seed": settings.seed}
     options = {
         "task": settings.task,

@@ -78,6 +78,16 @@ def read_sets(c: Configuration) -> dict[str, tuple[Prompt, ...]]:
     render = ChatTemplate(Path(c.model.path)).prompt
     read_answer = open_answer_reader(c.reward)
     return {
-        name: tuple(open_set(name, entry.path, c.data, tokenizer, read_answer, render=render))
+        name: tuple(
+            open_set(
+                name,
+                entry.path,
+                c.data,
+                tokenizer,
+                read_answer,
+                render=render,
+                columns=entry.columns,
+            )
+        )
         for name, entry in c.eval.sets.items()
     }

@@ -15,7 +15,7 @@ from megatron_rl.contracts.refusal import ConfigurationRefused
 from tests.support.configurations import NODE, ON_CLUSTERS, MakeCheckpoint
 
 EXPERIMENTS = sorted(file.stem for file in (HYDRA_CONF / "experiment").glob("*.yaml"))
-FILES = ("jsonl", "parquet", "hf_dataset")
+FILES = ("jsonl", "csv", "parquet", "hf_dataset")
 
 
 def test_quickstart_is_the_default(checkpoint: Path) -> None:
@@ -126,11 +126,13 @@ def test_every_option_of_a_group_sets_only_declared_keys(
 ) -> None:
     (tmp_path / "train.jsonl").touch()
     (tmp_path / "train.parquet").touch()
+    (tmp_path / "train.csv").touch()
     plugin = f"{group}.{'source' if group == 'data' else 'name'}=json:JSONDecoder"
     required_overrides = {
         "external": ["engine.urls=['http://127.0.0.1:3']"],
         "jsonl": [f"data.train_path={tmp_path}/train.jsonl"],
         "parquet": [f"data.train_path={tmp_path}/train.parquet"],
+        "csv": [f"data.train_path={tmp_path}/train.csv"],
         "hf_dataset": [f"data.train_path={tmp_path}"],
         "mixture": ["data.sources={sums: {source: two_digit_addition, weight: 1}}"],
         "letter_sorting": ["reward.answer=last_line"],

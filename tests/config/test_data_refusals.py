@@ -1,5 +1,6 @@
 """Files, folders and mixtures that cannot be read are refused with the key of their place."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -15,16 +16,15 @@ LETTERS = "letters: {{source: letter_sorting, weight: 1}}"
 
 @pytest.fixture
 def files(tmp_path: Path) -> Path:
-    for name in ("t.parquet", "t.jsonl", "e.jsonl"):
+    for name in ("t.parquet", "t.jsonl", "t.csv", "e.jsonl"):
         (tmp_path / name).touch()
     (tmp_path / "folder").mkdir()
     return tmp_path
 
 
 def overrides_of(text: str, files: Path) -> list[str]:
-    """Overrides are separated by ` data`, because those of a mixture hold spaces."""
-    parts = text.format(files).split(" data")
-    return [parts[0], *(f"data{part}" for part in parts[1:])]
+    """Return the overrides of a text. Those of a mixture and of sets hold spaces."""
+    return re.split(r" (?=data[.=]|eval\.sets)", text.format(files))
 
 
 @pytest.mark.parametrize(
@@ -48,6 +48,23 @@ def overrides_of(text: str, files: Path) -> list[str]:
             "a file, which has no splits",
         ),
         (FOLDER + " data.eval_split=test data.num_eval=9", "data.num_eval", "data.eval_split"),
+        ("data=csv data.train_path={0}/t.jsonl", "data.train_path", "or use data=jsonl"),
+        ("data=csv data.train_path={0}/t.parquet", "data.train_path", "Use data=parquet"),
+        ("data=jsonl data.train_path={0}/t.csv", "data.train_path", "Use data=csv"),
+        ("data=parquet data.train_path={0}/t.csv", "data.train_path", "Use data=csv"),
+        ("data=hf_dataset data.train_path={0}/t.csv", "data.train_path", "Use data=csv"),
+        ("data=column_addition data.columns.prompt=q", "data.columns", "Remove it, or choose"),
+        (PARQUET + " data.columns.qestion=q", "data.columns", "keys: prompt, messages, tools,"),
+        (
+            PARQUET + " data.columns.prompt=q data.columns.messages=m",
+            "data.columns",
+            "Name the column of one of them",
+        ),
+        (
+            PARQUET + " eval.sets.s={{path: {0}/t.csv, columns: {{label: q}}}}",
+            "eval.sets",
+            "s.columns: A row has no key 'label'",
+        ),
         ("data=column_addition data.split=a", "data.split", "Remove it, or choose data=hf"),
         ("data=letter_sorting", "reward.answer", "Use reward.answer=last_line"),
         ("data=mixture", "data.sources", "needs its sources by name"),
@@ -71,6 +88,9 @@ def test_files_and_folders_are_refused_by_key(
         FOLDER + " data.eval_path={0}/folder data.eval_split=test",
         FOLDER + " data.eval_path={0}/t.parquet",
         "data=parquet data.train_path={0}/folder",
+        "data=csv data.train_path={0}/t.csv data.columns.prompt=question",
+        PARQUET + " data.columns.prompt=q data.columns.answer=reward_model.ground_truth",
+        PARQUET + " eval.sets.s={{path: {0}/t.csv, columns: {{prompt: q}}}}",
         "data=jsonl data.train_path={0}/t.jsonl data.eval_path={0}/t.parquet",
         "data=mixture data.sources={{sums: {{" + SUMS + "}}}}",
     ],
@@ -102,7 +122,7 @@ def test_types_of_all_sources_are_refused_by_key(checkpoint: Path, files: Path) 
         infinite="FILE, weight: inf",
         boolean="FILE, weight: true",
         typo="FILE, wieght: 1",
-        csv="source: csv, weight: 1",
+        tsv="source: tsv, weight: 1",
         nested="source: mixture, weight: 1",
     )
     words = {
@@ -113,7 +133,7 @@ def test_types_of_all_sources_are_refused_by_key(checkpoint: Path, files: Path) 
         "boolean.weight": "Must be a number",
         "typo.wieght": "Did you mean data.sources.typo.weight?",
         "typo.weight": "",
-        "csv.source": "Must be one of column_addition",
+        "tsv.source": "Must be one of column_addition",
         "nested.source": "Must be one of column_addition",
     }
     assert texts.keys() == words.keys()

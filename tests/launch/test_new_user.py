@@ -49,7 +49,7 @@ def refusal_of(*overrides: str) -> str:
         (
             "data=jsonl",
             "data=json",
-            "Choose one of column_addition, column_addition_calls, column_addition_mixed, custom,",
+            "Choose one of column_addition, column_addition_calls, column_addition_mixed, csv,",
         ),
         (
             "data=jsonl",

@@ -14,8 +14,8 @@ import pyarrow.parquet
 import pytest
 
 from megatron_rl.prompts.files.reader import DataLocation, digest_of, read_questions
-from megatron_rl.prompts.files.tables import write_parquet
 from megatron_rl.prompts.question import BadRows, PromptDataError, Question
+from tests.support.question_files import write_parquet
 
 Rows = Sequence[Mapping[str, Any]]
 USER = {"role": "user", "content": "2+2"}

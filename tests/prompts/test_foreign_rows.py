@@ -45,18 +45,26 @@ def test_a_null_of_a_needed_key_is_named(row: str, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "row",
+    ("row", "remedy"),
     [
-        {"prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"ground_truth": "2"}},
-        {"prompt": "1+1=", "answer": ["2"]},
-        {"prompt": {"text": "1+1="}, "answer": "2"},
-        {"problem": "1+1=", "solution": "2"},
+        (
+            {"prompt": [{"role": "user", "content": "1+1="}], "reward_model": {"style": "rule"}},
+            r"data\.columns\.messages=prompt$",
+        ),
+        ({"prompt": "1+1=", "answer": ["2"]}, r"data\.columns\.answer=answer$"),
+        ({"prompt": {"text": "1+1="}, "answer": "2"}, r"data\.columns\.prompt=COLUMN$"),
+        (
+            {"problem": "1+1=", "solution": "2"},
+            r"It has: problem, solution\. .*data\.columns\.prompt=COLUMN",
+        ),
     ],
     ids=["verl", "lists", "objects", "names"],
 )
-def test_a_parquet_of_another_trainer_names_its_reader(tmp_path: Path, row: dict[str, Any]) -> None:
+def test_a_parquet_of_another_trainer_gets_the_setting_that_reads_it(
+    tmp_path: Path, row: dict[str, Any], remedy: str
+) -> None:
     file = tmp_path / "train.parquet"
     pq.write_table(pa.Table.from_pylist([row]), file)
     location = DataLocation(str(file), "data.train_path")
-    with pytest.raises(PromptDataError, match=r"python launch/convert_rows\.py"):
+    with pytest.raises(PromptDataError, match=remedy):
         read_questions(location, BadRows("fail"), render=refuse_messages)

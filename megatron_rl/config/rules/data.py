@@ -13,6 +13,7 @@ from megatron_rl.config.rules.broken_rule import BrokenRule
 from megatron_rl.config.schema import Configuration, DataSettings, SourceSettings
 from megatron_rl.contracts.paths import new_directory_problem, path_problem
 from megatron_rl.contracts.plugins import PYTHONPATH_REMEDY, missing_module
+from megatron_rl.contracts.prompt import ROW_KEYS
 
 # The number of different questions that a finite task has on each side of its split, for any seed.
 CAPACITY = {
@@ -21,21 +22,28 @@ CAPACITY = {
         "data.num_eval": ("held-out", 1_215),
     }
 }
-_FILES = ("jsonl", "parquet", "hf_dataset")
+_FILES = ("jsonl", "csv", "parquet", "hf_dataset")
 # The sources that read a key. The first one is the remedy.
 _OWNERS = {
     "train_path": _FILES,
     "eval_path": _FILES,
+    "columns": _FILES,
     "split": ("hf_dataset", "parquet"),
-    "eval_split": ("hf_dataset", "parquet", "jsonl"),
+    "eval_split": ("hf_dataset", "parquet", "jsonl", "csv"),
     "sources": ("mixture",),
     "task": ("reasoning_gym",),
     "task_config": ("reasoning_gym",),
 }
-_EXAMPLES = {"jsonl": "train.jsonl", "parquet": "train.parquet", "hf_dataset": "my_dataset"}
+_EXAMPLES = {
+    "jsonl": "train.jsonl",
+    "csv": "train.csv",
+    "parquet": "train.parquet",
+    "hf_dataset": "my_dataset",
+}
 _PATH_REMEDIES = {
     "": "Give the path of a file or of a folder",
     "jsonl": "Give the path of a JSONL file. data=parquet and data=hf_dataset read folders",
+    "csv": "Give the path of a CSV file",
     "parquet": "Give the path of a Parquet file, or of a folder of them",
     "hf_dataset": "Give the folder of a data set",
 }
@@ -152,7 +160,20 @@ def _check_letters(c: Configuration, source: str) -> Iterator[BrokenRule]:
         yield BrokenRule("reward.answer", rule, "Use reward.answer=last_line")
 
 
+def check_columns(columns: Mapping[str, str], key: str) -> Iterator[BrokenRule]:
+    """Yield broken rules about the columns that hold the keys of a row. key: data.columns."""
+    unknown = [name for name in columns if name not in ROW_KEYS]
+    if unknown:
+        rule = f"A row has no key {unknown[0]!r}"
+        remedy = f"Name the column of one of its keys: {', '.join(ROW_KEYS)}"
+        yield BrokenRule(key, rule, remedy)
+    if {"prompt", "messages"} <= columns.keys():
+        rule = "A row has `prompt` or `messages`, not both"
+        yield BrokenRule(key, rule, "Name the column of one of them")
+
+
 def _check_files(data: DataSettings | SourceSettings, section: str) -> Iterator[BrokenRule]:
+    yield from check_columns(data.columns, f"{section}.columns")
     if data.train_path is None:
         rule = f"{section}.source={data.source} needs a file of questions"
         remedy = f"Give one: {section}.train_path={_EXAMPLES[data.source]}"
@@ -182,20 +203,30 @@ def _check_path(source: str, path: str, key: str, split: str | None) -> Iterator
     source: format that reads it, "" for any format. split: the split that is chosen in it.
     """
     is_folder = Path(path).is_dir()
-    reads_folders = source != "jsonl"
-    suffix = Path(path).suffix
+    reads_folders = source not in ("jsonl", "csv")
     if (problem := path_problem(path, folder=is_folder and reads_folders)) is not None:
         yield BrokenRule(key, f"{problem} (from {Path.cwd()})", _PATH_REMEDIES[source])
-    elif source == "hf_dataset" and not is_folder:
-        other = "parquet" if suffix == ".parquet" else "jsonl"
-        yield BrokenRule(key, "It is a file, not the folder of a data set", f"Use data={other}")
-    elif source == "jsonl" and suffix == ".parquet":
-        yield BrokenRule(key, "It is a Parquet file", "Use data=parquet")
-    elif source == "parquet" and suffix in (".jsonl", ".json"):
-        yield BrokenRule(key, "It is a JSON file, not a Parquet file", "Use data=jsonl")
+    elif not is_folder and (mismatch := _format_mismatch(source, Path(path).suffix.lower())):
+        yield BrokenRule(key, *mismatch)
     elif split is not None and not is_folder:
         split_key = key.replace("train_path", "split").replace("eval_path", "eval_split")
         yield BrokenRule(split_key, f"{key}={path} is a file, which has no splits", "Remove it")
+
+
+def _format_mismatch(source: str, suffix: str) -> tuple[str, str] | None:
+    """Return rule and remedy for a file that its suffix assigns to another source."""
+    other = {".parquet": "parquet", ".csv": "csv"}.get(suffix, "jsonl")
+    if source == "hf_dataset":
+        return "It is a file, not the folder of a data set", f"Use data={other}"
+    if source == "csv" and suffix not in (".csv", ".parquet"):
+        return "Its name does not end with .csv", "Rename it, or use data=jsonl"
+    if source in ("jsonl", "csv") and suffix == ".parquet":
+        return "It is a Parquet file", "Use data=parquet"
+    if source in ("jsonl", "parquet") and suffix == ".csv":
+        return "It is a CSV file", "Use data=csv"
+    if source == "parquet" and suffix in (".jsonl", ".json"):
+        return "It is a JSON file, not a Parquet file", "Use data=jsonl"
+    return None
 
 
 def _check_counts(data: DataSettings, keys: Collection[str]) -> Iterator[BrokenRule]:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from megatron_rl.config.evaluations import HELD_OUT, best_metric, is_best_metric
 from megatron_rl.config.rules.broken_rule import BrokenRule
+from megatron_rl.config.rules.data import check_columns
 from megatron_rl.config.schema import Configuration
 
 
@@ -29,7 +30,9 @@ def _check_sets(c: Configuration) -> Iterator[BrokenRule]:
     for name, entry in c.eval.sets.items():
         if not Path(entry.path).expanduser().exists():
             rule = f"{name}: there is no such file or folder as {entry.path} (from {Path.cwd()})"
-            yield BrokenRule(key, rule, "Give a JSONL or Parquet file, or a data set folder")
+            yield BrokenRule(key, rule, "Give a file of questions, or a data set folder")
+        for broken in check_columns(entry.columns, key):
+            yield broken._replace(rule=f"{name}.columns: {broken.rule}")
     if HELD_OUT in c.eval.sets:
         rule = f"{HELD_OUT} is the name of the held-out questions of data.*"
         yield BrokenRule(key, rule, "Choose another name")

@@ -5,9 +5,11 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_rl.prompts.files.columns import Columns
+from megatron_rl.prompts.files.csv_rows import read_csv
 from megatron_rl.prompts.files.folders import files_of_folder
 from megatron_rl.prompts.files.row import Render, refuse_messages
 from megatron_rl.prompts.files.rows import Rows
@@ -15,7 +17,7 @@ from megatron_rl.prompts.files.tables import RowOrProblem, read_arrow_stream, re
 from megatron_rl.prompts.jsonl import read_lines_into, require_usable_lines
 from megatron_rl.prompts.question import BadRows, CheckedRows, PromptDataError, Question
 
-FILE_SOURCES = ("jsonl", "parquet", "hf_dataset")
+FILE_SOURCES = ("jsonl", "csv", "parquet", "hf_dataset")
 _PARQUET_BEGINNING = b"PAR1"
 
 
@@ -25,12 +27,14 @@ class DataLocation:
 
     key: configuration key that names it, for messages. split: of a folder with several splits.
     side: `train_path` or `eval_path`, by which rows without an id are called.
+    columns: where a row has its keys.
     """
 
     path: str
     key: str
     split: str | None = None
     side: str = "eval_path"
+    columns: Columns = field(default_factory=Columns)
 
     @property
     def name(self) -> str:
@@ -53,7 +57,13 @@ def read_questions(
 
     Raises `PromptDataError` if a file cannot be read, or if there is no usable row.
     """
-    rows = Rows(location.name, CheckedRows(bad_rows), render, id_key=f"data.{location.side}")
+    rows = Rows(
+        location.name,
+        CheckedRows(bad_rows),
+        render,
+        id_key=f"data.{location.side}",
+        columns=location.columns,
+    )
     files = location.files
     number = 0
     # Files of different folders may have the same name.
@@ -62,6 +72,8 @@ def read_questions(
         place = f"{file.relative_to(parent)} " if len(files) > 1 else ""
         if _is_table(file):
             number = _add_table(rows, file, number, place)
+        elif file.suffix.lower() == ".csv":
+            number = _add_csv(rows, file, number, place)
         else:
             number = read_lines_into(rows, file, location.key, first_number=number, place=place)
     require_usable_lines(rows)
@@ -81,7 +93,7 @@ def digest_of(location: DataLocation) -> str:
 
 def _add_table(rows: Rows, file: Path, number: int, place: str) -> int:
     """Add the rows of a table, and return the number of its last row."""
-    for row_number, row in enumerate(_read_table(file, rows.name), 1):
+    for row_number, row in enumerate(_read_table(file, rows), 1):
         number += 1
         origin = f"{file} row {row_number}"
         if isinstance(row, ValueError):
@@ -91,8 +103,21 @@ def _add_table(rows: Rows, file: Path, number: int, place: str) -> int:
     return number
 
 
-def _read_table(file: Path, key: str) -> Iterator[RowOrProblem]:
-    return read_arrow_stream(file, key) if file.suffix == ".arrow" else read_parquet(file, key)
+def _add_csv(rows: Rows, file: Path, number: int, place: str) -> int:
+    """Add the rows of a CSV file, and return the number of its last row."""
+    for line, row in read_csv(file, rows.name, rows.columns):
+        number += 1
+        origin = f"{file} line {line}"
+        if isinstance(row, ValueError):
+            rows.add_bad(origin, str(row))
+        else:
+            rows.add(row, number, origin, f"{place}line {line}")
+    return number
+
+
+def _read_table(file: Path, rows: Rows) -> Iterator[RowOrProblem]:
+    read = read_arrow_stream if file.suffix == ".arrow" else read_parquet
+    return read(file, rows.name, rows.columns)
 
 
 def _is_table(file: Path) -> bool:

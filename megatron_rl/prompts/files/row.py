@@ -19,16 +19,6 @@ from megatron_rl.prompts.question import Question, identity_of_text
 # No model reads so long a prompt. A file without line ends must not fill the memory.
 MAX_ROW_BYTES = 16 * 2**20
 EXAMPLE_ROW = '{"prompt": "2+2=", "answer": "4"}'
-ROW_KEYS = (
-    "prompt",
-    "messages",
-    "tools",
-    "answer",
-    "response",
-    "id",
-    "task",
-    "difficulty",
-)
 # A number such as 1e999999999 would fill the memory with zeros.
 _MAX_EXPONENT = 999
 _EXCERPT = 40  # characters

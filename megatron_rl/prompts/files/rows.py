@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
+import msgspec
+
+from megatron_rl.prompts.files.columns import Columns
 from megatron_rl.prompts.files.row import EXAMPLE_ROW, Render, parse_question
 from megatron_rl.prompts.question import CheckedRows, PromptDataError, Question
 
@@ -17,6 +21,7 @@ class Rows:
     name: `key=path` of the data, for messages.
     id_key: a row without an id is called `id_key:number`.
     questions: the questions of all usable rows.
+    columns: where a row has these keys.
     first_bad_row: the first row that is not usable, b"" without one.
     """
 
@@ -25,9 +30,14 @@ class Rows:
     render: Render
     id_key: str
     task: str = DEFAULT_TASK
+    columns: Columns = field(default_factory=Columns)
     questions: list[Question] = field(default_factory=list)
     first_bad_row: bytes = b""
     _place_by_id: dict[str, str] = field(default_factory=dict, init=False)
+    _unseen_keys: set[str] = field(init=False)  # whose column has no value so far
+
+    def __post_init__(self) -> None:
+        self._unseen_keys = set(self.columns.names)
 
     def add(self, row: bytes, number: int, origin: str, place: str) -> None:
         """Add the row of a number, a JSON object.
@@ -36,8 +46,9 @@ class Rows:
         Raises as `CheckedRows.add_bad` does.
         """
         try:
+            renamed_row = self.columns.rename(row)
             question = parse_question(
-                row,
+                renamed_row,
                 origin,
                 self.render,
                 default_id=f"{self.id_key}:{number}",
@@ -45,10 +56,13 @@ class Rows:
             )
             self._check_unique(question, place)
         except ValueError as error:
-            self.add_bad(origin, str(error), row)
+            self.add_bad(origin, self.columns.explain(str(error)), row)
         except RecursionError:
             self.add_bad(origin, "its arrays or objects are nested too deeply", row)
         else:
+            if self._unseen_keys:
+                values = msgspec.json.decode(renamed_row, type=dict[str, Any]).items()
+                self._unseen_keys -= {key for key, value in values if value is not None}
             self.checked_rows.add_usable()
             self.questions.append(question)
 
@@ -58,8 +72,14 @@ class Rows:
         self.checked_rows.add_bad(origin, reason)
 
     def require_usable(self) -> None:
-        """Raise `PromptDataError` without a usable row."""
+        """Raise `PromptDataError` without a usable row, or if a named column has no value."""
         if self.questions:
+            for key in sorted(self._unseen_keys):
+                raise PromptDataError(
+                    f"{self.columns.setting}.{key}={self.columns.names[key]}: no row of "
+                    f"{self.name} has a value in this column. Correct its name, or leave the "
+                    "setting out"
+                )
             return
         num_bad = self.checked_rows.num_bad
         if not num_bad:

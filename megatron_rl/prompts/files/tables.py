@@ -9,7 +9,7 @@ file contains.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from decimal import Decimal
 from pathlib import Path
@@ -17,47 +17,48 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.prompts.files.row import ROW_KEYS
+from megatron_rl.prompts.files.columns import NESTED_KEYS, Columns
 from megatron_rl.prompts.question import PromptDataError
 
 _BATCH_ROWS = 256
 _TEXT = ("prompt", "response", "task")
 _NUMBERS = ("answer", "difficulty")
-_NESTED = ("messages", "tools")
 _encoder = msgspec.json.Encoder(decimal_format="number")
 
 RowOrProblem = bytes | ValueError
 """A row as a JSON object, or the reason why it is none."""
 
 
-def read_parquet(path: Path, key: str) -> Iterator[RowOrProblem]:
+def read_parquet(path: Path, key: str, names: Columns) -> Iterator[RowOrProblem]:
     """Yield the rows of a Parquet file.
 
-    key: `key=path` of the data, for messages. Raises `PromptDataError` if the file cannot be read,
-    or if its columns are not those of questions.
+    key: `key=path` of the data, for messages. names: the columns with the keys of a row.
+
+    Raises `PromptDataError` if the file cannot be read, or if its columns are not those of
+    questions.
     """
     import pyarrow
     import pyarrow.parquet
 
     try:
         with closing(pyarrow.parquet.ParquetFile(path)) as file:
-            columns = _check_columns(file.schema_arrow, path, key)
+            columns = _check_columns(file.schema_arrow, path, key, names)
             batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=columns)
             yield from _rows_of(batches, columns)
     except (pyarrow.ArrowException, OSError) as error:
         raise _unreadable(path, key, "Parquet", error) from error
 
 
-def read_arrow_stream(path: Path, key: str) -> Iterator[RowOrProblem]:
+def read_arrow_stream(path: Path, key: str, names: Columns) -> Iterator[RowOrProblem]:
     """Yield the rows of a file that `save_to_disk` of the library `datasets` wrote.
 
-    key: `key=path` of the data, for messages. Raises `PromptDataError`, see `read_parquet`.
+    key, names: as for `read_parquet`. Raises `PromptDataError` as it does.
     """
     import pyarrow
 
     try:
         with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_stream(source) as stream:
-            columns = _check_columns(stream.schema, path, key)
+            columns = _check_columns(stream.schema, path, key, names)
             yield from _rows_of(_small_batches(stream, columns), columns)
     except (pyarrow.ArrowException, OSError) as error:
         raise _unreadable(path, key, "an Arrow stream", error) from error
@@ -100,7 +101,7 @@ class _Writer:
         import pyarrow
 
         self.name = name
-        self._is_json_text = name in _NESTED and _is_text(kind)
+        self._is_json_text = name in NESTED_KEYS and _is_text(kind)
         # Doubles show digits that a narrower float does not have
         self._narrow = None
         if pyarrow.types.is_float32(kind) or pyarrow.types.is_float16(kind):
@@ -125,24 +126,24 @@ class _Writer:
         return digits
 
 
-def _check_columns(schema: Any, path: Path, key: str) -> list[str]:
+def _check_columns(schema: Any, path: Path, key: str, names: Columns) -> list[str]:
     """Return the columns to read, in the order of the file. Raises `PromptDataError`."""
-    names = list(schema.names)
-    columns = [name for name in names if name in ROW_KEYS]
-    if "prompt" not in columns and "messages" not in columns:
-        raise PromptDataError(
-            f"{key}: {path} has neither a column `prompt` nor a column `messages`. It has: "
-            f"{', '.join(map(str, names)) or 'no columns'}. Rename them: python "
-            "launch/convert_rows.py does"
-        )
-    for name in columns:
-        if names.count(name) > 1:
-            raise PromptDataError(f"{key}: {path} has two columns `{name}`. Remove one")
-        kind = schema.field(name).type
-        if problem := _type_problem(name, kind):
+    available = list(schema.names)
+    names.check(available, path, key)
+    key_by_column = {column: name for name, column in names.sources(available).items()}
+    media = names.media(available)
+    columns = [column for column in available if column in (*key_by_column, *media)]
+    for column in columns:
+        if available.count(column) > 1:
+            raise PromptDataError(f"{key}: {path} has two columns `{column}`. Remove one")
+        kind = schema.field(column).type
+        # Each row of a named column is checked when it is parsed
+        is_named = column in media or key_by_column[column] in names.names
+        problem = "" if is_named else _type_problem(column, kind)
+        if problem:
             raise PromptDataError(
-                f"{key}: the column `{name}` of {path} has the type {kind}; it must be {problem}. "
-                "Convert the column: python launch/convert_rows.py reads files of other trainers"
+                f"{key}: the column `{column}` of {path} has the type {kind}; it must be "
+                f"{problem}. {_type_remedy(column, kind, names.setting)}"
             )
     return columns
 
@@ -162,6 +163,16 @@ def _type_problem(name: str, kind: Any) -> str:
         is_number = types.is_integer(kind) or types.is_floating(kind) or types.is_decimal(kind)
         return "" if is_number else "text or a number"
     return "" if _is_json(kind) else "a list of objects, or JSON text"
+
+
+def _type_remedy(name: str, kind: Any, setting: str) -> str:
+    import pyarrow.types as types
+
+    if types.is_list(kind) and name == "prompt":
+        return f"If it holds messages, set {setting}.messages=prompt"
+    if types.is_list(kind) and name == "answer":
+        return f"If each list holds one answer, set {setting}.answer=answer"
+    return f"Convert the column, or name another one: {setting}.{name}=COLUMN"
 
 
 def _is_text(kind: Any) -> bool:
@@ -188,19 +199,3 @@ def _unreadable(path: Path, key: str, form: str, error: Exception) -> PromptData
     return PromptDataError(
         f"{key}: {path} cannot be read as {form} ({reason}). Copy or write the file again"
     )
-
-
-def write_parquet(path: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write rows as a Parquet file. Nested values become JSON text, so that nothing is added."""
-    import pyarrow
-    import pyarrow.parquet
-
-    names = [name for name in ROW_KEYS if any(name in row for row in rows)]
-    columns = {name: [_to_cell(row.get(name)) for row in rows] for name in names}
-    pyarrow.parquet.write_table(pyarrow.table(columns), path)
-
-
-def _to_cell(value: Any) -> str | None:
-    if value is None or isinstance(value, str):
-        return value
-    return _encoder.encode(value).decode()
