@@ -29,6 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import psutil
+from packaging.requirements import Requirement
 
 from megatron_rl.config.cli import main
 from megatron_rl.config.curriculum import sized_for_all_phases, sized_for_engines
@@ -107,6 +108,7 @@ def check_versions(constraints: str) -> Iterator[Check]:
     constraints: the text of constraint files. Later pins replace earlier ones.
     """
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", constraints, flags=re.MULTILINE))
+    pins["triton"] = _triton_of_torch() or pins["triton"]
     for name in PACKAGES:
         try:
             version = importlib.metadata.version(name)
@@ -117,6 +119,16 @@ def check_versions(constraints: str) -> Iterator[Check]:
         remedy = "Run make install. Other versions are not tested"
         is_pinned = version.partition("+")[0] == pins[name]
         yield Check(name, is_pinned, finding, remedy, is_required=False)
+
+
+def _triton_of_torch() -> str | None:
+    """Return the version of triton that a CUDA build of torch declares, None for other builds."""
+    for text in importlib.metadata.requires("torch") or ():
+        requirement = Requirement(text)
+        version = re.fullmatch(r"==([\d.]+)", str(requirement.specifier))
+        if requirement.name == "triton" and version is not None:
+            return version[1]
+    return None
 
 
 def check_devices(facts: LaunchFacts) -> Iterator[Check]:

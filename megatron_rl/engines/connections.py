@@ -53,7 +53,7 @@ class EngineConnections:
 
     def release(self, group_ids: Sequence[str]) -> None:
         """Free the rollouts of delivered groups."""
-        self.queue.release(group_ids)
+        self.queue.drop(group_ids)
 
     def count_in_flight(self) -> int:
         """Return the number of rollouts to train on whose group has not arrived."""

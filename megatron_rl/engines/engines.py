@@ -146,7 +146,8 @@ class Engines:
             token_counter=token_counter,
             open_counter=self._open_admin,
         )
-        queue.observer = fleet
+        queue.on_engine_failure = fleet.handle_engine_failure
+        queue.on_lost_collector = fleet.handle_lost_collector
         return EngineConnections(
             queue, weights, fleet, self._open_admin, sends_weights, token_counter
         )
@@ -463,7 +464,6 @@ def collector_template(configuration: Configuration, shape: ModelShape, keys: Ru
     """
     records_routes = configuration.train.replay == "rollout"
     return Configure(
-        engines=(),
         api_key=keys.api_key,
         model_path=configuration.model.path,
         routes=route_shape(shape) if records_routes else None,

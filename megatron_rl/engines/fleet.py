@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from megatron_rl.config.schema import RecoverySettings
@@ -50,6 +51,14 @@ def managed_name(node: int, index: int) -> str:
     return f"{index} of node {node}"
 
 
+@dataclass(frozen=True)
+class _AnnouncedEngine:
+    """An engine as collectors know it. epoch: counts its starts."""
+
+    engine: Engine
+    epoch: int
+
+
 class Fleet:
     """The engines and collectors of a run, as rank 0 sees and changes them.
 
@@ -84,8 +93,8 @@ class Fleet:
         self._token_counter = token_counter
         self._open_counter = open_counter
         self._clock = clock
-        # By the name of an engine that serves: its URL and epoch, as collectors know them
-        self._announced_engines: dict[str, tuple[str, int]] = {}
+        # By the name of an engine that serves: as collectors know it
+        self._announced_engines: dict[str, _AnnouncedEngine] = {}
         self._starting_names: set[str] = set()  # of managed engines whose node waits for them
         self._absent_since: dict[str, float] = {}
         self._problems: dict[str, str] = {}  # the last one that was written, by name
@@ -129,7 +138,7 @@ class Fleet:
         self.announce()
 
     def announce(self) -> None:
-        """Tell collectors which engines serve."""
+        """Let collectors use the engines that serve."""
         serving = {member.name: member for member in self.members.serving}
         have_sampled = self._has_started
         has_changed = self._announce_leaves(serving)
@@ -138,32 +147,47 @@ class Fleet:
             self._count_tokens_of(serving, have_sampled=have_sampled)
 
     def _announce_leaves(self, serving: dict[str, Member]) -> bool:
-        """Tell collectors which engines serve no longer. Returns True if there are any."""
-        has_left = False
-        for name, (url, epoch) in list(self._announced_engines.items()):
+        """Take engines that serve no longer from collectors. Returns True if there are any.
+
+        An engine that was started again leaves, too: collectors forget its failures.
+        """
+        left_names = []
+        for name, announced in self._announced_engines.items():
             member = serving.get(name)
-            if member is None or (member.url, member.epoch) != (url, epoch):
-                del self._announced_engines[name]
-                self._queue.remove_engine(url)
-                self._log(f"engine {name} ({url}) serves no longer: {self._reason(name)}")
-                has_left = True
-        return has_left
+            if member is None or (member.url, member.epoch) != (
+                announced.engine.url,
+                announced.epoch,
+            ):
+                left_names.append(name)
+        left = {name: self._announced_engines.pop(name) for name in left_names}
+        if left:
+            self._send_engines()
+        for name, announced in left.items():
+            self._log(
+                f"engine {name} ({announced.engine.url}) serves no longer: {self._reason(name)}"
+            )
+        return bool(left)
 
     def _announce_joins(self, serving: dict[str, Member]) -> bool:
-        """Tell collectors which engines serve from now on. Returns True if there are any."""
+        """Let collectors use the engines that serve from now on. Returns True if there are any."""
         new_members = [
             member for name, member in serving.items() if name not in self._announced_engines
         ]
         for member in new_members:
-            self._announced_engines[member.name] = (member.url, member.epoch)
-            self._queue.add_engine(member.engine)
+            self._announced_engines[member.name] = _AnnouncedEngine(member.engine, member.epoch)
             self._problems.pop(member.name, None)
             if member.num_failures < _MAX_FAILURES_PER_START:
                 self._prober.forget(member.name)
             if self._has_started:
                 self._log(f"engine {member.name} ({member.url}) serves")
+        if new_members:
+            self._send_engines()
         self._has_started |= bool(new_members)
         return bool(new_members)
+
+    def _send_engines(self) -> None:
+        engines = [announced.engine for announced in self._announced_engines.values()]
+        self._queue.set_engines(engines)
 
     def _count_tokens_of(self, serving: dict[str, Member], *, have_sampled: bool) -> None:
         """Count the tokens of the engines that serve, by name."""

@@ -12,32 +12,27 @@ from dataclasses import dataclass
 
 import msgspec
 
+from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.plugins import PluginError
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.rollouts.episode_runner import EpisodeRunner
 from megatron_rl.rollouts.link import CollectorLink
 from megatron_rl.rollouts.messages import (
-    AbortGroups,
-    AddEngine,
     Alive,
     Configure,
-    Failed,
+    Drop,
+    Dropped,
     FromCollector,
-    GroupAborted,
     GroupDone,
     GroupRequest,
-    Held,
-    Hold,
     Partial,
-    Proceed,
-    Release,
-    RemoveEngine,
-    SetVersion,
+    Problem,
+    Serve,
+    Served,
     Stop,
-    StorePartials,
+    Store,
     ToCollector,
-    Withdraw,
     partial_name,
 )
 from megatron_rl.rollouts.partials.progress import GroupProgress, ScoredRollout
@@ -78,8 +73,6 @@ class Collector:
         self._credit = configuration.credit
         self._threads = ThreadPoolExecutor(_THREADS, thread_name_prefix="replies")
         self._runner = EpisodeRunner(configuration, send, self._threads, node)
-        self._engines = {engine.url: engine for engine in configuration.engines}
-        self._has_engines = False  # the pool has been given those of the configuration
         self._tasks: set[asyncio.Task[None]] = set()
         self._shape = configuration.routes
         self._vocab_size = configuration.vocab_size
@@ -87,24 +80,15 @@ class Collector:
 
     async def handle(self, message: ToCollector) -> bool:
         """Process one message and return False if the collector has to end."""
-        if not self._has_engines:
-            self._has_engines = True
-            await self._runner.engines.set_engines(list(self._engines.values()))
         match message:
             case GroupRequest():
                 self._begin(message)
-            case Withdraw():
-                self._withdraw(message.group_ids)
-            case AbortGroups(group_ids):
-                self._abort_groups(group_ids)
-            case Release():
-                self._store.release(message.group_ids)
-            case AddEngine() | RemoveEngine() | SetVersion():
-                await self._change_engines(message)
-            case Hold() | StorePartials():
-                self._start(self._come_to_rest(message))
-            case Proceed():
-                self._runner.engines.proceed()
+            case Drop(group_ids, is_reported):
+                self._drop_groups(group_ids, is_reported=is_reported)
+            case Serve():
+                await self._serve(message)
+            case Store(number):
+                self._start(self._or_report(self._store_partials(number)))
             case Stop():
                 return False
             case Configure():
@@ -131,23 +115,23 @@ class Collector:
         task = self._start(self._answer(request, progress))
         self._running[group_id] = _RunningGroup(request, task, progress)
 
-    def _withdraw(self, group_ids: Sequence[str]) -> None:
+    def _drop_groups(self, group_ids: Sequence[str], *, is_reported: bool) -> None:
         for group_id in group_ids:
-            if group_id in self._running:
-                self._drop(self._running[group_id])
-        self._store.release(group_ids)
+            group = self._running.get(group_id)
+            if group is None:
+                continue
+            if not is_reported:
+                self._drop(group)
+            elif not group.is_complete:
+                self._start(self._abort(group))
+        if not is_reported:
+            self._store.release(group_ids)
 
     def _drop(self, group: _RunningGroup) -> None:
         """End a group without an answer."""
         del self._running[group.request.group_id]
         group.task.cancel()
         self._runner.forget(group.request)
-
-    def _abort_groups(self, group_ids: Sequence[str]) -> None:
-        for group_id in group_ids:
-            group = self._running.get(group_id)
-            if group is not None and not group.is_complete:
-                self._start(self._abort(group))
 
     async def _abort(self, group: _RunningGroup) -> None:
         """Sample nothing more for a group, and report its tokens, unless it completes meanwhile."""
@@ -157,9 +141,7 @@ class Collector:
             return
         self._drop(group)
         await self._send(
-            GroupAborted(
-                group_id=request.group_id, generated_tokens=num_tokens, attempt=request.attempt
-            )
+            Dropped(group_id=request.group_id, generated_tokens=num_tokens, attempt=request.attempt)
         )
 
     def _start(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
@@ -169,38 +151,31 @@ class Collector:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _come_to_rest(self, message: Hold | StorePartials) -> None:
-        """Do what rank 0 needs before a weight sync or a checkpoint, and answer.
+    async def _serve(self, state: Serve) -> None:
+        """Take over the state that rank 0 wants."""
+        engines = self._runner.engines
+        if state.is_paused:
+            # At once: what follows may wait, and an engine may be free meanwhile
+            engines.pause()
+        await engines.set_engines(state.engines)
+        engines.set_version(state.version)
+        if state.is_paused:
+            self._start(self._or_report(self._report_rest(state.number)))
+        else:
+            engines.proceed()
 
-        An error ends the run: without a report rank 0 would wait in vain.
-        """
+    async def _report_rest(self, number: int) -> None:
+        """Answer a pause once no engine works on a request."""
+        engines = self._runner.engines
+        await engines.rest()
+        await self._send(Served(engines.num_sampled, number, engines.idle_seconds))
+
+    async def _or_report(self, answer: Coroutine[None, None, None]) -> None:
+        """Answer rank 0. An error ends the run: without a report rank 0 would wait in vain."""
         try:
-            match message:
-                case Hold(number):
-                    await self._runner.engines.hold()
-                    await self._report_held(number)
-                case StorePartials(number):
-                    await self._store_partials(number)
+            await answer
         except Exception as error:
-            await self._send(_failure_report(error))
-
-    async def _report_held(self, number: int) -> None:
-        engines = self._runner.engines
-        await self._send(Held(engines.num_sampled, number, engines.idle_seconds))
-
-    async def _change_engines(self, message: AddEngine | RemoveEngine | SetVersion) -> None:
-        engines = self._runner.engines
-        match message:
-            case AddEngine(engine):
-                self._engines.pop(engine.url, None)
-                await engines.set_engines(list(self._engines.values()))
-                self._engines[engine.url] = engine
-                await engines.set_engines(list(self._engines.values()))
-            case RemoveEngine(url):
-                self._engines.pop(url, None)
-                await engines.set_engines(list(self._engines.values()))
-            case SetVersion(version):
-                engines.set_version(version)
+            await self._send(_problem(error))
 
     async def _store_partials(self, number: int) -> None:
         """Store what there is of all groups, and report each of them.
@@ -259,7 +234,7 @@ class Collector:
                 answer = msgspec.structs.replace(answer, is_extended=True)
             await self._send(answer)
         except Exception as error:
-            await self._send(_failure_report(error))
+            await self._send(_problem(error))
         finally:
             self._runner.forget(request)
             if self._is_running(request):
@@ -372,7 +347,7 @@ class Collector:
 async def serve(link: CollectorLink, node: int) -> None:
     """Run a collector until it is stopped. Raises `LinkLost` when the link to rank 0 ends.
 
-    Errors before the first request are reported to rank 0 as `Failed`.
+    Errors before the first request are reported to rank 0 as a `Problem`.
     """
     coroutines = (_work(link, node), _stay_alive(link), link.wait_until_lost())
     tasks = [asyncio.create_task(coroutine) for coroutine in coroutines]
@@ -393,7 +368,7 @@ async def _work(link: CollectorLink, node: int) -> None:
     try:
         collector = await _open(configuration, node, link)
     except Exception as error:
-        await link.send(_failure_report(error))
+        await link.send(_problem(error))
         raise
     try:
         while await collector.handle(await link.receive()):
@@ -425,7 +400,8 @@ async def _stay_alive(link: CollectorLink) -> None:
         await asyncio.sleep(_ALIVE_INTERVAL_SECONDS)
 
 
-def _failure_report(error: Exception) -> Failed:
+def _problem(error: Exception) -> Problem:
+    """Return the report of an error that ends the run."""
     if isinstance(error, PluginError):
-        return Failed(str(error), is_refusal=True)
-    return Failed(f"{type(error).__name__}: {error}")
+        return Problem(str(error), ExitCode.REFUSED)
+    return Problem(f"{type(error).__name__}: {error}", ExitCode.ENGINE_FAILED)

@@ -149,7 +149,7 @@ class Evaluation:
             groups = list(self.queue.as_completed(self.idle, is_wanted=index_by_id.__contains__))
         except Exception:
             # A checkpoint may follow. It stores no responses of an evaluation
-            self.queue.withdraw(list(index_by_id))
+            self.queue.drop(list(index_by_id))
             raise
         return sorted(groups, key=lambda group: index_by_id[group.group_id])
 

@@ -11,6 +11,7 @@ from megatron_rl.config.schema import (
     RewardSettings,
     RolloutSettings,
 )
+from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.routes import RouteShape
@@ -32,7 +33,6 @@ PROCESS_LOST = "user_process"  # the process of a user-defined class was lost tw
 class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     """Configuration of a collector, its first message.
 
-    engines: those of its node at the start. `AddEngine` and `RemoveEngine` change them.
     api_key: of the engines.
     routes: None if routes are neither requested nor kept.
     vocab_size: of the model, the upper bound of sampled token ids.
@@ -40,7 +40,6 @@ class Configure(msgspec.Struct, frozen=True, kw_only=True, tag="configure"):
     open_timeout_s: the longest time that the constructors of user-defined classes may take.
     """
 
-    engines: tuple[Engine, ...]
     api_key: str | None
     model_path: str
     routes: RouteShape | None
@@ -90,66 +89,41 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
         )
 
 
-class Withdraw(msgspec.Struct, frozen=True, tag="withdraw"):
-    """Drop requests for groups, and free what is stored for them. Others sample them."""
+class Drop(msgspec.Struct, frozen=True, tag="drop"):
+    """Sample nothing more for groups, and free what is stored for them.
 
-    group_ids: tuple[str, ...]
-
-
-class AbortGroups(msgspec.Struct, frozen=True, tag="abort_groups"):
-    """Sample nothing more for groups. Each is answered with `GroupAborted`.
-
-    The answer to a group whose rollouts are complete is `GroupDone`, as usual.
+    is_reported: each is answered with `Dropped`, once no engine works on it. The answer to a group
+    whose rollouts are complete is `GroupDone`, as usual, and nothing is freed.
     """
 
     group_ids: tuple[str, ...]
+    is_reported: bool = False
 
 
-class Release(msgspec.Struct, frozen=True, tag="release"):
-    """Free the rollouts of groups."""
+class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
+    """The state that the collector is to have, whole: whoever has the last one needs no other.
 
-    group_ids: tuple[str, ...]
-
-
-class AddEngine(msgspec.Struct, frozen=True, tag="add_engine"):
-    """Send requests to an engine from now on. It holds the current weights."""
-
-    engine: Engine
-
-
-class RemoveEngine(msgspec.Struct, frozen=True, tag="remove_engine"):
-    """Send no further request to an engine, and repeat its running ones on others."""
-
-    url: str
-
-
-class SetVersion(msgspec.Struct, frozen=True, tag="set_version"):
-    """The engines hold these weights from now on. Responses of other weights are not used."""
-
-    version: int
-
-
-class Hold(msgspec.Struct, frozen=True, tag="hold"):
-    """Send no request to an engine until `Proceed`. The answer is `Held`.
-
-    Rank 0 aborts the running requests on the engines, and they are continued later. number: the
-    answer repeats it.
+    engines: those that serve, of all nodes. A collector prefers those of its own node. An engine
+    that was left out is used again once it was missing here. An engine that leaves works on no
+    request any more: others repeat them.
+    version: the weights that engines hold. Responses of other weights are not used. None: of any.
+    is_paused: send no request to an engine. The answer is `Served`, once no engine works on one.
+    Rank 0 aborts those that run, and they are continued later. number: the answer repeats it.
     """
 
     number: Count
+    engines: tuple[Engine, ...] = ()
+    version: int | None = None
+    is_paused: bool = False
 
 
-class StorePartials(msgspec.Struct, frozen=True, tag="store_partials"):
+class Store(msgspec.Struct, frozen=True, tag="store"):
     """Store what there is of all requests. Each is answered with a `Partial`.
 
-    number: the answer repeats it. `Release` frees each group by its `partial_name`.
+    number: the answer repeats it. `Drop` frees each group by its `partial_name`.
     """
 
     number: Count
-
-
-class Proceed(msgspec.Struct, frozen=True, tag="proceed"):
-    """Send requests again, and continue those that were interrupted."""
 
 
 class Stop(msgspec.Struct, frozen=True, tag="stop"):
@@ -177,7 +151,7 @@ class GroupDone(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
     is_extended: bool = False
 
 
-class GroupAborted(msgspec.Struct, frozen=True, kw_only=True, tag="group_aborted"):
+class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag="dropped"):
     """Nothing more is sampled for a group, and none of its rollouts is kept.
 
     generated_tokens, attempt: as in `GroupDone`.
@@ -199,17 +173,20 @@ class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
 
 
 class EngineLeftOut(msgspec.Struct, frozen=True, tag="engine_left_out"):
-    """An engine failed several times in a row, and gets no requests until `AddEngine`."""
+    """An engine failed several times in a row, and gets no requests until it serves anew.
+
+    See `Serve.engines`.
+    """
 
     url: str
     reason: str
 
 
-class Held(msgspec.Struct, frozen=True, tag="held"):
-    """No engine works on a request of this collector, until `Proceed`.
+class Served(msgspec.Struct, frozen=True, tag="served"):
+    """No engine works on a request of this collector, which is paused.
 
     num_sampled: all tokens that this collector has received from engines. number: that of the
-    `Hold` which it answers. engines_idle: as in `GroupDone`.
+    `Serve` which it answers. engines_idle: as in `GroupDone`.
     """
 
     num_sampled: Count
@@ -220,7 +197,7 @@ class Held(msgspec.Struct, frozen=True, tag="held"):
 class Partial(msgspec.Struct, frozen=True, tag="partial"):
     """The state of one request for rollouts to train on.
 
-    number: that of `StorePartials`. group: it may be finished, and its `GroupDone` on its way.
+    number: that of `Store`. group: it may be finished, and its `GroupDone` on its way.
     None: those of all requests were sent.
     """
 
@@ -228,46 +205,20 @@ class Partial(msgspec.Struct, frozen=True, tag="partial"):
     group: Group | None
 
 
-class UserClassWarning(msgspec.Struct, frozen=True, tag="user_class_warning"):
-    """Warning about a user-defined class, such as the end of its process."""
+class Problem(msgspec.Struct, frozen=True, tag="problem"):
+    """The collector has a problem.
 
-    text: str
-
-
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
-    """The collector cannot continue.
-
-    is_refusal: a user-defined class could not be opened.
+    exit_code: the run cannot continue, and ends with it. None: this is a warning, such as one about
+    the end of the process of a user-defined class.
     """
 
-    reason: str
-    is_refusal: bool = False
+    text: str
+    exit_code: ExitCode | None = None
 
 
-ToCollector = (
-    Configure
-    | GroupRequest
-    | Withdraw
-    | AbortGroups
-    | Release
-    | AddEngine
-    | RemoveEngine
-    | SetVersion
-    | Hold
-    | StorePartials
-    | Proceed
-    | Stop
-)
+ToCollector = Configure | GroupRequest | Drop | Serve | Store | Stop
 FromCollector = (
-    Alive
-    | GroupDone
-    | GroupAborted
-    | AbortRequest
-    | EngineLeftOut
-    | Held
-    | Partial
-    | UserClassWarning
-    | Failed
+    Alive | GroupDone | Dropped | AbortRequest | EngineLeftOut | Served | Partial | Problem
 )
 
 

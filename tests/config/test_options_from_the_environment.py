@@ -31,7 +31,7 @@ from megatron_rl.records.run_directory import to_yaml
 from megatron_rl.rewards import Scorer, open_answer_reader, open_scorer
 from megatron_rl.rollouts.collector import Collector
 from megatron_rl.rollouts.messages import FromCollector, GroupRequest
-from tests.support.fake_engine import configuration, fake_engine, reply
+from tests.support.fake_engine import configuration, fake_engine, reply, serving
 from tests.support.scripted_model import EOS, PROMPT
 
 SECRET = "sk-not-to-be-written"
@@ -175,8 +175,9 @@ def first_reply(settings: dict[str, Any]) -> FromCollector:
     async def run() -> FromCollector:
         async with fake_engine(lambda n, body: reply(body, "046")) as url:
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
-            configure = msgspec.structs.replace(configuration(url), **settings)
+            configure = msgspec.structs.replace(configuration(), **settings)
             collector = Collector(0, configure, outbox.put)
+            await collector.handle(serving(url))
             sampling = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
             await collector.handle(
                 GroupRequest(group_id="g", prompt=PROMPT, num_samples=1, sampling=sampling)

@@ -75,7 +75,6 @@ def prompts() -> list[Prompt]:
 
 def configuration(engine: ManagedEngine) -> Configure:
     return Configure(
-        engines=(engine.engine,),
         api_key=engine.keys.api_key,
         model_path=str(CHECKPOINT),
         routes=route_shape(SHAPE),

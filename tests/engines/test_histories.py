@@ -28,9 +28,11 @@ from hypothesis.stateful import (
 
 from megatron_rl.contracts.commands import Sync
 from megatron_rl.engines.fleet import Fleet, NoEngineLeft
-from megatron_rl.rollouts.hub import CollectorHub
-from megatron_rl.rollouts.messages import EngineLeftOut
-from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
+from megatron_rl.rollouts.messages import ToCollector
+from megatron_rl.rollouts.queue import CollectorFailed
+from megatron_rl.rollouts.queue.collectors import Collectors
+from megatron_rl.rollouts.queue.engine_roster import EngineRoster
+from megatron_rl.rollouts.queue.ledger import GroupEntry, GroupLedger, GroupState
 from sglang_bridge.errors import WeightMismatch
 from tests.support.simulated_run import SimulatedCollector, SimulatedEngine, SimulatedRun
 
@@ -396,44 +398,41 @@ def admit_in_an_update_without_an_audit(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(Fleet, "join_command", join_command)
 
 
-def deliver_late_groups(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Accept what collectors send that are gone."""
-    original = CollectorHub._is_current
-
-    def is_current(self: CollectorHub, node: int, epoch: int) -> bool:
-        return original(self, node, epoch) or epoch in range(self._gone_epochs.get(node, -1) + 1)
-
-    monkeypatch.setattr(CollectorHub, "_is_current", is_current)
-
-
 def forget_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave the requests of a lost collector where they are."""
-    monkeypatch.setattr(RolloutQueue, "_assign_waiting", lambda self: None)
+    """Forget the requests of a collector that is gone."""
+    move = GroupLedger.move
+
+    def move_or_forget(self: GroupLedger, entry: GroupEntry, state: GroupState) -> None:
+        is_taken_away = entry.state is GroupState.RUNNING and state is GroupState.WAITING
+        move(self, entry, GroupState.GONE if is_taken_away else state)
+
+    monkeypatch.setattr(GroupLedger, "move", move_or_forget)
 
 
 def send_before_the_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     """Send messages to a collector whose connection was not handled yet."""
-    monkeypatch.setattr(RolloutQueue, "_is_configured", lambda self, node: node in self._epochs)
+
+    def connected_nodes(self: Collectors) -> list[int]:
+        return sorted(self.epochs)
+
+    def send(self: Collectors, node: int, message: ToCollector) -> None:
+        self.hub.send(node, message)
+
+    monkeypatch.setattr(Collectors, "connected_nodes", property(connected_nodes))
+    monkeypatch.setattr(Collectors, "send", send)
 
 
-def ignore_failures_of_lent_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+def ignore_failures_of_engines_of_other_nodes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Leave requests with a collector that cannot use the engines of other nodes."""
-    original = RolloutQueue._handle_failed_engine
-
-    def handle_failed_engine(self: RolloutQueue, node: int, message: EngineLeftOut) -> None:
-        if not self._lent_engines.is_lent(node, message.url):
-            original(self, node, message)
-
-    monkeypatch.setattr(RolloutQueue, "_handle_failed_engine", handle_failed_engine)
+    monkeypatch.setattr(EngineRoster, "mark_unreachable", lambda self, node, engine: None)
 
 
 FAULTS = [
     admit_without_an_audit,
     admit_in_an_update_without_an_audit,
-    deliver_late_groups,
     forget_requests,
     send_before_the_configuration,
-    ignore_failures_of_lent_engines,
+    ignore_failures_of_engines_of_other_nodes,
 ]
 
 

@@ -24,6 +24,7 @@ from megatron_rl.rollouts.episode_runner import EpisodeRunner
 from megatron_rl.rollouts.messages import FromCollector, GroupRequest
 from megatron_rl.rollouts.partials.progress import ScoredRollout
 from megatron_rl.training.micro_batches import Batcher, MicroBatch
+from sglang_bridge.engine import Engine
 from tests.support.fake_engine import (
     LAYERS,
     TOPK,
@@ -62,12 +63,12 @@ async def play_with(answer: Answer) -> Rollout:
         pass
 
     async with fake_engine(answer) as url:
-        settings = configuration(url, environment=EnvironmentSettings(name="calculator"))
+        settings = configuration(environment=EnvironmentSettings(name="calculator"))
         sampling = Sampling(max_new_tokens=64, temperature=1.0, stop_token_ids=(EOS,))
         request = GroupRequest(group_id="g", prompt=PROMPT, num_samples=1, sampling=sampling)
         with ThreadPoolExecutor(1) as threads:
             runner = EpisodeRunner(settings, ignore, threads)
-            await runner.engines.set_engines(settings.engines)
+            await runner.engines.set_engines([Engine(url=url)])
             runner.announce(request)
             result = await runner.run(request, 0)
             await runner.close()

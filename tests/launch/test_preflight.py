@@ -49,6 +49,33 @@ def test_pinned_environment_passes_and_another_version_fails(preflight: ModuleTy
     assert not any(check.refuses for check in preflight.check_versions(other))
 
 
+@pytest.mark.parametrize(
+    ("declared", "installed", "is_pinned"),
+    [("3.7.1", "3.7.1", True), ("3.7.1", "3.9.0", False), (None, "3.9.0", True)],
+)
+def test_the_triton_of_a_cuda_build_is_the_one_that_torch_declares(
+    preflight: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    declared: str | None,
+    installed: str,
+    is_pinned: bool,
+) -> None:
+    """The ordinary index has only this build for Linux."""
+    requirements = ["filelock", "nvidia-nccl-cu13==2.28.9; platform_system == 'Linux'"]
+    if declared is not None:
+        requirements.append(f"triton=={declared}; platform_system == 'Linux'")
+    installed_version = importlib.metadata.version
+    metadata = preflight.importlib.metadata
+    monkeypatch.setattr(metadata, "requires", lambda name: requirements)
+    monkeypatch.setattr(
+        metadata,
+        "version",
+        lambda name: installed if name == "triton" else installed_version(name),
+    )
+    constraints = preflight.read_constraints(with_gpus=False)
+    assert failures(preflight.check_versions(constraints)) == ([] if is_pinned else ["triton"])
+
+
 def test_versions_with_gpus_are_those_of_the_cuda_image(
     preflight: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,11 +15,11 @@ from megatron_rl.rollouts.messages import (
     FromCollector,
     GroupDone,
     GroupRequest,
-    UserClassWarning,
+    Problem,
 )
 from megatron_rl.rollouts.rejections import UserClassFailed, count_unusable
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
-from tests.support.fake_engine import configuration, fake_engine, reply
+from tests.support.fake_engine import configuration, fake_engine, reply, serving
 from tests.support.scripted_model import EOS, PROMPT
 
 CLASSES = """
@@ -110,7 +110,7 @@ def collect(
         async with fake_engine(lambda n, body: reply(body, "046" if n else "047")) as url:
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
             settings = msgspec.structs.replace(
-                configuration(url),
+                configuration(),
                 rollout=RolloutSettings(max_new_tokens=16),
                 reward=RewardSettings(name=scorer or "exact_match", timeout_s=0.1),
                 environment=EnvironmentSettings(
@@ -118,12 +118,13 @@ def collect(
                 ),
             )
             collector = Collector(0, settings, outbox.put)
+            await collector.handle(serving(url))
             request = GroupRequest(
                 group_id="g", prompt=PROMPT, num_samples=num_samples, sampling=SAMPLING
             )
             await collector.handle(request)
             messages: list[FromCollector] = []
-            while not messages or isinstance(messages[-1], UserClassWarning):
+            while not messages or isinstance(messages[-1], Problem):
                 messages.append(await asyncio.wait_for(outbox.get(), 60))
             await collector.close()
             return messages
@@ -138,7 +139,7 @@ def group_of(messages: list[FromCollector]) -> Group:
 
 
 def warnings_of(messages: list[FromCollector]) -> list[str]:
-    return [message.text for message in messages if isinstance(message, UserClassWarning)]
+    return [message.text for message in messages if isinstance(message, Problem)]
 
 
 def test_a_scorer_that_ignores_its_cancellation_gives_no_verdict(

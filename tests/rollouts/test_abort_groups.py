@@ -15,15 +15,14 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.rollouts.collector import Collector
 from megatron_rl.rollouts.generation.gate import ABORT_SECONDS
 from megatron_rl.rollouts.messages import (
-    AbortGroups,
     AbortRequest,
+    Drop,
+    Dropped,
     FromCollector,
-    GroupAborted,
     GroupDone,
     GroupRequest,
-    Withdraw,
 )
-from tests.support.fake_engine import Reply, configuration, reply
+from tests.support.fake_engine import Reply, configuration, reply, serving
 from tests.support.scripted_model import EOS, PROMPT
 
 SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
@@ -98,7 +97,8 @@ def run(check: Check, environment: EnvironmentSettings | None = None) -> None:
                 else:
                     await outbox.put(message)
 
-            collector = Collector(0, configuration(url, environment=environment), send)
+            collector = Collector(0, configuration(environment), send)
+            await collector.handle(serving(url))
             await check(collector, engine, outbox)
             await collector.close()
 
@@ -129,9 +129,9 @@ def test_the_running_requests_of_a_group_are_aborted_and_counted() -> None:
         await collector.handle(request("g-1"))
         await collector.handle(request("g-10"))
         await wait_for(lambda: len(engine.names) == 4)
-        await collector.handle(AbortGroups(("g-1", "unknown")))
+        await collector.handle(Drop(("g-1", "unknown"), is_reported=True))
         message = await asyncio.wait_for(outbox.get(), 5)
-        assert message == GroupAborted(group_id="g-1", generated_tokens=6)
+        assert message == Dropped(group_id="g-1", generated_tokens=6)
         assert set(engine.aborts) == {"g-1/"}, "an engine aborts all names with a beginning"
         engine.finish("g-10/")
         message = await asyncio.wait_for(outbox.get(), 5)
@@ -147,9 +147,9 @@ def test_requests_that_wait_for_a_slot_are_not_sent() -> None:
     ) -> None:
         await collector.handle(request("g", 7))
         await wait_for(lambda: len(engine.names) == 4)
-        await collector.handle(AbortGroups(("g",)))
+        await collector.handle(Drop(("g",), is_reported=True))
         message = await asyncio.wait_for(outbox.get(), 5)
-        assert message == GroupAborted(group_id="g", generated_tokens=12)
+        assert message == Dropped(group_id="g", generated_tokens=12)
         await asyncio.sleep(0.1)
         assert len(engine.names) == 4
 
@@ -164,9 +164,9 @@ def test_responses_that_are_complete_count_too() -> None:
         await wait_for(lambda: len(engine.names) == 2)
         engine.finish("g/0")  # four tokens
         await asyncio.sleep(0.2)
-        await collector.handle(AbortGroups(("g",)))
+        await collector.handle(Drop(("g",), is_reported=True))
         message = await asyncio.wait_for(outbox.get(), 5)
-        assert message == GroupAborted(group_id="g", generated_tokens=7)
+        assert message == Dropped(group_id="g", generated_tokens=7)
 
     run(check)
 
@@ -177,7 +177,7 @@ def test_a_group_that_was_aborted_can_be_requested_again() -> None:
     ) -> None:
         await collector.handle(request("g"))
         await wait_for(lambda: len(engine.names) == 2)
-        await collector.handle(AbortGroups(("g",)))
+        await collector.handle(Drop(("g",), is_reported=True))
         await asyncio.wait_for(outbox.get(), 5)
         await collector.handle(request("g", attempt=1))
         message = await finish_second_attempt(engine, outbox)
@@ -196,9 +196,9 @@ def test_the_next_request_for_a_group_that_was_withdrawn_is_not_aborted() -> Non
         engine.abort = engine.aborts.append  # type: ignore[method-assign, assignment]
         await collector.handle(request("g"))
         await wait_for(lambda: len(engine.names) == 2)
-        await collector.handle(AbortGroups(("g",)))
+        await collector.handle(Drop(("g",), is_reported=True))
         await wait_for(lambda: len(engine.aborts) > 0)
-        await collector.handle(Withdraw(("g",)))
+        await collector.handle(Drop(("g",)))
         await collector.handle(request("g", attempt=1))
         engine.abort = abort  # type: ignore[method-assign]
         await wait_for(lambda: len(engine.names) == 4)
@@ -216,8 +216,8 @@ def test_a_group_that_is_withdrawn_before_its_abort_begins_can_be_requested_agai
     ) -> None:
         await collector.handle(request("g"))
         await wait_for(lambda: len(engine.names) == 2)
-        await collector.handle(AbortGroups(("g",)))
-        await collector.handle(Withdraw(("g",)))
+        await collector.handle(Drop(("g",), is_reported=True))
+        await collector.handle(Drop(("g",)))
         await asyncio.sleep(0.05)
         await collector.handle(request("g", attempt=1))
         await finish_second_attempt(engine, outbox)
@@ -247,9 +247,9 @@ def test_an_environment_gets_no_further_turn(
         await collector.handle(request("g", 1))
         await wait_for(lambda: len(engine.names) == 1)
         engine.abort = engine.finish  # type: ignore[method-assign, assignment]
-        await collector.handle(AbortGroups(("g",)))
+        await collector.handle(Drop(("g",), is_reported=True))
         message = await asyncio.wait_for(outbox.get(), 5)
-        assert message == GroupAborted(group_id="g", generated_tokens=4)
+        assert message == Dropped(group_id="g", generated_tokens=4)
         await asyncio.sleep(0.2)
         assert len(engine.names) == 1
 
@@ -287,9 +287,9 @@ def test_an_environment_that_ignores_its_cancellation_gets_no_further_turn(
         await wait_for(lambda: len(engine.names) == 1)
         engine.finish("g/")
         await wait_for(marker.exists)
-        await collector.handle(AbortGroups(("g",)))
+        await collector.handle(Drop(("g",), is_reported=True))
         message = await asyncio.wait_for(outbox.get(), 5)
-        assert message == GroupAborted(group_id="g", generated_tokens=4)
+        assert message == Dropped(group_id="g", generated_tokens=4)
         await asyncio.sleep(0.5)
         assert len(engine.names) == 1
 

@@ -16,20 +16,25 @@ from megatron_rl.contracts.rollout import FinishReason, Role
 from megatron_rl.rollouts.collector import Collector
 from megatron_rl.rollouts.messages import (
     AbortRequest,
-    AddEngine,
     Configure,
+    Drop,
     EngineLeftOut,
-    Failed,
     FromCollector,
     GroupDone,
     GroupRequest,
-    Release,
-    RemoveEngine,
-    SetVersion,
+    Problem,
+    Served,
 )
 from megatron_rl.rollouts.store import RolloutGone, read_rollout
-from sglang_bridge.engine import Engine
-from tests.support.fake_engine import Answer, Reply, configuration, fake_engine, reply, routes
+from tests.support.fake_engine import (
+    Answer,
+    Reply,
+    configuration,
+    fake_engine,
+    reply,
+    routes,
+    serving,
+)
 from tests.support.scripted_model import EOS, PROMPT
 
 SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
@@ -61,10 +66,9 @@ def collect(
     async def run() -> None:
         async with fake_engine(answer, seconds=seconds) as url:
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
-            settings: Configure = msgspec.structs.replace(
-                configuration(url, environment=environment), **changes
-            )
+            settings: Configure = msgspec.structs.replace(configuration(environment), **changes)
             collector = Collector(0, settings, outbox.put)
+            await collector.handle(serving(url))
             assert await collector.handle(group_request)
             message = await asyncio.wait_for(outbox.get(), 30)
             while isinstance(message, EngineLeftOut):
@@ -87,7 +91,7 @@ def test_rollouts_are_scored_and_kept_until_they_are_released() -> None:
         rollout = read_rollout(samples[0])
         assert rollout.routes is not None and rollout.routes.shape == (samples[0].num_inputs, 4, 2)
         assert rollout.routes.dtype == np.uint8
-        await collector.handle(Release(("g",)))
+        await collector.handle(Drop(("g",)))
         with pytest.raises(RolloutGone):
             read_rollout(samples[0])
 
@@ -142,7 +146,8 @@ def test_tokens_of_a_reply_that_is_sampled_again_are_counted() -> None:
             fake_engine(lambda n, body: reply(body, "046")) as good_url,
         ):
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
-            collector = Collector(0, configuration(bad_url, good_url), outbox.put)
+            collector = Collector(0, configuration(), outbox.put)
+            await collector.handle(serving(bad_url, good_url))
             await collector.handle(request(1))
             messages.append(await asyncio.wait_for(outbox.get(), 30))
             await collector.close()
@@ -273,13 +278,13 @@ def test_requests_of_a_silent_engine_are_aborted_and_go_to_the_next_one(
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
             settings = EngineSettings(request_timeout_s=0.5, token_timeout_s=0.01, retries=0)
             collector = Collector(
-                0, msgspec.structs.replace(configuration(url), engine=settings), outbox.put
+                0, msgspec.structs.replace(configuration(), engine=settings), outbox.put
             )
+            await collector.handle(serving(url))
             await collector.handle(request(2))
             messages.extend([await asyncio.wait_for(outbox.get(), 30) for _ in range(3)])
             assert outbox.empty()
-            await collector.handle(RemoveEngine(url))
-            await collector.handle(AddEngine(Engine(url=next_url)))
+            await collector.handle(serving(next_url))
             messages.append(await asyncio.wait_for(outbox.get(), 30))
             await collector.close()
 
@@ -297,8 +302,8 @@ def test_responses_of_another_version_than_rank_0_has_set_are_not_used() -> None
             fake_engine(lambda n, body: reply(body, "046")) as url,
         ):
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
-            collector = Collector(0, configuration(stale_url, url), outbox.put)
-            await collector.handle(SetVersion(3))
+            collector = Collector(0, configuration(), outbox.put)
+            await collector.handle(serving(stale_url, url, version=3))
             await collector.handle(request(2))
             message = await asyncio.wait_for(outbox.get(), 30)
             await collector.close()
@@ -470,7 +475,34 @@ def test_a_group_that_cannot_be_stored_is_reported(monkeypatch: pytest.MonkeyPat
         raise OSError(24, "Too many open files")
 
     def check(message: FromCollector, collector: Collector) -> None:
-        assert isinstance(message, Failed) and "Too many open files" in message.reason
+        assert isinstance(message, Problem) and "Too many open files" in message.text
 
     monkeypatch.setattr("os.memfd_create", no_descriptors)
     collect(lambda n, body: reply(body, "046"), request(1), check)
+
+
+def test_messages_that_come_twice_change_nothing() -> None:
+    """A running response goes on, and what is dropped stays so."""
+
+    async def run() -> list[FromCollector]:
+        async with fake_engine(lambda n, body: reply(body, "046"), seconds=0.5) as url:
+            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+            collector = Collector(0, configuration(), outbox.put)
+            await collector.handle(serving(url, version=3))
+            await collector.handle(request(1))
+            await asyncio.sleep(0.2)
+            for _ in range(2):
+                await collector.handle(serving(url, version=3))
+            messages = [await asyncio.wait_for(outbox.get(), 30)]
+            for message in (Drop(("g",)), Drop(("g",), is_reported=True), serving(is_paused=True)):
+                await collector.handle(message)
+                await collector.handle(message)
+            messages += [await asyncio.wait_for(outbox.get(), 30) for _ in range(2)]
+            assert outbox.empty()
+            await collector.close()
+            return messages
+
+    done, *answers = asyncio.run(run())
+    assert isinstance(done, GroupDone) and len(done.group.rollouts) == 1
+    assert done.group.rejected_tokens == {}
+    assert all(isinstance(answer, Served) and answer.number == 1 for answer in answers)

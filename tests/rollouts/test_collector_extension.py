@@ -10,13 +10,13 @@ from megatron_rl.credit.group_kinds import GroupKind
 from megatron_rl.prompts.selection.extension import Extension
 from megatron_rl.rollouts.collector import Collector
 from megatron_rl.rollouts.messages import (
+    Drop,
     FromCollector,
     GroupDone,
     GroupRequest,
-    Withdraw,
     extension_id,
 )
-from tests.support.fake_engine import Reply, configuration, fake_engine, reply
+from tests.support.fake_engine import Reply, configuration, fake_engine, reply, serving
 from tests.support.scripted_model import EOS, PROMPT
 
 SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
@@ -50,7 +50,8 @@ def collect(engine: RecordingEngine, *requests: GroupRequest, count: int) -> lis
     async def run() -> list[FromCollector]:
         async with fake_engine(engine) as url:
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
-            collector = Collector(0, configuration(url), outbox.put)
+            collector = Collector(0, configuration(), outbox.put)
+            await collector.handle(serving(url))
             for request in requests:
                 await collector.handle(request)
             answers = [await asyncio.wait_for(outbox.get(), 5) for _ in range(count)]
@@ -112,11 +113,12 @@ def test_the_rest_of_a_group_can_be_withdrawn() -> None:
     async def run() -> None:
         async with fake_engine(engine, seconds=0.3) as url:
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
-            collector = Collector(0, configuration(url), outbox.put)
+            collector = Collector(0, configuration(), outbox.put)
+            await collector.handle(serving(url))
             await collector.handle(probe())
             first = await asyncio.wait_for(outbox.get(), 5)
             assert isinstance(first, GroupDone) and first.is_extended
-            await collector.handle(Withdraw(("g", "g+2")))
+            await collector.handle(Drop(("g", "g+2")))
             await asyncio.sleep(0.5)
             assert outbox.empty()
             await collector.close()

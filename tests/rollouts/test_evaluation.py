@@ -264,13 +264,13 @@ def test_a_set_is_sampled_with_its_own_settings() -> None:
 
 def test_an_evaluation_that_is_aborted_leaves_no_requests() -> None:
     class AbortedQueue(RecordingQueue):
-        withdrawn_ids: tuple[str, ...] = ()
+        dropped_ids: tuple[str, ...] = ()
 
         def as_completed(self, idle: Any, **options: Any) -> Any:
             raise RuntimeError("aborted")
 
-        def withdraw(self, group_ids: list[str]) -> None:
-            self.withdrawn_ids = tuple(group_ids)
+        def drop(self, group_ids: list[str]) -> None:
+            self.dropped_ids = tuple(group_ids)
 
     queue: Any = AbortedQueue()
     prompt = Prompt(id="p", token_ids=(1,), answer="1", task="t")
@@ -278,4 +278,4 @@ def test_an_evaluation_that_is_aborted_leaves_no_requests() -> None:
     evaluation = Evaluation(queue, [prompt] * 2, EvalSettings(), rollout, (0,), lambda: None)
     with pytest.raises(RuntimeError, match="aborted"):
         evaluation.measure("3")
-    assert queue.withdrawn_ids == ("eval-3-0", "eval-3-1")
+    assert queue.dropped_ids == ("eval-3-0", "eval-3-1")

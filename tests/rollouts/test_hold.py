@@ -14,16 +14,15 @@ from megatron_rl.rollouts.collector import Collector
 from megatron_rl.rollouts.generation.engine_pool import EnginePool, RequestForm
 from megatron_rl.rollouts.messages import (
     AbortRequest,
+    Drop,
     EngineLeftOut,
     FromCollector,
     GroupRequest,
-    Held,
-    Hold,
-    Withdraw,
+    Served,
 )
 from sglang_bridge.engine import Engine
 from sglang_bridge.generation import FinishReason, Generation, VersionSpan
-from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine
+from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine, serving
 from tests.support.scripted_model import EOS, PROMPT, TOKENIZER
 
 SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
@@ -279,15 +278,16 @@ def test_a_hold_does_not_wait_for_requests_that_were_withdrawn() -> None:
     async def run() -> None:
         async with fake_engine(lambda n, body: None) as url:
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
-            collector = Collector(0, configuration(url), outbox.put)
+            collector = Collector(0, configuration(), outbox.put)
+            await collector.handle(serving(url))
             await collector.handle(
                 GroupRequest(group_id="g", prompt=PROMPT, num_samples=2, sampling=SAMPLING)
             )
             await asyncio.sleep(0.2)
-            await collector.handle(Withdraw(("g",)))
-            await collector.handle(Hold(4))
-            held = await asyncio.wait_for(outbox.get(), 5)
-            assert isinstance(held, Held) and (held.num_sampled, held.number) == (0, 4)
+            await collector.handle(Drop(("g",)))
+            await collector.handle(serving(url, is_paused=True))
+            answer = await asyncio.wait_for(outbox.get(), 5)
+            assert answer == Served(0, 1, engines_idle=answer.engines_idle)
             await collector.close()
 
     asyncio.run(run())

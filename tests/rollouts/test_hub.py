@@ -10,7 +10,7 @@ import zmq
 
 from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.rollouts.hub import CollectorConnected, CollectorGone, CollectorHub, Event
-from megatron_rl.rollouts.messages import MAX_MESSAGE_BYTES, Alive, Failed, Release, Stop
+from megatron_rl.rollouts.messages import MAX_MESSAGE_BYTES, Alive, Drop, Problem, Stop
 from tests.support.collectors import Peer, group_done
 from tests.support.rollout_refs import make_ref
 from tests.support.rollouts import make_rollout
@@ -46,8 +46,8 @@ def test_messages_go_both_ways(hub: CollectorHub, peer: Peer) -> None:
     assert hub.nodes == [0]
     hub.send(0, Stop())
     assert peer.receive(1) == [Stop()]
-    peer.send(Failed("x"))
-    assert next_event(hub) == (0, Failed("x"))
+    peer.send(Problem("x"))
+    assert next_event(hub) == (0, Problem("x"))
 
 
 def test_only_holders_of_the_run_key_can_connect(hub: CollectorHub) -> None:
@@ -117,8 +117,8 @@ def test_a_new_collector_of_a_node_replaces_the_old_one(hub: CollectorHub, peer:
     assert next_event(hub) == (0, group_done("new"))
     assert next_event(hub, 0.3) is None
     assert set(map(type, peer.receive(2))) == {Stop}
-    hub.send(0, Release(("new",)))
-    assert new_peer.receive(1) == [Release(("new",))]
+    hub.send(0, Drop(("new",)))
+    assert new_peer.receive(1) == [Drop(("new",))]
     new_peer.close()
 
 
@@ -163,8 +163,8 @@ def test_messages_before_a_loss_come_before_it(hub: CollectorHub, peer: Peer) ->
 def test_time_when_the_hub_does_not_listen_is_not_silence(hub: CollectorHub, peer: Peer) -> None:
     """Rank 0 trains for minutes between two batches, and then receives the messages in between."""
     time.sleep(1.5)
-    peer.send(Failed("x"))
-    assert next_event(hub) == (0, Failed("x"))
+    peer.send(Problem("x"))
+    assert next_event(hub) == (0, Problem("x"))
 
 
 @pytest.mark.parametrize("junk", [b"abc", b"", b"\x81\xa4type\xa7unknown"])
@@ -192,7 +192,7 @@ def test_a_message_to_a_collector_that_has_ended_is_dropped_and_it_is_gone(
     peer.close()
     deadline = time.monotonic() + 5
     while hub.nodes and time.monotonic() < deadline:
-        hub.send(0, Release(("a",)))
+        hub.send(0, Drop(("a",)))
         time.sleep(0.01)
     assert "node 0 is gone" in next_loss(hub)[2]
     hub.send(0, Stop())

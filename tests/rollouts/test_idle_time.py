@@ -9,7 +9,7 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.rollouts.generation.engine_pool import EnginePool, RequestForm
 from megatron_rl.rollouts.generation.idle_time import IdleTime
 from megatron_rl.rollouts.hub import CollectorHub
-from megatron_rl.rollouts.messages import FromCollector, Held
+from megatron_rl.rollouts.messages import FromCollector, Served
 from megatron_rl.rollouts.queue import RolloutQueue
 from sglang_bridge.engine import Engine
 from tests.support.clocks import FakeClock
@@ -74,6 +74,6 @@ def test_the_queue_reports_idle_engines_since_the_last_call(hub: CollectorHub, p
     assert queue.count_in_flight() == 3
     assert queue.engines_idle_seconds() == 2.0
     assert queue.engines_idle_seconds() == 0.0
-    threading.Timer(0.2, lambda: peer.send(Held(0, 1, engines_idle=2.5))).start()
+    threading.Timer(0.2, lambda: peer.send(Served(0, 1, engines_idle=2.5))).start()
     queue.hold(abort=lambda: None, timeout_seconds=10)
     assert queue.engines_idle_seconds() == 0.5

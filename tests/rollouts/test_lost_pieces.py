@@ -12,8 +12,8 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.environments.environment import Environment
 from megatron_rl.environments.episode import Episode
 from megatron_rl.rollouts.collector import Collector
-from megatron_rl.rollouts.messages import FromCollector, GroupDone, GroupRequest, SetVersion
-from tests.support.fake_engine import Reply, configuration, fake_engine, routes
+from megatron_rl.rollouts.messages import FromCollector, GroupDone, GroupRequest
+from tests.support.fake_engine import Reply, configuration, fake_engine, routes, serving
 from tests.support.scripted_model import EOS, PROMPT
 
 PIECE = 4
@@ -60,9 +60,9 @@ def collect(engine: FailingEngine, settings: RolloutSettings, environment: str) 
     async def run() -> GroupDone:
         outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
         async with fake_engine(engine, seconds=0.0) as url:
-            base = configuration(url, environment=EnvironmentSettings(name=environment))
+            base = configuration(environment=EnvironmentSettings(name=environment))
             collector = Collector(0, msgspec.structs.replace(base, rollout=settings), outbox.put)
-            await collector.handle(SetVersion(3))
+            await collector.handle(serving(url, version=3))
             await collector.handle(
                 GroupRequest(group_id="g", prompt=PROMPT, num_samples=2, sampling=SAMPLING)
             )

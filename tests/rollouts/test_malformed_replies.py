@@ -24,17 +24,14 @@ from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.rollouts.collector import Collector
 from megatron_rl.rollouts.messages import (
     ENVIRONMENT_FAILURE,
-    AddEngine,
+    Drop,
     FromCollector,
     GroupDone,
     GroupRequest,
-    Release,
-    RemoveEngine,
 )
 from megatron_rl.rollouts.store import read_rollout
-from sglang_bridge.engine import Engine
 from sglang_bridge.generation import Generation, GenerationRejected, decode_generation
-from tests.support.fake_engine import LAYERS, TOPK, configuration, fake_engine
+from tests.support.fake_engine import LAYERS, TOPK, configuration, fake_engine, serving
 from tests.support.scripted_model import EOS, PROMPT, TOKENIZER
 
 VOCABULARY = 48
@@ -365,7 +362,7 @@ class CollectorBench:
         return self._loop.run_until_complete(self._submit(f"g{self.count}"))
 
     async def _submit(self, name: str) -> Rollout | str:
-        await self._collector.handle(AddEngine(Engine(url=self._url)))
+        await self._collector.handle(serving(self._url))
         await self._collector.handle(
             GroupRequest(group_id=name, prompt=PROMPT, num_samples=1, sampling=SAMPLING)
         )
@@ -376,8 +373,8 @@ class CollectorBench:
             reason for reason, count in message.group.rejections.items() for _ in range(count)
         ]
         assert len(rollouts) + len(reasons) == 1
-        await self._collector.handle(Release((name,)))
-        await self._collector.handle(RemoveEngine(self._url))
+        await self._collector.handle(Drop((name,)))
+        await self._collector.handle(serving())
         return rollouts[0] if rollouts else reasons[0]
 
     def close(self) -> None:

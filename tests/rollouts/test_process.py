@@ -17,13 +17,15 @@ from megatron_rl.config.schema import (
     RewardSettings,
     RolloutSettings,
 )
+from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.rollouts.evaluation import Accuracy, Evaluation
 from megatron_rl.rollouts.hub import CollectorConnected, CollectorGone, CollectorHub
 from megatron_rl.rollouts.messages import RUN_KEY_VARIABLE, Stop
-from megatron_rl.rollouts.queue import CollectorFailed, CollectorRefused, RolloutQueue
+from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from megatron_rl.rollouts.rejections import UserClassFailed
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.steps.sampler import RolloutSampler
+from sglang_bridge.engine import Engine
 from tests.support.fake_engine import configuration, fake_engine, reply
 from tests.support.scripted_model import EOS, PROMPT
 from tests.support.selectors import FixedPrompts
@@ -110,13 +112,14 @@ def sample_batch(
 
     def work(url: str) -> tuple[RolloutBatch, Accuracy]:
         hub.wait_for(1, 20)
-        settings = configuration(url, environment=environment)
+        settings = configuration(environment)
         queue.configure({0: msgspec.structs.replace(settings, **changes)})
+        queue.set_engines([Engine(url=url)])
         queue.set_version(3)
         batch = RolloutSampler(
             queue, rollout, FixedPrompts([PROMPT, PROMPT], 2), (EOS,), lambda: None
         ).sample(1)
-        queue.release(batch.delivered_ids)
+        queue.drop(batch.delivered_ids)
         accuracy = Evaluation(
             queue, [PROMPT], evaluation_settings, rollout, (EOS,), lambda: None
         ).measure("1")
@@ -199,8 +202,9 @@ def test_an_environment_that_never_loads_ends_the_run_and_the_collector(
 ) -> None:
     process = start()
     message = r"environment\.name=second_chance:NeverLoads: .* parallel\.timeout_s=0\.5"
-    with pytest.raises(CollectorRefused, match=message):
+    with pytest.raises(CollectorFailed, match=message) as error:
         sample_batch(hub, EnvironmentSettings(name="second_chance:NeverLoads"), open_timeout_s=0.5)
+    assert error.value.exit_code is ExitCode.REFUSED
     assert process.wait(15) == 1
 
 

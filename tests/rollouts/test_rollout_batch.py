@@ -423,4 +423,4 @@ def test_rollouts_that_ranks_could_not_read_are_sampled_again(
     assert requests[3] == requests[1]
     assert new_batch.delivered_ids == batch.delivered_ids
     assert new_batch.num_repeated == 1
-    sampler.queue.release(new_batch.delivered_ids)
+    sampler.queue.drop(new_batch.delivered_ids)

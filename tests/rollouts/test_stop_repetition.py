@@ -17,13 +17,13 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import FinishReason, Rollout
 from megatron_rl.rollouts.collector import Collector
 from megatron_rl.rollouts.generation.engine_pool import EnginePool, RequestForm
-from megatron_rl.rollouts.messages import FromCollector, GroupDone, GroupRequest, SetVersion
+from megatron_rl.rollouts.messages import FromCollector, GroupDone, GroupRequest
 from megatron_rl.rollouts.partials.saved_groups import SavedGroup
 from megatron_rl.rollouts.repetition import RepetitionStop, repetition
 from megatron_rl.rollouts.store import read_rollout
 from sglang_bridge.engine import Engine
 from sglang_bridge.generation import Generation, VersionSpan
-from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine
+from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine, serving
 from tests.support.saved_groups import save_group
 from tests.support.scripted_model import EOS, PROMPT
 
@@ -236,9 +236,9 @@ def collect(
     async def run() -> FromCollector:
         async with fake_engine(engine, seconds=0.0) as url:
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
-            collector_settings = msgspec.structs.replace(configuration(url), rollout=settings)
+            collector_settings = msgspec.structs.replace(configuration(), rollout=settings)
             collector = Collector(0, collector_settings, outbox.put)
-            await collector.handle(SetVersion(3))
+            await collector.handle(serving(url, version=3))
             sampling = Sampling(max_new_tokens=24, temperature=1.0, stop_token_ids=(EOS,))
             request = GroupRequest(
                 group_id="g",

@@ -10,7 +10,7 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rollouts.collector import Collector
 from megatron_rl.rollouts.messages import FromCollector, GroupDone, GroupRequest
-from tests.support.fake_engine import Reply, configuration, fake_engine, reply
+from tests.support.fake_engine import Reply, configuration, fake_engine, reply, serving
 from tests.support.scripted_model import EOS, PROMPT
 
 
@@ -25,8 +25,9 @@ def test_a_truncated_response_is_trained_only_if_configured(train_truncated: boo
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
             rollout = RolloutSettings(max_new_tokens=16, train_truncated=train_truncated)
             collector = Collector(
-                0, msgspec.structs.replace(configuration(url), rollout=rollout), outbox.put
+                0, msgspec.structs.replace(configuration(), rollout=rollout), outbox.put
             )
+            await collector.handle(serving(url))
             sampling = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
             await collector.handle(
                 GroupRequest(group_id="g", prompt=PROMPT, num_samples=2, sampling=sampling)

@@ -9,10 +9,10 @@ import pytest
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.rollouts import codec
 from megatron_rl.rollouts.collector import Collector
-from megatron_rl.rollouts.messages import FromCollector, GroupDone, SetVersion, Withdraw
+from megatron_rl.rollouts.messages import Drop, FromCollector, GroupDone
 from megatron_rl.rollouts.store import read_rollout
 from tests.rollouts.test_abort_groups import request
-from tests.support.fake_engine import configuration, fake_engine, reply
+from tests.support.fake_engine import configuration, fake_engine, reply, serving
 from tests.support.rollouts import assert_equal
 
 
@@ -41,11 +41,11 @@ async def collect(encoder: Encoder) -> list[FromCollector]:
     """Request groups a and b, and a again. Compare their rollouts with those that were encoded."""
     outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
     async with fake_engine(lambda n, body: reply(body, "046")) as url:
-        collector = Collector(0, configuration(url), outbox.put)
-        await collector.handle(SetVersion(3))
+        collector = Collector(0, configuration(), outbox.put)
+        await collector.handle(serving(url, version=3))
         await collector.handle(request("a", 2))
         assert await asyncio.to_thread(encoder.is_storing.wait, 10)
-        await collector.handle(Withdraw(("a",)))
+        await collector.handle(Drop(("a",)))
         await collector.handle(request("b", 2))
         messages = [await asyncio.wait_for(outbox.get(), 10)]
         await collector.handle(request("a", 2, attempt=1))

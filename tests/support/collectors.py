@@ -62,6 +62,14 @@ class Peer:
                 return messages
             messages.append(decoder.decode(self._socket.recv()))
 
+    def receive_now(self) -> list[ToCollector]:
+        """Return the messages that arrive within a hundredth of a second."""
+        messages: list[ToCollector] = []
+        decoder = msgspec.msgpack.Decoder(ToCollector)
+        while self._socket.poll(10):
+            messages.append(decoder.decode(self._socket.recv()))
+        return messages
+
     def close(self, *, linger_seconds: float = 0) -> None:
         """Disconnect. linger_seconds: time to deliver pending messages."""
         self._context.destroy(int(linger_seconds * 1000))

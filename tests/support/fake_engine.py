@@ -17,7 +17,7 @@ from megatron_rl.config.schema import (
     RolloutSettings,
 )
 from megatron_rl.contracts.routes import RouteShape
-from megatron_rl.rollouts.messages import Configure
+from megatron_rl.rollouts.messages import Configure, Serve
 from sglang_bridge.engine import Engine
 from tests.support.scripted_model import CHECKPOINT, EOS, TOKENIZER
 
@@ -84,10 +84,15 @@ async def fake_engine(
         await runner.cleanup()
 
 
-def configuration(*urls: str, environment: EnvironmentSettings | None = None) -> Configure:
-    """A collector's configuration for engines at these addresses."""
+def serving(*urls: str, version: int | None = None, is_paused: bool = False) -> Serve:
+    """The state of a collector with engines at these addresses."""
+    engines = tuple(Engine(url=url) for url in urls)
+    return Serve(number=1, engines=engines, version=version, is_paused=is_paused)
+
+
+def configuration(environment: EnvironmentSettings | None = None) -> Configure:
+    """A collector's configuration."""
     return Configure(
-        engines=tuple(Engine(url=url) for url in urls),
         api_key="secret",
         model_path=str(CHECKPOINT),
         routes=RouteShape(

@@ -71,13 +71,11 @@ class ScriptedQueue:
         self.engines: dict[str, Engine] = {}
         self.calls: list[str] = []
 
-    def add_engine(self, engine: Engine) -> None:
-        self.calls.append(f"add {engine.url}")
-        self.engines[engine.url] = engine
-
-    def remove_engine(self, url: str) -> None:
-        self.calls.append(f"remove {url}")
-        del self.engines[url]
+    def set_engines(self, engines: Sequence[Engine]) -> None:
+        new_engines = {engine.url: engine for engine in engines}
+        self.calls += [f"remove {url}" for url in self.engines if url not in new_engines]
+        self.calls += [f"add {url}" for url in new_engines if url not in self.engines]
+        self.engines = new_engines
 
     def disconnect_before(self, node: int, epoch: int, reason: str) -> None:
         if epoch:

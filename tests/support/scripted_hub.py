@@ -9,15 +9,7 @@ import msgspec
 
 from megatron_rl.contracts.group import Group, RolloutRef, sampled_tokens
 from megatron_rl.rollouts.hub import CollectorConnected, CollectorGone, Event
-from megatron_rl.rollouts.messages import (
-    AbortGroups,
-    GroupAborted,
-    GroupDone,
-    GroupRequest,
-    Release,
-    ToCollector,
-    Withdraw,
-)
+from megatron_rl.rollouts.messages import Drop, Dropped, GroupDone, GroupRequest, ToCollector
 from tests.support.groups import group as make_group
 
 TOKENS_PER_ROLLOUT = 4
@@ -76,15 +68,13 @@ class ScriptedHub:
         match message:
             case GroupRequest():
                 collector.running[message.group_id] = message
-            case Withdraw(group_ids):
+            case Drop(group_ids, is_reported=True):
+                for group_id in group_ids:
+                    self._abort(collector, group_id)
+            case Drop(group_ids):
                 for group_id in group_ids:
                     collector.running.pop(group_id, None)
                     collector.kept_ids.discard(group_id)
-            case AbortGroups(group_ids):
-                for group_id in group_ids:
-                    self._abort(collector, group_id)
-            case Release(group_ids):
-                collector.kept_ids -= set(group_ids)
 
     def poll(self, timeout_seconds: float) -> tuple[int, Event] | None:
         """Let some groups complete, and return a message, sooner or later."""
@@ -137,7 +127,7 @@ class ScriptedHub:
         self.num_tokens += num_tokens
         self.num_aborted += 1
         collector.outbox.append(
-            GroupAborted(group_id=group_id, generated_tokens=num_tokens, attempt=request.attempt)
+            Dropped(group_id=group_id, generated_tokens=num_tokens, attempt=request.attempt)
         )
 
     def _group(self, request: GroupRequest) -> Group:

@@ -33,19 +33,16 @@ from megatron_rl.engines.node.node_reports import (
 from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.rollouts.hub import CollectorHub
 from megatron_rl.rollouts.messages import (
-    AddEngine,
     Alive,
     Configure,
+    Drop,
     EngineLeftOut,
     FromCollector,
     GroupDone,
     GroupRequest,
-    Release,
-    RemoveEngine,
-    SetVersion,
+    Serve,
     Stop,
     ToCollector,
-    Withdraw,
     collector_name,
 )
 from megatron_rl.rollouts.queue import RolloutQueue
@@ -105,6 +102,7 @@ class SimulatedCollector:
         self.is_hung = False
         self.inbox: deque[ToCollector] = deque()
         self.pool: dict[str, bool] = {}  # by URL: True for engines that are left out
+        self._own_urls: set[str] = set()
         self.requests: dict[str, GroupRequest] = {}
         self.held_groups: set[str] = set()
         self._run = run
@@ -131,6 +129,12 @@ class SimulatedCollector:
         self.is_alive = False
         self._run.router.collectors.pop(self.name, None)
 
+    @property
+    def used_urls(self) -> list[str]:
+        """The engines that get requests: those of its node, or others if it has none."""
+        urls = [url for url, is_left_out in self.pool.items() if not is_left_out]
+        return [url for url in urls if url in self._own_urls] or urls
+
     def step(self, num_requests: int) -> None:
         """Send a heartbeat, handle messages, and work on some requests."""
         self.send(Alive())
@@ -155,24 +159,21 @@ class SimulatedCollector:
             case GroupRequest(group_id=group_id):
                 assert group_id not in self.requests and group_id not in self.held_groups
                 self.requests[group_id] = message
-            case Withdraw(group_ids):
+            case Drop(group_ids):
                 for group_id in group_ids:
                     self.requests.pop(group_id, None)
                 self.held_groups -= set(group_ids)
-            case Release(group_ids):
-                self.held_groups -= set(group_ids)
-            case AddEngine(engine):
-                self.pool[engine.url] = False
-            case RemoveEngine(url):
-                self.pool.pop(url, None)
-            case SetVersion(version):
+            case Serve(engines=engines, version=version):
+                # An engine that was left out stays so until it is missing
+                self.pool = {engine.url: self.pool.get(engine.url, False) for engine in engines}
+                self._own_urls = {engine.url for engine in engines if engine.node == self.node}
                 self._version = version
             case Stop():
                 self.end()
 
     def _work(self, waiting_request: GroupRequest) -> None:
         """Answer a request, or leave an engine out."""
-        urls = [url for url, is_left_out in self.pool.items() if not is_left_out]
+        urls = self.used_urls
         if not urls:
             return
         url = urls[len(self.requests) % len(urls)]
@@ -355,6 +356,7 @@ class SimulatedRun:
         self.delivered_groups: dict[str, GroupRequest] = {}
         self.trained_groups: set[str] = set()
         self.lines: list[str] = []
+        self.announced_urls: set[str] = set()  # of the engines that collectors may use
         self.cut_routes: set[tuple[int, str]] = set()  # a node, and an engine it cannot reach
         self._reuses_ports = reuses_ports
         self._audited_starts: set[tuple[str, int, int]] = set()
@@ -425,7 +427,7 @@ class SimulatedRun:
                 assert group_id not in self.trained_groups
                 self.trained_groups.add(group_id)
         self.queue.request_again([group_id for group_id in group_ids if group_id in lost_ids])
-        self.queue.release([group_id for group_id in group_ids if group_id not in lost_ids])
+        self.queue.drop([group_id for group_id in group_ids if group_id not in lost_ids])
 
     # The world
 
@@ -503,24 +505,8 @@ class SimulatedRun:
         connected_nodes = set(self.queue.connected_nodes)
         for collector in self.router.collectors.values():
             if collector.runs and collector.node in connected_nodes and not collector.inbox:
-                pool = {url for url, is_left_out in collector.pool.items() if not is_left_out}
-                assert pool <= self._usable_urls(collector.node), f"{collector.name!r} uses {pool}"
-        loads = dict.fromkeys(range(len(self.nodes)), 0)
-        for outstanding in self.queue._outstanding.values():
-            if outstanding.node is not None:
-                loads[outstanding.node] += outstanding.request.num_samples
-        assert loads == {node: self.queue._loads[node] for node in loads}
-
-    def _usable_urls(self, node: int) -> set[str]:
-        """Return the URLs of the engines that a node's collector may use, as rank 0 knows them.
-
-        A failed engine is among them until rank 0 looks after engines.
-        """
-        return {
-            engine.url
-            for engine in self.queue._engines.values()
-            if engine.node == node or self.queue._lent_engines.is_lent(node, engine.url)
-        }
+                pool = set(collector.used_urls)
+                assert pool <= self.announced_urls, f"{collector.name!r} uses {pool}"
 
     def describe(self) -> str:
         """Describe why nothing goes on."""
@@ -556,7 +542,11 @@ class SimulatedRun:
         fake_time = SimpleNamespace(monotonic=self.clock)
         patches: list[Any] = [
             mock.patch("megatron_rl.rollouts.hub.time", fake_time),
-            mock.patch("megatron_rl.rollouts.queue.time", fake_time),
+            *(
+                mock.patch(f"megatron_rl.rollouts.queue.{module}.time", fake_time)
+                for module in ("queue", "ledger", "waiting")
+            ),
+            mock.patch("megatron_rl.records.reminder.time", fake_time),
             mock.patch("megatron_rl.engines.weight_sync.audit_engine", self._audit),
             mock.patch("megatron_rl.engines.weight_sync.value_obstacles", lambda engine: ()),
         ]
@@ -578,6 +568,14 @@ class SimulatedRun:
         hub.wait_for(len(self.nodes), 1)
         queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4), log=self.lines.append)
         queue.configure(dict.fromkeys(range(len(self.nodes)), _CONFIGURATION))
+        set_engines = queue.set_engines
+
+        def note_engines(engines: Sequence[Engine]) -> None:
+            self.announced_urls = {engine.url for engine in engines}
+            set_engines(engines)
+
+        self._patches.append(mock.patch.object(queue, "set_engines", note_engines))
+        self._patches[-1].start()
         return queue
 
     def _open_members(self) -> Members:
@@ -619,7 +617,8 @@ class SimulatedRun:
             urls=urls_list if has_list else None,
             clock=self.clock,
         )
-        self.queue.observer = fleet
+        self.queue.on_engine_failure = fleet.handle_engine_failure
+        self.queue.on_lost_collector = fleet.handle_lost_collector
         return EngineConnections(
             queue=self.queue, weights=weights, fleet=fleet, open_admin=self._open_admin
         )

@@ -115,7 +115,7 @@ class RolloutSampler:
             [id_ for sampling in self._open.values() for id_ in sampling.requested_ids]
         )
         part_ids = [part_id for sampling in self._open.values() for part_id in sampling.parts]
-        self.queue.withdraw([*failed_ids, *part_ids])
+        self.queue.drop([*failed_ids, *part_ids])
         self.selector.restore(self.state())
         self._open.clear()
         self._states_before.clear()
@@ -232,7 +232,7 @@ class RolloutSampler:
         waiting_ids, delivered_ids = sampling.surplus_ids()
         num_cut = sum(map(self.queue.tokens_of, delivered_ids))
         num_aborted = self._abort(waiting_ids)
-        self.queue.withdraw(delivered_ids)
+        self.queue.drop(delivered_ids)
         sampling.generated_tokens += num_aborted
         sampling.drop((*waiting_ids, *delivered_ids))
         counts = {"surplus_cut": num_cut, "surplus_aborted": num_aborted}
@@ -268,7 +268,7 @@ class RolloutSampler:
         assert sampling is not None
         num_before = sum(map(sampled_tokens, sampling.parts.values()))
         repeated_ids, dropped_ids = sampling.forget(part_ids)
-        self.queue.withdraw(dropped_ids)
+        self.queue.drop(dropped_ids)
         num_repeated = self.queue.request_again(repeated_ids)
         self._num_repeated += num_repeated
         for part in self._arrivals(sampling):

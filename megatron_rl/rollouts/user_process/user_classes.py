@@ -19,7 +19,7 @@ from megatron_rl.environments.environment import (
 from megatron_rl.rewards import ScorerInThisProcess, open_scorer
 from megatron_rl.rewards.runner import ScorerCalls
 from megatron_rl.rewards.user_calls import Outcome, call_with_limit
-from megatron_rl.rollouts.messages import Configure, FromCollector, UserClassWarning
+from megatron_rl.rollouts.messages import Configure, FromCollector, Problem
 from megatron_rl.rollouts.user_process.attempts import EpisodeAttempt, ScoreAttempt
 from megatron_rl.rollouts.user_process.messages import OpenClass
 from megatron_rl.rollouts.user_process.remote_class import RemoteClass
@@ -134,7 +134,7 @@ class UserClasses:
 
     def _start(self, name: str, **section: Any) -> RemoteClass:
         async def warn(text: str) -> None:
-            await self._report(UserClassWarning(text))
+            await self._report(Problem(text))
 
         settings = OpenClass(search_path=tuple(sys.path), grace_s=_GRACE_SECONDS, **section)
         remote_class = RemoteClass(

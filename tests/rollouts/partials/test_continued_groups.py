@@ -15,22 +15,19 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.rollouts.collector import Collector
 from megatron_rl.rollouts.messages import (
-    Failed,
+    Drop,
     FromCollector,
     GroupDone,
     GroupRequest,
-    Held,
-    Hold,
     Partial,
-    Proceed,
-    Release,
-    SetVersion,
-    StorePartials,
+    Problem,
+    Served,
+    Store,
 )
 from megatron_rl.rollouts.partials.progress import NOT_RESTORED
 from megatron_rl.rollouts.partials.saved_groups import SavedGroup
 from megatron_rl.rollouts.store import RolloutGone, RolloutStore, read_rollout
-from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine
+from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine, serving
 from tests.support.rollouts import assert_equal
 from tests.support.saved_groups import save_group
 from tests.support.scripted_model import EOS, PROMPT, TOKENIZER
@@ -103,7 +100,12 @@ class Desk:
 
     def __init__(self, url: str, environment: EnvironmentSettings | None = None) -> None:
         self.outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
-        self.collector = Collector(0, configuration(url, environment=environment), self.outbox.put)
+        self.collector = Collector(0, configuration(environment), self.outbox.put)
+        self._url = url
+
+    async def serve(self, version: int, *, is_paused: bool = False) -> None:
+        """Let it use its engine, which holds these weights."""
+        await self.tell(serving(self._url, version=version, is_paused=is_paused))
 
     async def tell(self, *messages: Any) -> None:
         for message in messages:
@@ -113,18 +115,18 @@ class Desk:
         return await asyncio.wait_for(self.outbox.get(), 10)
 
     async def interrupt(self, engine: TrackedEngine, num_open: int = 3) -> None:
-        """Stop its open responses in the middle, until `Proceed`."""
+        """Stop its open responses in the middle, until it serves again."""
         async with asyncio.timeout(10):
             while engine.num_waiting < num_open:
                 await asyncio.sleep(0.01)
-        await self.tell(Hold(1))
+        await self.serve(engine.version, is_paused=True)
         engine.abort()
-        held = await self.hear()
-        assert isinstance(held, Held) and held.num_sampled == engine.num_sampled
+        answer = await self.hear()
+        assert isinstance(answer, Served) and answer.num_sampled == engine.num_sampled
 
     async def store(self, number: int = 1) -> tuple[Group, list[Rollout]]:
         """Return what there is of its only group, which is at rest."""
-        await self.tell(StorePartials(number))
+        await self.tell(Store(number))
         partial = await self.hear()
         assert isinstance(partial, Partial) and partial.number == number
         group = partial.group
@@ -150,8 +152,9 @@ async def finish(
             engine.version = version
             is_last = version == versions[-1]
             engine.largest_piece = 16 if is_last else 2
-            await desk.tell(SetVersion(version))
-            await desk.tell(request if version == versions[0] else Proceed())
+            await desk.serve(version)
+            if version == versions[0]:
+                await desk.tell(request)
             if not is_last:
                 await desk.interrupt(engine, num_open)
         answer = await desk.hear()
@@ -179,8 +182,9 @@ async def begin(
         desk = Desk(url, environment)
         for version in range(num_versions):
             engine.version = version
-            await desk.tell(SetVersion(version))
-            await desk.tell(Proceed() if version else request)
+            await desk.serve(version)
+            if not version:
+                await desk.tell(request)
             await desk.interrupt(engine)
         group, rollouts = await desk.store()
         await desk.collector.close()
@@ -227,17 +231,18 @@ def test_a_collector_that_cannot_store_open_rollouts_says_why(
         engine = TrackedEngine(WHOLE)
         async with fake_engine(engine) as url:
             desk = Desk(url, None)
-            await desk.tell(SetVersion(0), REQUEST)
+            await desk.serve(0)
+            await desk.tell(REQUEST)
             await desk.interrupt(engine)
             monkeypatch.setattr(RolloutStore, "begin", begin)
-            await desk.tell(StorePartials(1))
+            await desk.tell(Store(1))
             answer = await desk.hear()
             await desk.collector.close()
             return answer
 
     answer = asyncio.run(run())
-    assert isinstance(answer, Failed)
-    assert "No space left on device" in answer.reason
+    assert isinstance(answer, Problem)
+    assert "No space left on device" in answer.text
 
 
 @pytest.mark.parametrize(
@@ -340,7 +345,8 @@ def test_tokens_that_the_environment_does_not_ask_for_are_counted_as_rejected(
         engine = TrackedEngine(WHOLE)
         async with fake_engine(engine) as url:
             desk = Desk(url, None)
-            await desk.tell(SetVersion(0), REQUEST)
+            await desk.serve(0)
+            await desk.tell(REQUEST)
             await desk.interrupt(engine)
             group, rollouts = await desk.store()
             await desk.collector.close()
@@ -402,14 +408,15 @@ def test_stored_partials_are_freed_and_their_group_goes_on() -> None:
         engine = TrackedEngine(WHOLE)
         async with fake_engine(engine) as url:
             desk = Desk(url, None)
-            await desk.tell(SetVersion(0), REQUEST)
+            await desk.serve(0)
+            await desk.tell(REQUEST)
             await desk.interrupt(engine)
             group, _ = await desk.store(7)
-            await desk.tell(Release(("partials-7/g",)))
+            await desk.tell(Drop(("partials-7/g",)))
             with pytest.raises(RolloutGone):
                 read_rollout(group.rollouts[0])
             engine.largest_piece = 16
-            await desk.tell(Proceed())
+            await desk.serve(0)
             answer = await desk.hear()
             assert isinstance(answer, GroupDone) and len(answer.group.rollouts) == 3
             await desk.collector.close()
@@ -422,7 +429,7 @@ def test_evaluations_are_not_stored() -> None:
         async with fake_engine(lambda n, body: None) as url:
             desk = Desk(url, None)
             await desk.tell(msgspec.structs.replace(REQUEST, evaluation=True))
-            await desk.tell(StorePartials(3))
+            await desk.tell(Store(3))
             assert await desk.hear() == Partial(3, None)
             await desk.collector.close()
 

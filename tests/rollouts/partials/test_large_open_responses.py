@@ -26,7 +26,7 @@ from megatron_rl.rollouts.messages import (
     FromCollector,
     GroupRequest,
     Partial,
-    StorePartials,
+    Store,
 )
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.store import read_rollout
@@ -94,7 +94,7 @@ def large_configuration(num_experts: int) -> Configure:
         num_experts=num_experts,
         topk=TOPK,
     )
-    return msgspec.structs.replace(configuration("http://127.0.0.1:1"), routes=shape)
+    return msgspec.structs.replace(configuration(), routes=shape)
 
 
 @contextlib.asynccontextmanager
@@ -141,7 +141,7 @@ async def store(
     collector: Collector, outbox: "asyncio.Queue[FromCollector]"
 ) -> tuple[Group, list[Rollout]]:
     async with short_steps():
-        await collector.handle(StorePartials(1))
+        await collector.handle(Store(1))
         messages = [await asyncio.wait_for(outbox.get(), 30) for _ in range(2)]
     partial, end = messages
     assert isinstance(partial, Partial) and partial.group is not None

@@ -16,13 +16,7 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.credit.group_kinds import GroupKind
 from megatron_rl.prompts.selection.extension import Extension
 from megatron_rl.rollouts.hub import CollectorHub
-from megatron_rl.rollouts.messages import (
-    GroupRequest,
-    Partial,
-    Release,
-    StorePartials,
-    ToCollector,
-)
+from megatron_rl.rollouts.messages import Drop, GroupRequest, Partial, Store, ToCollector
 from megatron_rl.rollouts.partials.saved_groups import SavedGroup, SavedGroups
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.recording.reader import read_saved_rollout
@@ -112,7 +106,7 @@ def test_groups_of_a_batch_are_read_once_they_are_needed(
         queue.submit([request("a")])
     assert queue.lost_groups(["a", "b"]) == ["a", "b"]
     assert (queue.tokens_of("a"), queue.saved_tokens_of("a")) == (7, 7)
-    queue.release(["b"])
+    queue.drop(["b"])
     assert queue.request_again(["a"]) == queue.num_repeated == 0
     (message,) = receive_requests(peer)
     wanted = msgspec.structs.replace(continued("a", starts[0]), sampling=sampling, num_samples=4)
@@ -182,9 +176,9 @@ def test_partials_are_those_of_open_requests_alone_and_are_freed(
     queue.release_partials()
     queue.release_partials()
     messages = [m for m in peer.receive(4) if not isinstance(m, GroupRequest)]
-    assert StorePartials(1) in messages
-    releases = [message for message in messages if isinstance(message, Release)]
-    assert releases == [Release(("partials-0/a",)), Release(("partials-1/a", "partials-1/b"))]
+    assert Store(1) in messages
+    releases = [message for message in messages if isinstance(message, Drop)]
+    assert releases == [Drop(("partials-0/a",)), Drop(("partials-1/a", "partials-1/b"))]
 
 
 def test_a_node_that_does_not_store_in_time_is_left_out(
@@ -207,7 +201,7 @@ def test_a_collector_that_replaces_another_during_a_save_is_not_waited_for_in_va
         if not replacements:
             peer.close()
             replacements.append(Peer(hub, 0, epoch=1))
-        elif any(isinstance(message, StorePartials) for message in replacements[0].receive()):
+        elif any(isinstance(message, Store) for message in replacements[0].receive()):
             replacements[0].send(Partial(1, group_of("a", (0, 1))))
             replacements[0].send(Partial(1, None))
 
@@ -251,7 +245,7 @@ def test_a_save_keeps_restored_groups_that_their_collector_does_not_store(
     newer_group = msgspec.structs.replace(saved_group("b", (1,)).group, rejected_tokens={})
 
     def idle() -> None:
-        if any(isinstance(message, StorePartials) for message in peer.receive()):
+        if any(isinstance(message, Store) for message in peer.receive()):
             peer.send(Partial(2, newer_group))
             peer.send(Partial(2, None))
 
@@ -300,8 +294,8 @@ def test_partials_that_come_after_the_save_are_freed(
     releases: list[ToCollector] = []
     while not releases and time.monotonic() < deadline:
         queue.lost_groups([])  # handles events
-        releases += [m for m in peer.receive() if isinstance(m, Release)]
-    assert releases == [Release(("partials-1/a",))]
+        releases += [m for m in peer.receive() if isinstance(m, Drop)]
+    assert releases == [Drop(("partials-1/a",))]
 
 
 def test_groups_that_no_request_asked_for_are_dropped_with_their_tokens(

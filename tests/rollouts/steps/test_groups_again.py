@@ -119,7 +119,7 @@ class LossyRun:
         if not self.max_staleness:
             return self.sampler.sample(1)
         first_batch = self.ahead.take(1, self.sampler)
-        self.sampler.queue.release(first_batch.delivered_ids)
+        self.sampler.queue.drop(first_batch.delivered_ids)
         self.ahead.begin_next(1, 2, self.sampler)
         self.ahead.complete(self.sampler)
         return self.ahead.batches[2]
@@ -414,7 +414,7 @@ def test_a_batch_that_is_sampled_again_in_vain_leaves_no_group_behind() -> None:
     assert probe_ids(run)
     group_ids, num_dropped = run.ahead.drop(run.sampler)
     assert num_dropped == sum(map(run.sampler.queue.tokens_of, group_ids))
-    run.sampler.queue.release(group_ids)
+    run.sampler.queue.drop(group_ids)
     assert run.hub.kept_ids == set()
     run.hub._group = answer  # type: ignore[method-assign]
     run.sampler.begin_step(2)

@@ -148,7 +148,7 @@ def test_a_step_with_extensions_can_be_dropped_and_sampled_again(seed: int, num_
 
         batch = sampler.finish_step(can_continue)
         if batch is not None:  # as at the end of a run
-            sampler.queue.release(batch.delivered_ids)
+            sampler.queue.drop(batch.delivered_ids)
         sampler.drop_open()
         sampler.restore(start)
     batch = sampler.sample(1)

@@ -112,19 +112,15 @@ class SimulatedQueue:
         self.saved_ids |= set(group_ids)
         self.lost_ids |= set(group_ids)
 
-    def release(self, group_ids: Sequence[str]) -> None:
-        for group_id in group_ids:
-            del self._delivered_requests[group_id]
-
     def drop_saved(self) -> int:
         return self.checkpoint.drop()
 
     def abort(self, group_ids: Sequence[str], idle: Callable[[], None]) -> tuple[int, int]:
         num_tokens = sum(map(self.tokens_of, set(group_ids) & self._delivered_requests.keys()))
-        self.withdraw(group_ids)
+        self.drop(group_ids)
         return num_tokens, 0
 
-    def withdraw(self, group_ids: Sequence[str]) -> None:
+    def drop(self, group_ids: Sequence[str]) -> None:
         for group_id in group_ids:
             self._outstanding.pop(group_id, None)
             self._delivered_requests.pop(group_id, None)
@@ -220,7 +216,7 @@ class SimulatedRun:
     def _drop(self) -> None:
         """Drop what was sampled ahead, as a run does at its end."""
         group_ids, _ = self.ahead.drop(self.sampler)
-        self.queue.release(group_ids)
+        self.queue.drop(group_ids)
         assert self.queue.held_ids == [] and self.queue.is_empty
 
     def _resume(self) -> None:
@@ -272,7 +268,7 @@ class SimulatedRun:
         self.trained_ids[step] = sorted(rollout.rollout_id for rollout in rollouts)
         for rollout in rollouts:
             self.ages[self.queue.version - rollout.tokens_by_version[0][0]] += 1
-        self.queue.release(batch.delivered_ids)
+        self.queue.drop(batch.delivered_ids)
 
 
 def parts_of(batch: RolloutBatch) -> dict[str, Group]:
@@ -536,7 +532,7 @@ def test_groups_of_a_batch_that_is_sampled_again_in_vain_are_dropped() -> None:
     run = make_run("uniform", max_staleness=2, seed=0, continues=True)
     run.ahead.begin_open(1, 9, run.sampler)
     batch = run.ahead.take(1, run.sampler)
-    run.queue.release(batch.delivered_ids)
+    run.queue.drop(batch.delivered_ids)
     run.ahead.complete(run.sampler)
     state = run.ahead.state_before(2)
     lose(run, run.ahead.batches[2], 4)
@@ -598,7 +594,7 @@ def test_batches_that_are_dropped_are_counted() -> None:
     run.ahead.complete(run.sampler)
     group_ids, num_tokens = run.ahead.drop(run.sampler)
     assert (sorted(group_ids), num_tokens) == ([f"step-2-{n}" for n in range(4)], 48)
-    run.queue.release([*group_ids, *batch.delivered_ids])
+    run.queue.drop([*group_ids, *batch.delivered_ids])
     assert run.queue.held_ids == [] and not run.ahead.batches
 
 

@@ -16,7 +16,7 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.prompts.selection.oversample import Oversample
 from megatron_rl.prompts.selection.uniform import Uniform
 from megatron_rl.prompts.source import PromptSource
-from megatron_rl.rollouts.messages import AbortGroups, ToCollector
+from megatron_rl.rollouts.messages import Drop, ToCollector
 from megatron_rl.rollouts.partials.saved_groups import SavedGroup, SavedGroups
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.rollout_batch import RolloutBatch
@@ -270,13 +270,13 @@ def test_a_stop_while_the_surplus_is_aborted_leaves_the_step_open() -> None:
 def test_a_surplus_that_is_not_aborted_in_time_ends_without_its_tokens(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("megatron_rl.rollouts.queue._ABORT_SECONDS", 0.05)
+    monkeypatch.setattr("megatron_rl.rollouts.queue.queue._ABORT_SECONDS", 0.05)
     hub = ScriptedHub(3, scores_of(THREE_OF_FOUR))
     hub.endless_ids = {"step-1-6", "step-1-7"}
     send = hub.send
 
     def send_but_aborts(node: int, message: ToCollector) -> None:
-        if not isinstance(message, AbortGroups):
+        if not (isinstance(message, Drop) and message.is_reported):
             send(node, message)
 
     hub.send = send_but_aborts  # type: ignore[method-assign]

@@ -15,12 +15,12 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.environments.environment import open_environment
 from megatron_rl.rollouts.collector import Collector
-from megatron_rl.rollouts.messages import FromCollector, GroupDone, GroupRequest, UserClassWarning
+from megatron_rl.rollouts.messages import FromCollector, GroupDone, GroupRequest, Problem
 from megatron_rl.rollouts.store import read_rollout
 from megatron_rl.rollouts.user_process import user_classes
 from megatron_rl.rollouts.user_process.attempts import EpisodeAttempt
 from megatron_rl.rollouts.user_process.messages import RespondAction, WithdrawAction
-from tests.support.fake_engine import Answer, Reply, configuration, fake_engine, reply
+from tests.support.fake_engine import Answer, Reply, configuration, fake_engine, reply, serving
 from tests.support.scripted_model import EOS, PROMPT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(90)]
@@ -182,12 +182,13 @@ def collect(
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
             environment = EnvironmentSettings(name=f"own_environments:{name}", timeout_s=timeout_s)
             settings = msgspec.structs.replace(
-                configuration(url, environment=environment),
+                configuration(environment),
                 rollout=RolloutSettings(max_new_tokens=24),
             )
             if not routes:
                 settings = msgspec.structs.replace(settings, routes=None)
             collector = Collector(0, settings, outbox.put)
+            await collector.handle(serving(url))
             request = GroupRequest(
                 group_id="g", prompt=PROMPT, num_samples=num_samples, sampling=SAMPLING
             )
@@ -198,7 +199,7 @@ def collect(
                     if isinstance(message, GroupDone):
                         rollouts = [read_rollout(ref) for ref in message.group.rollouts]
                         return message.group, rollouts
-                    assert isinstance(message, UserClassWarning), message
+                    assert isinstance(message, Problem), message
                     warnings.append(message.text)
             finally:
                 await collector.close()

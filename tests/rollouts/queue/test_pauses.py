@@ -10,7 +10,7 @@ import pytest
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.rollouts.hub import CollectorHub
-from megatron_rl.rollouts.messages import GroupRequest, Held, Hold, Proceed, Withdraw
+from megatron_rl.rollouts.messages import Drop, GroupRequest, Serve, Served
 from megatron_rl.rollouts.queue import HoldTimedOut, RolloutQueue
 from tests.support.collectors import Peer, group_done, request
 
@@ -24,7 +24,7 @@ def abort() -> None:
     """Abort nothing: there is no engine."""
 
 
-def answer_later(peer: Peer, message: Held, seconds: float = 0.2) -> None:
+def answer_later(peer: Peer, message: Served, seconds: float = 0.2) -> None:
     threading.Timer(seconds, lambda: peer.send(message)).start()
 
 
@@ -34,15 +34,17 @@ def test_a_hold_counts_the_tokens_since_the_last_one(
     other = Peer(hub, 1)
     hub.wait_for(2, 5)
     aborts: list[float] = []
-    for number, tokens in enumerate(((30, 4), (37, 4)), start=1):
-        answer_later(peer, Held(tokens[0], number))
-        answer_later(other, Held(tokens[1], number))
+    for number, tokens in ((1, (30, 4)), (3, (37, 4))):
+        answer_later(peer, Served(tokens[0], number))
+        answer_later(other, Served(tokens[1], number))
         num_tokens = queue.hold(abort=lambda: aborts.append(time.monotonic()), timeout_seconds=10)
         assert num_tokens == (34 if number == 1 else 7)
         assert aborts
         queue.proceed()
     for collector in (peer, other):
-        assert collector.receive(4) == [Hold(1), Proceed(), Hold(2), Proceed()]
+        assert collector.receive(4) == [
+            Serve(number=number, is_paused=number % 2 == 1) for number in (1, 2, 3, 4)
+        ]
     other.close()
 
 
@@ -51,14 +53,14 @@ def test_groups_that_end_during_a_hold_are_delivered_after_it(
 ) -> None:
     queue.submit([request("a"), request("b")])
     peer.send(group_done("a"))
-    answer_later(peer, Held(0, 1))
+    answer_later(peer, Served(0, 1))
     queue.hold(abort=abort, timeout_seconds=10)
     queue.proceed()
     peer.send(group_done("b"))
     groups = queue.as_completed(lambda: None)
     assert sorted(group.group_id for group in groups) == ["a", "b"]
     messages = [m for m in peer.receive(4) if not isinstance(m, GroupRequest)]
-    assert messages == [Hold(1), Proceed()]
+    assert messages == [Serve(number=1, is_paused=True), Serve(number=2)]
 
 
 def test_a_hold_does_not_wait_for_a_collector_that_is_gone(
@@ -66,7 +68,7 @@ def test_a_hold_does_not_wait_for_a_collector_that_is_gone(
 ) -> None:
     other = Peer(hub, 1)
     hub.wait_for(2, 5)
-    answer_later(peer, Held(2, 1))
+    answer_later(peer, Served(2, 1))
     threading.Timer(0.3, lambda: other.send_raw(b"junk")).start()
     assert queue.hold(abort=abort, timeout_seconds=10) == 2
     other.close()
@@ -87,8 +89,8 @@ def test_a_late_answer_to_a_hold_that_timed_out_is_none_to_the_next_one(
     with pytest.raises(HoldTimedOut):
         queue.hold(abort=abort, timeout_seconds=0.2)
     queue.proceed()
-    answer_later(peer, Held(9, 1))
-    answer_later(peer, Held(2, 2), 0.5)
+    answer_later(peer, Served(9, 1))
+    answer_later(peer, Served(2, 3), 0.5)
     assert queue.hold(abort=abort, timeout_seconds=10) == 2
 
 
@@ -96,13 +98,13 @@ def test_withdrawn_requests_can_be_made_again(queue: RolloutQueue, peer: Peer) -
     """A late answer to the first request is not an answer to the second one."""
     queue.submit([request("a"), request("b")])
     peer.send(group_done("b"))
-    queue.withdraw(["a", "b"])
+    queue.drop(["a", "b"])
     peer.send(group_done("a"))
     queue.submit([request("a")])
     messages = peer.receive(5)
     last = messages[-1]
     assert isinstance(last, GroupRequest) and (last.group_id, last.attempt) == ("a", 1)
-    assert any(isinstance(message, Withdraw) for message in messages)
+    assert any(isinstance(message, Drop) for message in messages)
     peer.send(msgspec.structs.replace(group_done("a"), attempt=1, generated_tokens=3))
     groups = list(queue.as_completed(lambda: None))
     assert [group.group_id for group in groups] == ["a"]

@@ -4,9 +4,8 @@ import queue as queue_module
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, ValuesView
+from collections.abc import Iterator
 from functools import partial
-from typing import Any
 
 import msgspec
 import pytest
@@ -21,23 +20,18 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.records.reminder import Reminder
 from megatron_rl.rollouts.hub import CollectorConnected, CollectorHub, Event
 from megatron_rl.rollouts.messages import (
-    AbortGroups,
     AbortRequest,
-    AddEngine,
     Alive,
     Configure,
+    Drop,
+    Dropped,
     EngineLeftOut,
-    Failed,
-    GroupAborted,
     GroupRequest,
-    Held,
-    Hold,
-    Release,
-    RemoveEngine,
-    SetVersion,
+    Problem,
+    Serve,
+    Served,
     Stop,
     ToCollector,
-    UserClassWarning,
 )
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from sglang_bridge.engine import Engine
@@ -70,8 +64,8 @@ def test_each_group_is_delivered_once_and_can_be_released(queue: RolloutQueue, p
     assert arrivals == [("b", 5), ("a", 5)]
     with pytest.raises(ValueError, match="once"):
         queue.submit([request("a")])
-    queue.release(["a", "b"])
-    assert peer.receive(1) == [Release(("a", "b"))]
+    queue.drop(["a", "b"])
+    assert peer.receive(1) == [Drop(("a", "b"))]
 
 
 def test_an_evaluation_has_nothing_to_release(queue: RolloutQueue, peer: Peer) -> None:
@@ -79,8 +73,8 @@ def test_an_evaluation_has_nothing_to_release(queue: RolloutQueue, peer: Peer) -
         queue.submit([request("a", evaluation=True)])
         peer.send(group_done("a"))
         assert len(list(queue.as_completed(idle))) == 1
-    queue.release(["a"])
-    assert not any(isinstance(message, Release) for message in peer.receive(2))
+    queue.drop(["a"])
+    assert not any(isinstance(message, Drop) for message in peer.receive(2))
 
 
 def test_requests_go_to_the_node_with_the_fewest_outstanding_rollouts(
@@ -110,40 +104,6 @@ def test_outstanding_rollouts_count_when_more_are_requested(
         ["a", "c", "d", "f", "i"],
         ["b", "e", "g", "h"],
     ]
-    other.close()
-
-
-class OutstandingGroups(dict[str, Any]):
-    """Counts how often all outstanding groups are visited."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.visits = 0
-
-    def values(self) -> ValuesView[Any]:
-        self.visits += 1
-        return super().values()
-
-
-def test_an_extension_goes_to_the_node_with_few_rollouts_without_a_visit_of_all_groups(
-    hub: CollectorHub, queue: RolloutQueue, peer: Peer
-) -> None:
-    """Thousands of groups may be outstanding, and each of them may be extended."""
-    other = Peer(hub, 1)
-    hub.wait_for(2, 5)
-    outstanding_groups = OutstandingGroups()
-    queue._outstanding = outstanding_groups
-    queue.submit([request("a", 5), request("b", 3), request("c", 4)])
-    outstanding_groups.visits = 0  # of the two connections
-    assert [requested_ids(peer, 1), requested_ids(other, 2)] == [["a"], ["b", "c"]]
-    other.send(group_done("b"))
-    assert next(queue.as_completed(idle)).group_id == "b"
-    queue.submit([request("b+", 3)])
-    peer.send(group_done("a"))
-    assert next(queue.as_completed(idle)).group_id == "a"
-    queue.submit([request("a+", 2), request("d", 9)])
-    assert [requested_ids(peer, 2), requested_ids(other, 1)] == [["a+", "d"], ["b+"]]
-    assert outstanding_groups.visits == 0
     other.close()
 
 
@@ -207,7 +167,7 @@ def test_idle_is_not_called_for_each_heartbeat(queue: RolloutQueue, peer: Peer) 
 def test_a_long_wait_says_what_it_waits_for_at_growing_intervals(
     hub: CollectorHub, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_rl.rollouts.queue.Reminder", partial(Reminder, 0.1))
+    monkeypatch.setattr("megatron_rl.rollouts.queue.waiting.Reminder", partial(Reminder, 0.1))
     lines: list[str] = []
     start = time.monotonic()
 
@@ -230,7 +190,7 @@ def test_a_long_wait_says_what_it_waits_for_at_growing_intervals(
 def test_a_long_wait_names_the_number_of_engines_that_are_left_out(
     hub: CollectorHub, peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_rl.rollouts.queue.Reminder", partial(Reminder, 0.2))
+    monkeypatch.setattr("megatron_rl.rollouts.queue.waiting.Reminder", partial(Reminder, 0.2))
     lines: list[str] = []
     queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4), log=lines.append)
     queue.submit([request("a")])
@@ -296,17 +256,18 @@ def test_engines_that_are_left_out_are_logged_and_listed_until_they_are_added_ag
 ) -> None:
     lines: list[str] = []
     queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4), log=lines.append)
-    queue.add_engine(Engine(url="http://e"))
+    engine = Engine(url="http://e")
+    queue.set_engines([engine])
     queue.submit([request("a", evaluation=True)])
     peer.send(EngineLeftOut("http://e", "500: broken"))
     peer.send(group_done("a"))
     assert len(list(queue.as_completed(idle))) == 1
     assert queue.engines_left_out == {"http://e"}
     assert lines == ["engine http://e gets no requests until it is healthy again: 500: broken"]
-    queue.add_engine(Engine(url="http://e"))
-    assert queue.engines_left_out == set()
-    queue.engines_left_out.add("http://e")
-    queue.remove_engine("http://e")
+    queue.set_engines([engine, Engine(url="http://other")])
+    assert queue.engines_left_out == {"http://e"}
+    queue.set_engines([])
+    queue.set_engines([engine])
     assert queue.engines_left_out == set()
 
 
@@ -314,7 +275,7 @@ def test_a_warning_about_a_user_defined_class_is_printed(hub: CollectorHub, peer
     lines: list[str] = []
     queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4), log=lines.append)
     queue.submit([request("a")])
-    peer.send(UserClassWarning("reward.name=m:C: a call ignored its cancellation"))
+    peer.send(Problem("reward.name=m:C: a call ignored its cancellation"))
     peer.send(group_done("a"))
     assert len(list(queue.as_completed(idle))) == 1
     assert lines == ["warning: reward.name=m:C: a call ignored its cancellation"]
@@ -356,7 +317,7 @@ def test_an_expired_request_is_ignored_without_an_abort_function(
 def test_failures_of_a_collector_end_the_run(queue: RolloutQueue, peer: Peer) -> None:
     queue.submit([request("a")])
     for message, words in (
-        (Failed("the engine has gone"), "the engine has gone"),
+        (Problem("the engine has gone", ExitCode.ENGINE_FAILED), "the engine has gone"),
         (group_done("b"), "unexpected GroupDone"),
     ):
         peer.send(message)
@@ -365,14 +326,13 @@ def test_failures_of_a_collector_end_the_run(queue: RolloutQueue, peer: Peer) ->
         assert isinstance(error.value, Failure) and error.value.exit_code is ExitCode.ENGINE_FAILED
 
 
-@pytest.mark.parametrize("is_refusal", [True, False])
+@pytest.mark.parametrize("code", [ExitCode.REFUSED, ExitCode.ENGINE_FAILED])
 def test_the_last_report_of_a_collector_is_the_reason_of_the_failure(
-    hub: CollectorHub, queue: RolloutQueue, peer: Peer, is_refusal: bool
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer, code: ExitCode
 ) -> None:
     """Rank 0 was busy between the configuration and the first request."""
-    peer.send(Failed("environment.name=mine:Nothing", is_refusal=is_refusal))
+    peer.send(Problem("environment.name=mine:Nothing", code))
     peer.close(linger_seconds=5)
-    code = ExitCode.REFUSED if is_refusal else ExitCode.ENGINE_FAILED
     with pytest.raises(CollectorFailed, match=r"node 0 failed: .*mine:Nothing") as error:
         submit_until_it_is_gone(queue)
     assert error.value.exit_code is code
@@ -386,7 +346,6 @@ def submit_until_it_is_gone(queue: RolloutQueue) -> None:
 
 def collector_configuration(path: str = "/model") -> Configure:
     return Configure(
-        engines=(),
         api_key=None,
         model_path=path,
         routes=None,
@@ -437,7 +396,8 @@ def test_an_observer_learns_of_engines_and_collectors_that_failed(
     hub: CollectorHub, queue: RolloutQueue, peer: Peer
 ) -> None:
     observer = Observer()
-    queue.observer = observer
+    queue.on_engine_failure = observer.handle_engine_failure
+    queue.on_lost_collector = observer.handle_lost_collector
     queue.submit([request("a")])
     peer.send(EngineLeftOut("http://e", "500: broken"))
     peer.send(group_done("a"))
@@ -457,7 +417,8 @@ def test_requests_of_a_lost_collector_go_to_another_node_under_the_same_ids(
     lost_requests = [m for m in peer.receive(1) if isinstance(m, GroupRequest)]
     assert requested_ids(other, 2) == ["b", "c"]
     hub.disconnect(0, 0, "ended: killed by signal 9")
-    for name in "abc":
+    other.send(msgspec.structs.replace(group_done("a"), attempt=1))
+    for name in "bc":
         other.send(group_done(name))
     assert sorted(group.group_id for group in queue.as_completed(idle)) == ["a", "b", "c"]
     repeated_requests = [m for m in other.receive(1) if isinstance(m, GroupRequest)]
@@ -479,7 +440,7 @@ def test_requests_wait_while_no_collector_is_connected_and_go_to_the_replacement
         calls.extend(requested_ids(replacement, 2 - len(calls)))
         for name in "ab":
             if len(calls) == 2:
-                replacement.send(group_done(name))
+                replacement.send(msgspec.structs.replace(group_done(name), attempt=1))
 
     groups = list(queue.as_completed(answer, idle_every_seconds=0.05))
     assert calls == ["a", "b"]
@@ -495,7 +456,8 @@ def test_late_results_of_a_lost_collector_are_not_delivered(
     replacement = replace_collector(hub, 0)
     peer.send(group_done("a", environment_error="late"))
     time.sleep(0.2)
-    replacement.send(group_done("a", environment_error="new"))
+    answer = group_done("a", environment_error="new")
+    replacement.send(msgspec.structs.replace(answer, attempt=1))
     (group,) = queue.as_completed(idle)
     assert group.environment_error == "new"
     assert queue.tokens_of("a") == 5
@@ -510,7 +472,7 @@ def test_results_that_arrived_before_the_loss_are_delivered(
     time.sleep(0.2)
     hub._receive(0.1)
     replacement = replace_collector(hub, 0)
-    replacement.send(group_done("b"))
+    replacement.send(msgspec.structs.replace(group_done("b"), attempt=1))
     assert [group.group_id for group in queue.as_completed(idle)] == ["a", "b"]
     assert requested_ids(replacement, 1) == ["b"]
     assert queue.lost_groups(["a", "b"]) == ["a"]
@@ -537,8 +499,8 @@ def test_held_groups_of_a_lost_collector_are_requested_again_once(
     assert requests[1:] == [original]
     assert queue.lost_groups(["a", "b"]) == []
     assert queue.num_repeated == 1
-    queue.release(["a", "b"])
-    assert other.receive(1) == [Release(("a", "b"))]
+    queue.drop(["a", "b"])
+    assert other.receive(1) == [Drop(("a", "b"))]
     with pytest.raises(KeyError):
         queue.request_again(["a"])
     other.close()
@@ -553,7 +515,7 @@ def test_groups_that_are_requested_again_are_released_where_they_are(
     list(queue.as_completed(idle))
     queue.request_again(["a"])
     messages = peer.receive(3)
-    assert messages == [request("a"), Release(("a",)), request("a")]
+    assert messages == [request("a"), Drop(("a",)), request("a")]
 
 
 def test_a_release_does_not_go_to_the_replacement_of_a_collector(
@@ -564,7 +526,7 @@ def test_a_release_does_not_go_to_the_replacement_of_a_collector(
     list(queue.as_completed(idle))
     replacement = replace_collector(hub, 0)
     queue.submit([])
-    queue.release(["a"])
+    queue.drop(["a"])
     assert replacement.receive() == []
     queue.submit([request("a")])
     assert requested_ids(replacement, 1) == ["a"]
@@ -574,64 +536,52 @@ def test_a_release_does_not_go_to_the_replacement_of_a_collector(
 def test_loads_stay_right_when_collectors_are_lost(
     hub: CollectorHub, queue: RolloutQueue, peer: Peer
 ) -> None:
+    """Node 1 has the requests of both nodes when the collector of node 0 is replaced."""
     other = Peer(hub, 1)
     hub.wait_for(2, 5)
     queue.submit([request("a", 5), request("b", 3)])
     hub.disconnect(0, 0, "ended: killed by signal 9")
     queue.submit([])
-    assert queue._loads == {0: 0, 1: 8}
     replacement = replace_collector(hub, 0)
-    queue.submit([request("c", 6)])
-    assert queue._loads == {0: 6, 1: 8}
-    for name in "ab":
-        other.send(group_done(name))
-    replacement.send(group_done("c"))
-    assert len(list(queue.as_completed(idle))) == 3
-    assert queue._loads == {0: 0, 1: 0}
+    queue.submit([request("c", 6), request("d", 1), request("e", 2), request("f", 1)])
+    assert requested_ids(replacement, 3) == ["c", "d", "e"]  # 6, 7 and 9 rollouts beside 8
+    assert requested_ids(other, 3) == ["b", "a", "f"]
+    other.send(group_done("b"))
+    for name in "af":
+        other.send(msgspec.structs.replace(group_done(name), attempt=1))
+    for name in "cde":
+        replacement.send(msgspec.structs.replace(group_done(name), attempt=1))
+    assert len(list(queue.as_completed(idle))) == 6
+    queue.submit([request("g", 1), request("h", 2), request("i", 1)])
+    assert requested_ids(replacement, 2) == ["g", "i"]
+    assert requested_ids(other, 1) == ["h"]
     other.close()
     replacement.close()
 
 
-def test_a_replacement_gets_the_configuration_the_version_and_the_engines_of_its_node(
+def test_a_replacement_gets_the_configuration_and_the_latest_state(
     hub: CollectorHub, queue: RolloutQueue, peer: Peer
 ) -> None:
     other = Peer(hub, 1)
     hub.wait_for(2, 5)
     configurations = {node: collector_configuration(f"/{node}") for node in (0, 1)}
     queue.configure(configurations)
-    engines = [Engine(url=f"http://{n}", node=node) for n, node in enumerate((0, 0, 0, 1))]
-    for engine in engines:
-        queue.add_engine(engine)
-    queue.remove_engine(engines[1].url)
-    queue.remove_engine("http://unknown")
+    engines = tuple(Engine(url=f"http://{n}", node=node) for n, node in enumerate((0, 0, 1)))
+    queue.set_engines(engines)
+    queue.set_engines(engines[1:])
     queue.set_version(4)
-    assert peer.receive(6) == [
-        configurations[0],
-        *map(AddEngine, engines[:3]),
-        RemoveEngine(engines[1].url),
-        SetVersion(4),
+    states = [
+        Serve(number=1, engines=engines),
+        Serve(number=2, engines=engines[1:]),
+        Serve(number=3, engines=engines[1:], version=4),
     ]
-    assert other.receive(3) == [configurations[1], AddEngine(engines[3]), SetVersion(4)]
+    assert peer.receive(4) == [configurations[0], *states]
+    assert other.receive(4) == [configurations[1], *states]
     replacement = replace_collector(hub, 0)
     queue.submit([])
-    assert replacement.receive(4) == [
-        configurations[0],
-        SetVersion(4),
-        AddEngine(engines[0]),
-        AddEngine(engines[2]),
-    ]
+    assert replacement.receive(2) == [configurations[0], states[-1]]
     replacement.close()
     other.close()
-
-
-def test_an_engine_that_is_added_again_is_sent_again(queue: RolloutQueue, peer: Peer) -> None:
-    queue.submit([])
-    engine = Engine(url="http://e")
-    for _ in range(2):
-        queue.add_engine(engine)
-        queue.remove_engine(engine.url)
-        queue.remove_engine(engine.url)
-    assert peer.receive(4) == [AddEngine(engine), RemoveEngine(engine.url)] * 2
 
 
 def test_an_earlier_collector_is_disconnected_by_a_report_and_no_later_one(
@@ -654,7 +604,7 @@ def test_a_collector_gets_nothing_before_its_configuration(
     queue.configure({node: collector_configuration() for node in (0, 1)})
     queue.submit([request("a"), request("b")])
     replacements = [replace_collector(hub, node) for node in (0, 1)]
-    queue.add_engine(Engine(url="http://e", node=1))
+    queue.set_engines([Engine(url="http://e", node=1)])
     queue.set_version(4)
     queue.submit([])
     firsts: list[ToCollector] = [replacement.receive(2)[0] for replacement in replacements]
@@ -673,8 +623,8 @@ def test_a_collector_that_replaces_another_during_a_hold_is_held_too(
     def abort() -> None:
         if not replacements:
             replacements.append(replace_collector(hub, 0))
-        elif any(isinstance(message, Hold) for message in replacements[0].receive()):
-            replacements[0].send(Held(3, 1))
+        elif Serve(number=1, is_paused=True) in replacements[0].receive():
+            replacements[0].send(Served(3, 1))
 
     try:
         assert queue.hold(abort=abort, timeout_seconds=30) == 3
@@ -697,10 +647,10 @@ class AnsweringHub:
     def send(self, node: int, message: ToCollector) -> None:
         if isinstance(message, GroupRequest):
             self.requests.append(message)
-        if isinstance(message, AbortGroups):
+        if isinstance(message, Drop) and message.is_reported:
             (name,) = message.group_ids
             attempt = next(r.attempt for r in self.requests[::-1] if r.group_id == name)
-            answer = GroupAborted(group_id=name, generated_tokens=1, attempt=attempt)
+            answer = Dropped(group_id=name, generated_tokens=1, attempt=attempt)
             self.inbox.append((node, answer))
 
     def answer_all(self) -> None:
@@ -733,18 +683,11 @@ def test_receiving_a_step_looks_at_the_groups_of_later_steps_once() -> None:
     assert len(list(queue.as_completed(idle))) == 4096
 
 
-def test_aborted_requests_leave_nothing_behind() -> None:
-    """The next request with the same id is another one."""
+def test_a_request_with_the_id_of_an_aborted_one_is_another_one() -> None:
     hub = AnsweringHub()
     queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4))  # type: ignore[arg-type]
-    sizes = []
-    for step in range(3):
-        for index in range(64):
-            name = f"step-{step}-{index}"
-            queue.submit([request(name)])
-            assert queue.abort([name], idle) == (1, 0)
-        sizes.append(len(msgspec.msgpack.encode(queue._dropped_requests)))
-    assert max(sizes) - min(sizes) <= 4  # bytes of a number
+    queue.submit([request("step-0-0")])
+    assert queue.abort(["step-0-0"], idle) == (1, 0)
     queue.submit([request("step-0-0")])
     first, again = (r for r in hub.requests if r.group_id == "step-0-0")
     assert again.attempt > first.attempt

@@ -1,0 +1,95 @@
+"""The collectors of all nodes, as rank 0 wants them to be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megatron_rl.rollouts.hub import CollectorHub
+from megatron_rl.rollouts.messages import Configure, Serve, Stop, ToCollector
+from megatron_rl.rollouts.queue.engine_roster import EngineRoster
+
+
+class Collectors:
+    """The collectors of all nodes, as rank 0 wants them to be.
+
+    Each of them gets the whole state whenever some of it changes. A collector that connects, also
+    the one that replaces another, gets its configuration and the latest state.
+
+    hub: exchanges the messages. number: of the last state.
+    epochs: by node, of the collector that is connected and configured.
+    """
+
+    def __init__(self, hub: CollectorHub, roster: EngineRoster) -> None:
+        self.hub = hub
+        self._roster = roster
+        self._configurations: Mapping[int, Configure] = {}
+        self._version: int | None = None
+        self._is_paused = False
+        self.number = 0
+        self.epochs: dict[int, int] = {}
+
+    def configure(self, configurations: Mapping[int, Configure]) -> None:
+        """Set the configuration of each node's collector, for those that connect later."""
+        self._configurations = configurations
+
+    def set_version(self, version: int) -> None:
+        """Set the version of the weights whose responses are used."""
+        self._version = version
+        self.send_state()
+
+    def set_paused(self, is_paused: bool) -> None:
+        """Let collectors send no request to an engine, or let them go on."""
+        self._is_paused = is_paused
+        self.send_state()
+
+    def send_state(self) -> None:
+        """Send the state to all collectors."""
+        self.number += 1
+        for node in self.connected_nodes:
+            self._send_state_to(node)
+
+    def send_state_to(self, node: int) -> None:
+        """Send the state to the collector of a node, whose engines have changed."""
+        self.number += 1
+        self._send_state_to(node)
+
+    def _send_state_to(self, node: int) -> None:
+        state = Serve(
+            number=self.number,
+            engines=self._roster.engines_for(node),
+            version=self._version,
+            is_paused=self._is_paused,
+        )
+        self.send(node, state)
+
+    def send(self, node: int, message: ToCollector) -> None:
+        """Send a message. A collector that is not configured yet gets what it needs then."""
+        if self._is_configured(node):
+            self.hub.send(node, message)
+
+    def welcome(self, node: int, epoch: int) -> None:
+        """Configure a collector that has connected, and send it the state."""
+        self.epochs[node] = epoch
+        if node in self._configurations:
+            self.send(node, self._configurations[node])
+        if self.number:
+            self._send_state_to(node)
+
+    def forget(self, node: int, epoch: int) -> None:
+        """Forget a collector that is gone, unless another one has replaced it."""
+        if self.epochs.get(node) == epoch:
+            del self.epochs[node]
+
+    @property
+    def connected_nodes(self) -> list[int]:
+        """The nodes whose collectors are connected and configured."""
+        return [node for node in self.hub.nodes if self._is_configured(node)]
+
+    def _is_configured(self, node: int) -> bool:
+        """Return False for a collector whose connection was not handled yet."""
+        return node in self.epochs and self.epochs[node] == self.hub.epoch(node)
+
+    def stop(self) -> None:
+        """End every collector."""
+        for node in self.hub.nodes:
+            self.hub.send(node, Stop())

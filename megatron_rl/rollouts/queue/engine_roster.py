@@ -1,0 +1,75 @@
+"""The engines that serve, and which collectors can use them, as rank 0 knows it."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from sglang_bridge.engine import Engine
+
+
+class EngineRoster:
+    """The engines that serve, and which of them some collectors cannot reach.
+
+    Every collector knows the engines of all nodes and prefers its own. It uses others while its
+    node has none.
+
+    left_out: URLs of engines that failed, until they leave or are added again.
+    """
+
+    def __init__(self) -> None:
+        self._engines: dict[str, Engine] = {}  # by URL
+        # The node of a collector, and an engine of another node that failed for it
+        self._unreachable: set[tuple[int, str]] = set()
+        self.left_out: set[str] = set()
+
+    def set_engines(self, engines: Iterable[Engine]) -> None:
+        """Replace the engines. New ones can be reached as far as is known."""
+        new_engines = {engine.url: engine for engine in engines}
+        unchanged = {url for url, engine in new_engines.items() if self._engines.get(url) == engine}
+        self._unreachable = {pair for pair in self._unreachable if pair[1] in unchanged}
+        self.left_out &= unchanged
+        self._engines = new_engines
+
+    def find(self, url: str) -> Engine | None:
+        """Return the engine with this URL, None if none serves."""
+        return self._engines.get(url)
+
+    def engines_for(self, node: int) -> tuple[Engine, ...]:
+        """Return the engines that a node's collector can use, its own and others."""
+        return tuple(engine for engine in self._engines.values() if self.can_use(node, engine))
+
+    def can_use(self, node: int, engine: Engine) -> bool:
+        """Return False if an engine of another node failed for a node's collector."""
+        return (node, engine.url) not in self._unreachable
+
+    def mark_unreachable(self, node: int, engine: Engine) -> None:
+        """Keep an engine of another node from a collector, until failures are forgotten."""
+        self._unreachable.add((node, engine.url))
+
+    def forget_failures(self) -> bool:
+        """Let collectors try all engines again. Returns True if there are some to try."""
+        has_failures = bool(self._unreachable)
+        self._unreachable.clear()
+        return has_failures
+
+    def choose_node(self, nodes: Sequence[int], loads: Counter[int]) -> int:
+        """Return the node with the fewest open rollouts for each rank of its engines.
+
+        nodes: at least one, those that may get a request. loads: open rollouts by node.
+        """
+        num_ranks = Counter[int]()
+        for engine in self._engines.values():
+            num_ranks[engine.node] += engine.tp
+        return min(nodes, key=lambda node: (loads[node] / max(num_ranks[node], 1), node))
+
+    def nodes_to_request_from(self, nodes: Sequence[int]) -> list[int]:
+        """Return those of these nodes that may get requests.
+
+        The nodes that have engines. If there is none: those that can use other engines. If no node
+        can use an engine, it returns all nodes: some environments need no engine.
+        """
+        nodes_with_engines = {engine.node for engine in self._engines.values()}
+        own = [node for node in nodes if node in nodes_with_engines]
+        others = [node for node in nodes if self.engines_for(node)]
+        return own or others or list(nodes)
