@@ -14,7 +14,7 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.engines.fleet import NoEngineLeft
 from megatron_rl.engines.token_counter import TokenComparison
 from megatron_rl.rollouts.partials.time_to_store import StopSource
-from megatron_rl.rollouts.queue import CollectorRefused, HoldTimedOut
+from megatron_rl.rollouts.queue import CollectorFailed, HoldTimedOut
 from megatron_rl.rollouts.recording.recorded_rollouts import BadRecording
 from megatron_rl.rollouts.rejections import UserClassFailed
 from megatron_rl.rollouts.rollout_batch import RolloutBatch, TooManyRejected
@@ -34,7 +34,7 @@ def fail_at(step: int, failure: type[Failure] = TooManyRejected) -> Callable[[in
 
 
 @pytest.mark.parametrize(
-    "failure", [TooManyRejected, UserClassFailed, CollectorRefused, BadRecording]
+    "failure", [TooManyRejected, UserClassFailed, CollectorFailed, BadRecording]
 )
 def test_what_was_trained_before_failed_rollouts_is_saved(
     tmp_path: Path, failure: type[Failure]
@@ -128,7 +128,7 @@ def test_a_checkpoint_holds_no_later_step_that_is_sampled_again_in_vain(tmp_path
 class FailingSync:
     """Fails before or after the sync of one step."""
 
-    failure: Failure = field(default_factory=lambda: CollectorRefused("too many failures"))
+    failure: Failure = field(default_factory=lambda: CollectorFailed("too many failures"))
     step: int = 3
     fails_before: bool = True
     num_syncs: int = 0
@@ -156,7 +156,7 @@ class FailingSync:
 
 @pytest.mark.parametrize("every", [0, 1])
 @pytest.mark.parametrize("fails_before", [True, False])
-@pytest.mark.parametrize("failure", [CollectorRefused, NoEngineLeft, HoldTimedOut])
+@pytest.mark.parametrize("failure", [CollectorFailed, NoEngineLeft, HoldTimedOut])
 def test_a_step_is_saved_although_rollouts_of_later_steps_fail_around_its_sync(
     tmp_path: Path, failure: type[Failure], fails_before: bool, every: int
 ) -> None:

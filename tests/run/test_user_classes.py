@@ -5,8 +5,6 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.contracts.plugins import PluginError
-from megatron_rl.rollouts.collector import _failure_report
 from megatron_rl.rollouts.rejections import UserClassFailed, is_lost_by_user_class
 from tests.support.scripts import start_script
 
@@ -50,12 +48,6 @@ def test_broken_user_class_starts_nothing(
     assert process.returncode == code, process.stderr
     assert process.stderr.strip().startswith(message) and "Traceback" not in process.stderr
     assert not (tmp_path / "runs").exists()
-
-
-def test_class_that_fails_in_the_collector_is_not_an_engine_fault() -> None:
-    failure = _failure_report(PluginError("reward.name=mine:Scorer: no"))
-    assert (failure.reason, failure.is_refusal) == ("reward.name=mine:Scorer: no", True)
-    assert not _failure_report(ValueError("x")).is_refusal
 
 
 def test_rollouts_lost_by_a_scorer_are_not_an_engine_fault() -> None:
