@@ -12,9 +12,9 @@ from megatron_rl.contracts.commands import Command
 from megatron_rl.engines.fleet import Fleet
 from megatron_rl.engines.token_counter import TokenCounter
 from megatron_rl.engines.weight_sync import WeightSync
-from megatron_rl.rollouts.partials.time_to_store import StopSource, TimeToStore
 from megatron_rl.rollouts.queue import HoldTimedOut, RolloutQueue
 from megatron_rl.rollouts.steps.on_update import StoredPartials
+from megatron_rl.rollouts.steps.time_to_store import StopSource, TimeToStore
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.weights.calls import call_each

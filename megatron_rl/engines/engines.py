@@ -42,9 +42,9 @@ from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.colocated import colocated_memory, require_memory
 from megatron_rl.records.run_directory import RunDirectory
-from megatron_rl.rollouts.hub import CollectorHub
-from megatron_rl.rollouts.messages import Configure
 from megatron_rl.rollouts.queue import RolloutQueue
+from megatron_rl.rollouts.queue.hub import CollectorHub
+from megatron_rl.rollouts.wire.messages import Configure
 from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 from sglang_bridge.addresses import node_address, require_private_address
 from sglang_bridge.admin import AdminClient

@@ -14,7 +14,7 @@ from megatron_rl.contracts.rollout import Role, Rollout
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.rollouts.recording.format import BatchRecord
 from megatron_rl.rollouts.recording.writer import write_batch, write_parts
-from megatron_rl.rollouts.store import read_rollout
+from megatron_rl.rollouts.wire.store import read_rollout
 from megatron_rl.training.collectives import gather_bytes
 from megatron_rl.training.exchange.transfer_plan import Receiver
 

@@ -30,7 +30,7 @@ from megatron_rl.records.samples.parts import SamplePart
 from megatron_rl.records.samples.sample import SampleKind
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.recording.format import batch_directory
-from megatron_rl.rollouts.store import RolloutReader
+from megatron_rl.rollouts.wire.store import RolloutReader
 from megatron_rl.training.batch_recording import record_planned_batch, refs_to_record
 from megatron_rl.training.collectives import gather_bytes
 from megatron_rl.training.exchange.rollout_exchange import exchange_rollouts

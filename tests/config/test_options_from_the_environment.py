@@ -29,8 +29,8 @@ from megatron_rl.prompts.question import PromptDataError, Question
 from megatron_rl.records.past_run import flat_settings
 from megatron_rl.records.run_directory import to_yaml
 from megatron_rl.rewards import Scorer, open_answer_reader, open_scorer
-from megatron_rl.rollouts.collector import Collector
-from megatron_rl.rollouts.messages import FromCollector, GroupRequest
+from megatron_rl.rollouts.collector.collector import Collector
+from megatron_rl.rollouts.wire.messages import FromCollector, GroupRequest
 from tests.support.fake_engine import configuration, fake_engine, reply, serving
 from tests.support.scripted_model import EOS, PROMPT
 

@@ -3,7 +3,7 @@ import pytest
 
 from megatron_rl.contracts.group import Group
 from megatron_rl.credit.source_metrics import source_metrics
-from megatron_rl.rollouts.evaluation import accuracy_of
+from megatron_rl.rollouts.evaluation.evaluation import accuracy_of
 from tests.support.groups import group, verdict
 
 

@@ -37,7 +37,7 @@ from megatron_rl.mcore.checkpoint import (
 )
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.models.families import read_shape
-from megatron_rl.rollouts.store import RolloutStore
+from megatron_rl.rollouts.wire.store import RolloutStore
 from megatron_rl.training.worker import Worker
 from tests.distributed.whole_steps import build, store_on_rank_0
 from tests.support.judged_batches import judged_groups

@@ -28,7 +28,7 @@ from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.mcore.weights import OwnedWeights
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.rollouts.codec import select_layers
+from megatron_rl.rollouts.wire.codec import select_layers
 from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.micro_batches import MicroBatch
 from megatron_rl.training.old_policy import compute_old_policy

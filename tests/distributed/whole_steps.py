@@ -34,7 +34,7 @@ from megatron_rl.credit.assign import Credit
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.optimizer import DistributedAdam, StepResult
 from megatron_rl.mcore.parallel import RankLayout
-from megatron_rl.rollouts.store import RolloutStore
+from megatron_rl.rollouts.wire.store import RolloutStore
 from megatron_rl.training.collectives import broadcast_bytes
 from megatron_rl.training.micro_batches import Batcher, MicroBatch
 from megatron_rl.training.worker import Worker, gather_receivers

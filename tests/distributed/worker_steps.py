@@ -43,7 +43,7 @@ from megatron_rl.mcore import parallel
 from megatron_rl.mcore.optimizer import DistributedAdam
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.schedule import run_schedule
-from megatron_rl.rollouts.store import RolloutStore
+from megatron_rl.rollouts.wire.store import RolloutStore
 from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 from megatron_rl.training.micro_batches import MicroBatch
 from megatron_rl.training.replay import update_routes

@@ -25,7 +25,7 @@ from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.losses import LossResult, Objective, ResponseTokens
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.parallel import RankLayout
-from megatron_rl.rollouts.codec import select_layers
+from megatron_rl.rollouts.wire.codec import select_layers
 from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.old_policy import compute_old_policy
 from tests.support.layouts import LAYOUTS

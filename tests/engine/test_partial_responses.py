@@ -11,8 +11,8 @@ import pytest
 
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.prompt import Sampling
-from megatron_rl.rollouts.generation.engine_pool import EnginePool, RequestForm
-from megatron_rl.rollouts.messages import FromCollector
+from megatron_rl.rollouts.collector.engines.engine_pool import EnginePool, RequestForm
+from megatron_rl.rollouts.wire.messages import FromCollector
 from sglang_bridge.generation import Generation
 from tests.sglang_bridge.tiny_model import LAYERS, TOP_K, write_tiny_model
 from tests.support.engines import interrupt, running_engine

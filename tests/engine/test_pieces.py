@@ -24,9 +24,9 @@ from megatron_rl.models.families import read_shape
 from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts
-from megatron_rl.rollouts.generation.engine_pool import EnginePool, RequestForm
-from megatron_rl.rollouts.messages import FromCollector
-from megatron_rl.rollouts.repetition import RepetitionStop
+from megatron_rl.rollouts.collector.engines.engine_pool import EnginePool, RequestForm
+from megatron_rl.rollouts.wire.messages import FromCollector
+from megatron_rl.rollouts.wire.repetition import RepetitionStop
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.generation import Generation
 from sglang_bridge.server.managed_engine import ManagedEngine

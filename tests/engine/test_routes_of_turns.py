@@ -32,9 +32,9 @@ from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.planning.rank_view import RankView
 from megatron_rl.prompts import column_addition
-from megatron_rl.rollouts.episode_runner import EpisodeRunner
-from megatron_rl.rollouts.messages import Configure, FromCollector, GroupRequest
-from megatron_rl.rollouts.partials.progress import ScoredRollout
+from megatron_rl.rollouts.collector.episode_runner import EpisodeRunner
+from megatron_rl.rollouts.collector.progress import ScoredRollout
+from megatron_rl.rollouts.wire.messages import Configure, FromCollector, GroupRequest
 from megatron_rl.training.micro_batches import Batcher
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.server.managed_engine import ManagedEngine

@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.engines.node import collector_process
 from megatron_rl.engines.node.collector_process import CollectorProcess, build_argv
-from megatron_rl.rollouts.messages import RUN_KEY_VARIABLE
+from megatron_rl.rollouts.wire.messages import RUN_KEY_VARIABLE
 from sglang_bridge.errors import EngineDied
 from sglang_bridge.server.lifeline import Lifeline
 from sglang_bridge.server.process_table import is_alive, process_tree
@@ -55,7 +55,7 @@ def wait_for_end(collector: CollectorProcess) -> EngineDied:
 
 def test_the_command_names_the_hub_the_node_and_the_epoch() -> None:
     assert build_argv(("10.0.0.1", 7), 2, 5)[1:] == [
-        "-m", "megatron_rl.rollouts", "10.0.0.1", "7", "2", "5",
+        "-m", "megatron_rl.rollouts.collector", "10.0.0.1", "7", "2", "5",
     ]  # fmt: skip
 
 

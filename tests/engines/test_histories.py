@@ -28,11 +28,11 @@ from hypothesis.stateful import (
 
 from megatron_rl.contracts.commands import Sync
 from megatron_rl.engines.fleet import Fleet, NoEngineLeft
-from megatron_rl.rollouts.messages import ToCollector
 from megatron_rl.rollouts.queue import CollectorFailed
 from megatron_rl.rollouts.queue.collectors import Collectors
 from megatron_rl.rollouts.queue.engine_roster import EngineRoster
 from megatron_rl.rollouts.queue.ledger import GroupEntry, GroupLedger, GroupState
+from megatron_rl.rollouts.wire.messages import ToCollector
 from sglang_bridge.errors import WeightMismatch
 from tests.support.simulated_run import SimulatedCollector, SimulatedEngine, SimulatedRun
 

@@ -19,10 +19,10 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import Role, Rollout
 from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.planning.rank_view import RankView
-from megatron_rl.rollouts.codec import decode, encode, select_layers
-from megatron_rl.rollouts.episode_runner import EpisodeRunner
-from megatron_rl.rollouts.messages import FromCollector, GroupRequest
-from megatron_rl.rollouts.partials.progress import ScoredRollout
+from megatron_rl.rollouts.collector.episode_runner import EpisodeRunner
+from megatron_rl.rollouts.collector.progress import ScoredRollout
+from megatron_rl.rollouts.wire.codec import decode, encode, select_layers
+from megatron_rl.rollouts.wire.messages import FromCollector, GroupRequest
 from megatron_rl.training.micro_batches import Batcher, MicroBatch
 from sglang_bridge.engine import Engine
 from tests.support.fake_engine import (

@@ -50,7 +50,7 @@ TIMEOUTS = (
 )
 
 SHORT_CUT = 5.0
-COLLECTOR = "megatron_rl.rollouts"
+COLLECTOR = "megatron_rl.rollouts.collector"
 
 ReferenceOf = Callable[[str, int], Path]
 

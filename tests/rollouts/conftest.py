@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from megatron_rl.rollouts.hub import CollectorHub
+from megatron_rl.rollouts.queue.hub import CollectorHub
 from tests.support.collectors import Peer
 
 

@@ -10,15 +10,15 @@ import pytest
 from megatron_rl.config.schema import EnvironmentSettings, RewardSettings, RolloutSettings
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Sampling
-from megatron_rl.rollouts.collector import Collector
-from megatron_rl.rollouts.messages import (
+from megatron_rl.rollouts.collector.collector import Collector
+from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.wire.messages import (
     FromCollector,
     GroupDone,
     GroupRequest,
     Problem,
 )
-from megatron_rl.rollouts.rejections import UserClassFailed, count_unusable
-from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.wire.rejections import UserClassFailed, count_unusable
 from tests.support.fake_engine import configuration, fake_engine, reply, serving
 from tests.support.scripted_model import EOS, PROMPT
 

@@ -12,9 +12,9 @@ from aiohttp import web
 
 from megatron_rl.config.schema import EnvironmentSettings
 from megatron_rl.contracts.prompt import Sampling
-from megatron_rl.rollouts.collector import Collector
-from megatron_rl.rollouts.generation.gate import ABORT_SECONDS
-from megatron_rl.rollouts.messages import (
+from megatron_rl.rollouts.collector.collector import Collector
+from megatron_rl.rollouts.collector.engines.gate import ABORT_SECONDS
+from megatron_rl.rollouts.wire.messages import (
     AbortRequest,
     Drop,
     Dropped,

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.rollouts import codec
+from megatron_rl.rollouts.wire import codec
 from tests.support.rollouts import assert_equal, make_rollout
 
 

@@ -13,8 +13,8 @@ import pytest
 from megatron_rl.config.schema import CreditSettings, EngineSettings, EnvironmentSettings
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import FinishReason, Role
-from megatron_rl.rollouts.collector import Collector
-from megatron_rl.rollouts.messages import (
+from megatron_rl.rollouts.collector.collector import Collector
+from megatron_rl.rollouts.wire.messages import (
     AbortRequest,
     Configure,
     Drop,
@@ -25,7 +25,7 @@ from megatron_rl.rollouts.messages import (
     Problem,
     Served,
 )
-from megatron_rl.rollouts.store import RolloutGone, read_rollout
+from megatron_rl.rollouts.wire.store import RolloutGone, read_rollout
 from tests.support.fake_engine import (
     Answer,
     Reply,
@@ -243,7 +243,7 @@ def test_long_replies_are_decoded_checked_and_stored_in_threads(
         "sglang_bridge.client.decode_generation",
         "megatron_rl.environments.rollout_builder.validate_routes",
     )
-    for name in (*functions, "megatron_rl.rollouts.codec.encode"):
+    for name in (*functions, "megatron_rl.rollouts.wire.codec.encode"):
         module, _, function = name.rpartition(".")
         original = getattr(sys.modules[module], function)
 
@@ -260,7 +260,9 @@ def test_long_replies_are_decoded_checked_and_stored_in_threads(
     collect(lambda n, body: reply(body, "046"), request(1), lambda message, collector: None)
     assert len(thread_names) == 3
     in_threads = {name for name, thread in thread_names.items() if thread.startswith("replies")}
-    assert in_threads == (set(thread_names) if are_long else {"megatron_rl.rollouts.codec.encode"})
+    assert in_threads == (
+        set(thread_names) if are_long else {"megatron_rl.rollouts.wire.codec.encode"}
+    )
 
 
 def test_requests_of_a_silent_engine_are_aborted_and_go_to_the_next_one(

@@ -12,9 +12,9 @@ import pytest
 
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.prompt import Sampling
-from megatron_rl.rollouts.generation import engine_pool
-from megatron_rl.rollouts.generation.engine_pool import EnginePool, RequestForm
-from megatron_rl.rollouts.messages import AbortRequest, EngineLeftOut, FromCollector
+from megatron_rl.rollouts.collector.engines import engine_pool
+from megatron_rl.rollouts.collector.engines.engine_pool import EnginePool, RequestForm
+from megatron_rl.rollouts.wire.messages import AbortRequest, EngineLeftOut, FromCollector
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
 from tests.support.fake_engine import LAYERS, TOPK, Answer, Reply, fake_engine, reply

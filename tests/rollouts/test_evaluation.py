@@ -12,11 +12,11 @@ from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.group import Group, Verdict
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason
-from megatron_rl.rollouts import evaluation
-from megatron_rl.rollouts.evaluation import Accuracy, Evaluation
-from megatron_rl.rollouts.messages import GroupRequest
-from megatron_rl.rollouts.rejections import UserClassFailed
-from megatron_rl.rollouts.set_result import measure_set
+from megatron_rl.rollouts.evaluation import evaluation
+from megatron_rl.rollouts.evaluation.evaluation import Accuracy, Evaluation
+from megatron_rl.rollouts.evaluation.set_result import measure_set
+from megatron_rl.rollouts.wire.messages import GroupRequest
+from megatron_rl.rollouts.wire.rejections import UserClassFailed
 from tests.support.failures import fails
 from tests.support.rollout_refs import make_ref
 from tests.support.rollouts import make_rollout

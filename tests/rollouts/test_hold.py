@@ -10,9 +10,9 @@ import pytest
 
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.prompt import Sampling
-from megatron_rl.rollouts.collector import Collector
-from megatron_rl.rollouts.generation.engine_pool import EnginePool, RequestForm
-from megatron_rl.rollouts.messages import (
+from megatron_rl.rollouts.collector.collector import Collector
+from megatron_rl.rollouts.collector.engines.engine_pool import EnginePool, RequestForm
+from megatron_rl.rollouts.wire.messages import (
     AbortRequest,
     Drop,
     EngineLeftOut,
@@ -149,7 +149,7 @@ def test_a_response_that_ends_during_a_hold_is_complete_and_the_next_one_waits()
 def test_an_engine_that_does_not_stop_is_left_out_unless_the_hold_is_over(
     proceeds: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("megatron_rl.rollouts.generation.engine_pool.STOP_SECONDS", 0.3)
+    monkeypatch.setattr("megatron_rl.rollouts.collector.engines.engine_pool.STOP_SECONDS", 0.3)
     slow_seconds = 1.0 if proceeds else 30.0
     whole_engine = InterruptedEngine(len(WHOLE))
     reports: list[FromCollector] = []
@@ -187,7 +187,7 @@ def test_an_engine_that_does_not_stop_is_left_out_unless_the_hold_is_over(
 def test_a_hold_that_is_over_leaves_no_engine_out_during_the_next_one(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    seconds = "megatron_rl.rollouts.generation.engine_pool.STOP_SECONDS"
+    seconds = "megatron_rl.rollouts.collector.engines.engine_pool.STOP_SECONDS"
     whole_engine = InterruptedEngine(len(WHOLE))
     reports: list[FromCollector] = []
 

@@ -9,8 +9,8 @@ import pytest
 import zmq
 
 from megatron_rl.contracts.exit_codes import Failure
-from megatron_rl.rollouts.hub import CollectorConnected, CollectorGone, CollectorHub, Event
-from megatron_rl.rollouts.messages import MAX_MESSAGE_BYTES, Alive, Drop, Problem, Stop
+from megatron_rl.rollouts.queue.hub import CollectorConnected, CollectorGone, CollectorHub, Event
+from megatron_rl.rollouts.wire.messages import MAX_MESSAGE_BYTES, Alive, Drop, Problem, Stop
 from tests.support.collectors import Peer, group_done
 from tests.support.rollout_refs import make_ref
 from tests.support.rollouts import make_rollout

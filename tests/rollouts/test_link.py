@@ -7,8 +7,8 @@ import msgspec
 import pytest
 import zmq
 
-from megatron_rl.rollouts.link import CollectorLink, LinkLost
-from megatron_rl.rollouts.messages import Alive, Stop
+from megatron_rl.rollouts.collector.link import CollectorLink, LinkLost
+from megatron_rl.rollouts.wire.messages import Alive, Stop
 
 PUBLIC_KEY, SECRET_KEY = zmq.curve_keypair()
 RUN_KEY = (PUBLIC_KEY + zmq.curve_keypair()[1]).decode()

@@ -11,8 +11,8 @@ from megatron_rl.config.schema import EnvironmentSettings, RolloutSettings
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.environments.environment import Environment
 from megatron_rl.environments.episode import Episode
-from megatron_rl.rollouts.collector import Collector
-from megatron_rl.rollouts.messages import FromCollector, GroupDone, GroupRequest
+from megatron_rl.rollouts.collector.collector import Collector
+from megatron_rl.rollouts.wire.messages import FromCollector, GroupDone, GroupRequest
 from tests.support.fake_engine import Reply, configuration, fake_engine, routes, serving
 from tests.support.scripted_model import EOS, PROMPT
 

@@ -21,15 +21,15 @@ from megatron_rl.contracts.rollout import Role, Rollout
 from megatron_rl.contracts.routes import RouteError, RouteShape
 from megatron_rl.environments.episode import Episode, EpisodeRules
 from megatron_rl.environments.rollout_builder import RolloutRejected
-from megatron_rl.rollouts.collector import Collector
-from megatron_rl.rollouts.messages import (
+from megatron_rl.rollouts.collector.collector import Collector
+from megatron_rl.rollouts.wire.messages import (
     ENVIRONMENT_FAILURE,
     Drop,
     FromCollector,
     GroupDone,
     GroupRequest,
 )
-from megatron_rl.rollouts.store import read_rollout
+from megatron_rl.rollouts.wire.store import read_rollout
 from sglang_bridge.generation import Generation, GenerationRejected, decode_generation
 from tests.support.fake_engine import LAYERS, TOPK, configuration, fake_engine, serving
 from tests.support.scripted_model import EOS, PROMPT, TOKENIZER

@@ -6,7 +6,7 @@ import pytest
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.environments.rollout_builder import RolloutBuilder
-from megatron_rl.rollouts.generation.partial_response import PartialResponse
+from megatron_rl.rollouts.collector.engines.partial_response import PartialResponse
 from sglang_bridge.generation import FinishReason, Generation, VersionSpan
 
 EOS = 9

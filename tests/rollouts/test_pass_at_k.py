@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_rl.contracts.group import Group, Verdict
 from megatron_rl.contracts.prompt import Prompt
-from megatron_rl.rollouts.pass_at_k import mean_ci95, pass_at_k, pass_rates, powers_up_to
+from megatron_rl.rollouts.evaluation.pass_at_k import mean_ci95, pass_at_k, pass_rates, powers_up_to
 from tests.support.rollout_refs import make_ref
 from tests.support.rollouts import make_rollout
 

@@ -18,13 +18,13 @@ from megatron_rl.config.schema import (
     RolloutSettings,
 )
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.rollouts.evaluation import Accuracy, Evaluation
-from megatron_rl.rollouts.hub import CollectorConnected, CollectorGone, CollectorHub
-from megatron_rl.rollouts.messages import RUN_KEY_VARIABLE, Stop
+from megatron_rl.rollouts.evaluation.evaluation import Accuracy, Evaluation
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
-from megatron_rl.rollouts.rejections import UserClassFailed
-from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.queue.hub import CollectorConnected, CollectorGone, CollectorHub
+from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.steps.sampler import RolloutSampler
+from megatron_rl.rollouts.wire.messages import RUN_KEY_VARIABLE, Stop
+from megatron_rl.rollouts.wire.rejections import UserClassFailed
 from sglang_bridge.engine import Engine
 from tests.support.fake_engine import configuration, fake_engine, reply
 from tests.support.scripted_model import EOS, PROMPT
@@ -84,7 +84,7 @@ def start(hub: CollectorHub, tmp_path: Path) -> Iterator[Start]:
     def run(run_key: str = hub.run_key) -> subprocess.Popen[str]:
         host, port = hub.address
         process = subprocess.Popen(
-            [sys.executable, "-m", "megatron_rl.rollouts", host, str(port), "0", "0"],
+            [sys.executable, "-m", "megatron_rl.rollouts.collector", host, str(port), "0", "0"],
             env=os.environ | {RUN_KEY_VARIABLE: run_key, "PYTHONPATH": f"{ROOT}:{tmp_path}"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -240,5 +240,5 @@ def test_the_key_is_not_on_the_command_line(hub: CollectorHub, start: Start) -> 
     process = start()
     hub.wait_for(1, 20)
     command = Path(f"/proc/{process.pid}/cmdline").read_bytes()
-    assert b"megatron_rl.rollouts" in command
+    assert b"megatron_rl.rollouts.collector" in command
     assert hub.run_key.encode() not in command

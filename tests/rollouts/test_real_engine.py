@@ -13,8 +13,8 @@ from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.engines.token_counter import TokenCounter
 from megatron_rl.models.families import read_shape
-from megatron_rl.rollouts.generation.engine_pool import EnginePool, RequestForm
-from megatron_rl.rollouts.messages import AbortRequest, FromCollector
+from megatron_rl.rollouts.collector.engines.engine_pool import EnginePool, RequestForm
+from megatron_rl.rollouts.wire.messages import AbortRequest, FromCollector
 from sglang_bridge.client import GenerateClient, RequestExpired
 from sglang_bridge.engine import Engine
 from sglang_bridge.generation import FinishReason, Generation

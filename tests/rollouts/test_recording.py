@@ -35,7 +35,7 @@ from megatron_rl.rollouts.recording.recorded_rollouts import (
     fit_rollout,
 )
 from megatron_rl.rollouts.recording.writer import write_batch, write_parts
-from megatron_rl.rollouts.store import RolloutStore, read_rollout
+from megatron_rl.rollouts.wire.store import RolloutStore, read_rollout
 from megatron_rl.run.modes.record import record_rollouts
 from tests.support.batches import make_batch
 from tests.support.disk_log import DiskLog

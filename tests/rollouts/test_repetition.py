@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_rl.rollouts.repetition import repetition
+from megatron_rl.rollouts.wire.repetition import repetition
 from tests.support.processor_time import processor_seconds
 
 

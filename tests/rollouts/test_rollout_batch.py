@@ -16,18 +16,18 @@ from megatron_rl.contracts.group import Group, RolloutLocation, Verdict
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult
-from megatron_rl.rollouts.evaluation import Evaluation
-from megatron_rl.rollouts.hub import CollectorHub
-from megatron_rl.rollouts.messages import EngineLeftOut, GroupDone, GroupRequest
+from megatron_rl.rollouts.evaluation.evaluation import Evaluation
 from megatron_rl.rollouts.queue import RolloutQueue
-from megatron_rl.rollouts.rejections import UserClassFailed
-from megatron_rl.rollouts.rollout_batch import (
+from megatron_rl.rollouts.queue.hub import CollectorHub
+from megatron_rl.rollouts.steps.rollout_batch import (
     NonFiniteResponses,
     RolloutBatch,
     TooManyRejected,
 )
 from megatron_rl.rollouts.steps.sampler import RolloutSampler
 from megatron_rl.rollouts.steps.step_sampling import merge_groups
+from megatron_rl.rollouts.wire.messages import EngineLeftOut, GroupDone, GroupRequest
+from megatron_rl.rollouts.wire.rejections import UserClassFailed
 from tests.support.collectors import Peer, group_done
 from tests.support.failures import fails
 from tests.support.rollout_refs import make_ref

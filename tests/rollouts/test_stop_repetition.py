@@ -15,12 +15,12 @@ from hypothesis import strategies as st
 from megatron_rl.config.schema import EngineSettings, RolloutSettings
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import FinishReason, Rollout
-from megatron_rl.rollouts.collector import Collector
-from megatron_rl.rollouts.generation.engine_pool import EnginePool, RequestForm
-from megatron_rl.rollouts.messages import FromCollector, GroupDone, GroupRequest
-from megatron_rl.rollouts.partials.saved_groups import SavedGroup
-from megatron_rl.rollouts.repetition import RepetitionStop, repetition
-from megatron_rl.rollouts.store import read_rollout
+from megatron_rl.rollouts.collector.collector import Collector
+from megatron_rl.rollouts.collector.engines.engine_pool import EnginePool, RequestForm
+from megatron_rl.rollouts.queue.saved_groups import SavedGroup
+from megatron_rl.rollouts.wire.messages import FromCollector, GroupDone, GroupRequest
+from megatron_rl.rollouts.wire.repetition import RepetitionStop, repetition
+from megatron_rl.rollouts.wire.store import read_rollout
 from sglang_bridge.engine import Engine
 from sglang_bridge.generation import Generation, VersionSpan
 from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine, serving

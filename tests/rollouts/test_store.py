@@ -10,7 +10,7 @@ import pytest
 
 from megatron_rl.contracts.group import RolloutLocation
 from megatron_rl.contracts.rollout import Rollout
-from megatron_rl.rollouts.store import RolloutGone, RolloutReader, RolloutStore, read_rollout
+from megatron_rl.rollouts.wire.store import RolloutGone, RolloutReader, RolloutStore, read_rollout
 from tests.support.rollout_refs import make_ref
 from tests.support.rollouts import assert_equal, make_rollout
 

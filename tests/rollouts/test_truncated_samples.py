@@ -8,8 +8,8 @@ import pytest
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import FinishReason
-from megatron_rl.rollouts.collector import Collector
-from megatron_rl.rollouts.messages import FromCollector, GroupDone, GroupRequest
+from megatron_rl.rollouts.collector.collector import Collector
+from megatron_rl.rollouts.wire.messages import FromCollector, GroupDone, GroupRequest
 from tests.support.fake_engine import Reply, configuration, fake_engine, reply, serving
 from tests.support.scripted_model import EOS, PROMPT
 

@@ -7,10 +7,10 @@ import time
 import pytest
 
 from megatron_rl.contracts.rollout import Rollout
-from megatron_rl.rollouts import codec
-from megatron_rl.rollouts.collector import Collector
-from megatron_rl.rollouts.messages import Drop, FromCollector, GroupDone
-from megatron_rl.rollouts.store import read_rollout
+from megatron_rl.rollouts.collector.collector import Collector
+from megatron_rl.rollouts.wire import codec
+from megatron_rl.rollouts.wire.messages import Drop, FromCollector, GroupDone
+from megatron_rl.rollouts.wire.store import read_rollout
 from tests.rollouts.test_abort_groups import request
 from tests.support.fake_engine import configuration, fake_engine, reply, serving
 from tests.support.rollouts import assert_equal
@@ -62,7 +62,7 @@ def test_a_group_that_is_withdrawn_while_it_is_stored_harms_no_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     encoder = Encoder()
-    monkeypatch.setattr("megatron_rl.rollouts.codec.encode", encoder)
+    monkeypatch.setattr("megatron_rl.rollouts.wire.codec.encode", encoder)
     messages = asyncio.run(collect(encoder))
     names = [m.group.group_id for m in messages if isinstance(m, GroupDone)]
     assert names == ["b", "a"]

@@ -13,12 +13,12 @@ from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.contracts.group import Group
 from megatron_rl.engines.fleet import NoEngineLeft
 from megatron_rl.engines.token_counter import TokenComparison
-from megatron_rl.rollouts.partials.time_to_store import StopSource
 from megatron_rl.rollouts.queue import CollectorFailed, HoldTimedOut
 from megatron_rl.rollouts.recording.recorded_rollouts import BadRecording
-from megatron_rl.rollouts.rejections import UserClassFailed
-from megatron_rl.rollouts.rollout_batch import RolloutBatch, TooManyRejected
+from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch, TooManyRejected
 from megatron_rl.rollouts.steps.steps_ahead import StepSource
+from megatron_rl.rollouts.steps.time_to_store import StopSource
+from megatron_rl.rollouts.wire.rejections import UserClassFailed
 from megatron_rl.run.checkpoints.saving import SaveResult
 from tests.support.checkpoint_managers import FakeRanks, make_manager
 from tests.support.groups import group

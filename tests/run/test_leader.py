@@ -17,7 +17,7 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
 from megatron_rl.engines.token_counter import TokenComparison
 from megatron_rl.records.progress import Progress
-from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
 from megatron_rl.run.features.guards.stopped_by_guard import StoppedByGuard
 from megatron_rl.run.features.observer import Observer
 from megatron_rl.run.loop.trained_step import TrainedStep

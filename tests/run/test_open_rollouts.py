@@ -17,9 +17,9 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.run_state import LoopState, SelectorState
 from megatron_rl.engines.fleet import NoEngineLeft
 from megatron_rl.engines.token_counter import TokenComparison
-from megatron_rl.rollouts.partials.time_to_store import StopSource
 from megatron_rl.rollouts.queue import CollectorFailed
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead, StepSource
+from megatron_rl.rollouts.steps.time_to_store import StopSource
 from megatron_rl.run.supervision.stop_request import StopRequest, WaitAborted
 from tests.support import leaders
 from tests.support.checkpoint_managers import FakeRanks, make_manager, make_stop_request

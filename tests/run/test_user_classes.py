@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.rollouts.rejections import UserClassFailed, is_lost_by_user_class
+from megatron_rl.rollouts.wire.rejections import UserClassFailed, is_lost_by_user_class
 from tests.support.scripts import start_script
 
 CLASSES = """

@@ -5,9 +5,9 @@ import zmq
 
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.prompt import Prompt, Sampling
-from megatron_rl.rollouts.hub import CollectorHub
-from megatron_rl.rollouts.link import present_run_key
-from megatron_rl.rollouts.messages import (
+from megatron_rl.rollouts.collector.link import present_run_key
+from megatron_rl.rollouts.queue.hub import CollectorHub
+from megatron_rl.rollouts.wire.messages import (
     Alive,
     FromCollector,
     GroupDone,

@@ -17,7 +17,7 @@ from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.models.families import read_shape
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.rollouts.steps.sampler import RolloutSampler
-from megatron_rl.rollouts.store import read_rollout
+from megatron_rl.rollouts.wire.store import read_rollout
 from tests.support.selectors import FixedPrompts
 
 # One rank needs no groups.

@@ -9,7 +9,7 @@ from typing import Literal
 
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.fp8_weights import quantization_config
-from megatron_rl.rollouts.generation.engine_pool import EnginePool
+from megatron_rl.rollouts.collector.engines.engine_pool import EnginePool
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.keys import RunKeys, create_keys

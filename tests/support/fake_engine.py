@@ -17,7 +17,7 @@ from megatron_rl.config.schema import (
     RolloutSettings,
 )
 from megatron_rl.contracts.routes import RouteShape
-from megatron_rl.rollouts.messages import Configure, Serve
+from megatron_rl.rollouts.wire.messages import Configure, Serve
 from sglang_bridge.engine import Engine
 from tests.support.scripted_model import CHECKPOINT, EOS, TOKENIZER
 

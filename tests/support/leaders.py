@@ -35,9 +35,9 @@ from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.records.run_records import RunRecords
-from megatron_rl.rollouts.evaluation import Accuracy
-from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.evaluation.evaluation import Accuracy
 from megatron_rl.rollouts.steps.on_update import OnUpdate, WaitForResponses
+from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 from megatron_rl.run.checkpoints.manager import CheckpointManager
 from megatron_rl.run.features.observer import Observer, Observers

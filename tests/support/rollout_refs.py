@@ -2,7 +2,7 @@
 
 from megatron_rl.contracts.group import RolloutLocation, RolloutRef, Verdict
 from megatron_rl.contracts.rollout import Rollout
-from megatron_rl.rollouts.store import make_rollout_ref
+from megatron_rl.rollouts.wire.store import make_rollout_ref
 
 NOWHERE = RolloutLocation(node=0, pid=0, fd=0, offset=0, nbytes=0)
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.rollout import Rollout
-from megatron_rl.rollouts.partials.saved_groups import SavedGroup
+from megatron_rl.rollouts.queue.saved_groups import SavedGroup
 from megatron_rl.rollouts.recording.format import BatchRecord
 from megatron_rl.rollouts.recording.recorded_rollouts import load_open_groups
 from megatron_rl.rollouts.recording.writer import write_batch, write_parts

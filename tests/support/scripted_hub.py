@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import msgspec
 
 from megatron_rl.contracts.group import Group, RolloutRef, sampled_tokens
-from megatron_rl.rollouts.hub import CollectorConnected, CollectorGone, Event
-from megatron_rl.rollouts.messages import Drop, Dropped, GroupDone, GroupRequest, ToCollector
+from megatron_rl.rollouts.queue.hub import CollectorConnected, CollectorGone, Event
+from megatron_rl.rollouts.wire.messages import Drop, Dropped, GroupDone, GroupRequest, ToCollector
 from tests.support.groups import group as make_group
 
 TOKENS_PER_ROLLOUT = 4

@@ -268,7 +268,7 @@ def entries_without_command() -> list[str]:
 
 def message_kinds() -> list[str]:
     """Return the messages between rank 0 and the collectors."""
-    from megatron_rl.rollouts import messages
+    from megatron_rl.rollouts.wire import messages
 
     kinds = (*get_args(messages.ToCollector), *get_args(messages.FromCollector))
     return [kind.__name__ for kind in kinds]

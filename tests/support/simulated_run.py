@@ -31,8 +31,9 @@ from megatron_rl.engines.node.node_reports import (
     ProcessState,
 )
 from megatron_rl.engines.weight_sync import WeightSync
-from megatron_rl.rollouts.hub import CollectorHub
-from megatron_rl.rollouts.messages import (
+from megatron_rl.rollouts.queue import RolloutQueue
+from megatron_rl.rollouts.queue.hub import CollectorHub
+from megatron_rl.rollouts.wire.messages import (
     Alive,
     Configure,
     Drop,
@@ -45,7 +46,6 @@ from megatron_rl.rollouts.messages import (
     ToCollector,
     collector_name,
 )
-from megatron_rl.rollouts.queue import RolloutQueue
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed, WeightMismatch, WeightUpdateFailed
 from sglang_bridge.weights.source import SoleSource
@@ -541,7 +541,7 @@ class SimulatedRun:
     def _open_patches(self) -> list[Any]:
         fake_time = SimpleNamespace(monotonic=self.clock)
         patches: list[Any] = [
-            mock.patch("megatron_rl.rollouts.hub.time", fake_time),
+            mock.patch("megatron_rl.rollouts.queue.hub.time", fake_time),
             *(
                 mock.patch(f"megatron_rl.rollouts.queue.{module}.time", fake_time)
                 for module in ("queue", "ledger", "waiting")
@@ -558,9 +558,11 @@ class SimulatedRun:
         context = _part(socket=lambda kind: self.router)
         keys = _part(start=lambda: None, configure_curve_callback=lambda **callback: None)
         with (
-            mock.patch("megatron_rl.rollouts.hub.zmq.Context", lambda: context),
-            mock.patch("megatron_rl.rollouts.hub.zmq.curve_keypair", lambda: (b"public", b"key")),
-            mock.patch("megatron_rl.rollouts.hub.ThreadAuthenticator", lambda context: keys),
+            mock.patch("megatron_rl.rollouts.queue.hub.zmq.Context", lambda: context),
+            mock.patch(
+                "megatron_rl.rollouts.queue.hub.zmq.curve_keypair", lambda: (b"public", b"key")
+            ),
+            mock.patch("megatron_rl.rollouts.queue.hub.ThreadAuthenticator", lambda context: keys),
         ):
             return CollectorHub("127.0.0.1")
 

@@ -19,7 +19,7 @@ from megatron_rl.losses import open_loss
 from megatron_rl.mcore import parallel
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.rollouts.store import RolloutStore
+from megatron_rl.rollouts.wire.store import RolloutStore
 from megatron_rl.run.build_worker import build_worker
 from megatron_rl.training.worker import Worker
 from tests.support.character_tokenizer import write_character_tokenizer

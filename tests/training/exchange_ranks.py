@@ -16,7 +16,7 @@ from test_exchange import plan_of, read, rollout_of
 
 from megatron_rl.contracts.group import RolloutRef
 from megatron_rl.contracts.rollout import Rollout
-from megatron_rl.rollouts import codec
+from megatron_rl.rollouts.wire import codec
 from megatron_rl.training.exchange.rollout_exchange import exchange_rollouts
 from megatron_rl.training.exchange.transfer_plan import Receiver, rollout_indices
 from tests.support.rollouts import assert_equal

@@ -15,8 +15,8 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import RolloutLocation, RolloutRef
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.step_plan import Denominators, OptimizerStep, StepPlan
-from megatron_rl.rollouts import codec
-from megatron_rl.rollouts.store import RolloutGone
+from megatron_rl.rollouts.wire import codec
+from megatron_rl.rollouts.wire.store import RolloutGone
 from megatron_rl.training.batch_recording import refs_to_record
 from megatron_rl.training.exchange import rollout_exchange as exchange
 from megatron_rl.training.exchange.rollout_exchange import (

@@ -33,7 +33,7 @@ from megatron_rl.models.families import read_shape
 from megatron_rl.rollouts.recording.format import batch_directory
 from megatron_rl.rollouts.recording.reader import read_batch_record, read_groups
 from megatron_rl.rollouts.recording.recorded_rollouts import RecordedRollouts
-from megatron_rl.rollouts.store import RolloutGone, RolloutStore, read_rollout
+from megatron_rl.rollouts.wire.store import RolloutGone, RolloutStore, read_rollout
 from megatron_rl.training import worker as module
 from megatron_rl.training.exchange.transfer_plan import Receiver
 from megatron_rl.training.metric_sums import MetricSums

@@ -39,7 +39,7 @@ from megatron_rl.mcore.checkpoint import tensors
 from megatron_rl.mcore.weights import save as weight_save
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.rank_view import RankView
-from megatron_rl.rollouts import codec
+from megatron_rl.rollouts.wire import codec
 from megatron_rl.run.build_worker import build_worker
 from megatron_rl.run.checkpoints import saving
 from megatron_rl.run.checkpoints.store import CheckpointStore

@@ -7,7 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from megatron_rl.rollouts.messages import RUN_KEY_VARIABLE
+from megatron_rl.rollouts.wire.messages import RUN_KEY_VARIABLE
 from sglang_bridge.errors import EngineDied
 from sglang_bridge.server.lifeline import Lifeline, start_supervised
 from sglang_bridge.server.log_tail import last_exception, last_lines
@@ -109,4 +109,12 @@ class CollectorProcess:
 def build_argv(hub: tuple[str, int], node: int, epoch: int) -> list[str]:
     """Build the argument list of a collector."""
     host, port = hub
-    return [sys.executable, "-m", "megatron_rl.rollouts", host, str(port), str(node), str(epoch)]
+    return [
+        sys.executable,
+        "-m",
+        "megatron_rl.rollouts.collector",
+        host,
+        str(port),
+        str(node),
+        str(epoch),
+    ]

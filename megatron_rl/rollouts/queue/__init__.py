@@ -1,4 +1,4 @@
-"""Rank 0's side of the collectors: the ledger of groups, and where requests go."""
+"""Rank 0: the ledger of groups, and what collectors are to do."""
 
 from megatron_rl.rollouts.queue.queue import CollectorFailed, HoldTimedOut, RolloutQueue
 

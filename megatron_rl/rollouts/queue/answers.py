@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Mapping
 
 from megatron_rl.contracts.group import Group
-from megatron_rl.rollouts.messages import Served
+from megatron_rl.rollouts.wire.messages import Served
 
 
 class PauseAnswers:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from megatron_rl.rollouts.hub import CollectorHub
-from megatron_rl.rollouts.messages import Configure, Serve, Stop, ToCollector
 from megatron_rl.rollouts.queue.engine_roster import EngineRoster
+from megatron_rl.rollouts.queue.hub import CollectorHub
+from megatron_rl.rollouts.wire.messages import Configure, Serve, Stop, ToCollector
 
 
 class Collectors:

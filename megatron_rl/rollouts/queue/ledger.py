@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from megatron_rl.contracts.group import Group
-from megatron_rl.rollouts.messages import GroupRequest
-from megatron_rl.rollouts.partials.saved_groups import SavedGroup
+from megatron_rl.rollouts.queue.saved_groups import SavedGroup
+from megatron_rl.rollouts.wire.messages import GroupRequest
 
 
 class GroupState(Enum):

@@ -20,9 +20,15 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import NEVER_SENT, STALE, Group, RolloutRef
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.credit.group_kinds import kind_of
-from megatron_rl.rollouts.generation.idle_time import IdleEngines
-from megatron_rl.rollouts.hub import CollectorConnected, CollectorGone, CollectorHub, Event
-from megatron_rl.rollouts.messages import (
+from megatron_rl.rollouts.queue.answers import PauseAnswers, StoredGroups
+from megatron_rl.rollouts.queue.collectors import Collectors
+from megatron_rl.rollouts.queue.engine_roster import EngineRoster
+from megatron_rl.rollouts.queue.hub import CollectorConnected, CollectorGone, CollectorHub, Event
+from megatron_rl.rollouts.queue.idle_engines import IdleEngines
+from megatron_rl.rollouts.queue.ledger import OPEN_STATES, GroupEntry, GroupLedger, GroupState
+from megatron_rl.rollouts.queue.saved_groups import NOTHING_SAVED, SavedGroup, SavedGroups
+from megatron_rl.rollouts.queue.waiting import Wait, never
+from megatron_rl.rollouts.wire.messages import (
     AbortRequest,
     Configure,
     Drop,
@@ -36,12 +42,6 @@ from megatron_rl.rollouts.messages import (
     Store,
     partial_name,
 )
-from megatron_rl.rollouts.partials.saved_groups import NOTHING_SAVED, SavedGroup, SavedGroups
-from megatron_rl.rollouts.queue.answers import PauseAnswers, StoredGroups
-from megatron_rl.rollouts.queue.collectors import Collectors
-from megatron_rl.rollouts.queue.engine_roster import EngineRoster
-from megatron_rl.rollouts.queue.ledger import OPEN_STATES, GroupEntry, GroupLedger, GroupState
-from megatron_rl.rollouts.queue.waiting import Wait, never
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineError
 

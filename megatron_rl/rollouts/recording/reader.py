@@ -23,7 +23,7 @@ from megatron_rl.rollouts.recording.format import (
     RolloutRecord,
     SavedRollout,
 )
-from megatron_rl.rollouts.store import make_rollout_ref
+from megatron_rl.rollouts.wire.store import make_rollout_ref
 
 
 class RecordingUnreadable(ValueError):

@@ -21,7 +21,7 @@ from megatron_rl.contracts.routes import (
     validate_stored_routes,
 )
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
-from megatron_rl.rollouts.partials.saved_groups import SavedGroup
+from megatron_rl.rollouts.queue.saved_groups import SavedGroup
 from megatron_rl.rollouts.recording.format import BATCH_FILE, BatchRecord, SavedRollout
 from megatron_rl.rollouts.recording.reader import (
     RecordingUnreadable,
@@ -31,9 +31,9 @@ from megatron_rl.rollouts.recording.reader import (
     read_groups_without_routes,
     read_saved_rollout,
 )
-from megatron_rl.rollouts.repetition import repetition_of
-from megatron_rl.rollouts.rollout_batch import RolloutBatch
-from megatron_rl.rollouts.store import RolloutStore
+from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.wire.repetition import repetition_of
+from megatron_rl.rollouts.wire.store import RolloutStore
 
 CheckRoutes = Callable[[Routes, RouteShape, int], Routes | None]
 

@@ -8,8 +8,8 @@ from typing import Protocol
 
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.group import Group
-from megatron_rl.rollouts.partials.time_to_store import StopSource
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead, StepSource
+from megatron_rl.rollouts.steps.time_to_store import StopSource
 
 
 @dataclass(frozen=True)

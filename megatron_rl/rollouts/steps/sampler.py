@@ -10,10 +10,10 @@ from megatron_rl.contracts.group import Group, sampled_tokens
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.prompts.selection.selector import RolloutRequest, Selector
-from megatron_rl.rollouts.messages import GroupRequest
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
-from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.steps.step_sampling import StepSampling, label_of
+from megatron_rl.rollouts.wire.messages import GroupRequest
 
 
 class _CannotContinue(Exception):

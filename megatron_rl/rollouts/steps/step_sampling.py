@@ -11,7 +11,7 @@ import msgspec
 from megatron_rl.contracts.group import Group
 from megatron_rl.prompts.selection.restored_step import RestoredStep
 from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult, StepSelection
-from megatron_rl.rollouts.messages import extension_id, first_id
+from megatron_rl.rollouts.wire.messages import extension_id, first_id
 
 
 @dataclass

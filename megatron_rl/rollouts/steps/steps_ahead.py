@@ -10,9 +10,9 @@ from typing import Protocol
 from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.run_state import SelectorState
-from megatron_rl.rollouts.partials.time_to_store import StopSource
-from megatron_rl.rollouts.rejections import UserClassFailed
-from megatron_rl.rollouts.rollout_batch import RolloutBatch, TooManyRejected
+from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch, TooManyRejected
+from megatron_rl.rollouts.steps.time_to_store import StopSource
+from megatron_rl.rollouts.wire.rejections import UserClassFailed
 
 
 class StepSource(Protocol):

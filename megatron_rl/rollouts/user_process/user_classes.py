@@ -19,10 +19,10 @@ from megatron_rl.environments.environment import (
 from megatron_rl.rewards import ScorerInThisProcess, open_scorer
 from megatron_rl.rewards.runner import ScorerCalls
 from megatron_rl.rewards.user_calls import Outcome, call_with_limit
-from megatron_rl.rollouts.messages import Configure, FromCollector, Problem
 from megatron_rl.rollouts.user_process.attempts import EpisodeAttempt, ScoreAttempt
 from megatron_rl.rollouts.user_process.messages import OpenClass
 from megatron_rl.rollouts.user_process.remote_class import RemoteClass
+from megatron_rl.rollouts.wire.messages import Configure, FromCollector, Problem
 
 # From the cancellation of a call until it counts as one that goes on
 _GRACE_SECONDS = 5.0

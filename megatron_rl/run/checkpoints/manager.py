@@ -14,7 +14,7 @@ from megatron_rl.contracts.group import Group, sampled_tokens
 from megatron_rl.contracts.run_state import LoopState, RunState
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.stopwatch import Stopwatch
-from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
 from megatron_rl.run.checkpoints.best import BestCheckpoint
 from megatron_rl.run.checkpoints.saving import SaveResult
 from megatron_rl.run.checkpoints.state_file import encode_state

@@ -11,7 +11,7 @@ from megatron_rl.contracts.commands import BatchAhead
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.routes import RouteShape
-from megatron_rl.rollouts.partials.saved_groups import SavedGroup
+from megatron_rl.rollouts.queue.saved_groups import SavedGroup
 from megatron_rl.rollouts.recording.format import BatchRecord, batch_directory
 from megatron_rl.rollouts.recording.reader import RecordingUnreadable
 from megatron_rl.rollouts.recording.recorded_rollouts import (
@@ -20,8 +20,8 @@ from megatron_rl.rollouts.recording.recorded_rollouts import (
     load_open_groups,
 )
 from megatron_rl.rollouts.recording.writer import write_batch, write_parts
-from megatron_rl.rollouts.rollout_batch import RolloutBatch
-from megatron_rl.rollouts.store import RolloutGone, read_rollout
+from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.wire.store import RolloutGone, read_rollout
 from megatron_rl.training.batch_recording import groups_on_node
 
 _FOLDER = "rollouts"

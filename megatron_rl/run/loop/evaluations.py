@@ -13,8 +13,8 @@ from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.contracts.run_state import LoopState
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.stopwatch import Stopwatch
-from megatron_rl.rollouts.evaluation import Evaluation
-from megatron_rl.rollouts.set_result import measure_set
+from megatron_rl.rollouts.evaluation.evaluation import Evaluation
+from megatron_rl.rollouts.evaluation.set_result import measure_set
 from megatron_rl.run.checkpoints.manager import CheckpointManager
 from megatron_rl.run.features.observer import Observers
 from megatron_rl.run.loop.engine_weights import EngineWeights

@@ -12,10 +12,14 @@ from megatron_rl.engines.fleet import NoEngineLeft
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.queue import CollectorFailed, HoldTimedOut
 from megatron_rl.rollouts.recording.recorded_rollouts import BadRecording
-from megatron_rl.rollouts.rejections import UserClassFailed
-from megatron_rl.rollouts.rollout_batch import NonFiniteResponses, RolloutBatch, TooManyRejected
 from megatron_rl.rollouts.steps.on_update import OnUpdate
+from megatron_rl.rollouts.steps.rollout_batch import (
+    NonFiniteResponses,
+    RolloutBatch,
+    TooManyRejected,
+)
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
+from megatron_rl.rollouts.wire.rejections import UserClassFailed
 from megatron_rl.run.checkpoints.manager import CheckpointManager
 from megatron_rl.run.features.observer import Observers
 from megatron_rl.run.loop.engine_weights import EngineWeights

@@ -11,8 +11,8 @@ from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.credit.assign import BatchCredit, Credit
 from megatron_rl.planning.step_planner import StepPlanner
-from megatron_rl.rollouts.evaluation import Evaluation
-from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.evaluation.evaluation import Evaluation
+from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.steps.steps_ahead import StepSource
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.credit.account import account, demonstrations, usage
 from megatron_rl.credit.assign import BatchCredit
-from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
 from megatron_rl.training.worker import TrainOutcome
 
 

@@ -24,8 +24,8 @@ from megatron_rl.mcore.weights import (
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.run_records import RunRecords
 from megatron_rl.records.stopwatch import Stopwatch
-from megatron_rl.rollouts.evaluation import Evaluation
-from megatron_rl.rollouts.set_result import SetResult, measure_set
+from megatron_rl.rollouts.evaluation.evaluation import Evaluation
+from megatron_rl.rollouts.evaluation.set_result import SetResult, measure_set
 from megatron_rl.run.checkpoints.resume import explained_load_errors
 from megatron_rl.run.modes.mode import Lead, LoopParts
 from megatron_rl.training.dispatcher import Dispatcher

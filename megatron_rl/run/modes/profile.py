@@ -12,7 +12,7 @@ from megatron_rl.engines.connections import EngineConnections
 from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.prompts.pass_rates import PassRate, PassRateFile
 from megatron_rl.records.run_records import RunRecords
-from megatron_rl.rollouts.evaluation import Evaluation, accuracy_of
+from megatron_rl.rollouts.evaluation.evaluation import Evaluation, accuracy_of
 from megatron_rl.run.data import open_rates
 from megatron_rl.run.modes.evaluate import open_evaluation, send_first, weights_to_send
 from megatron_rl.run.modes.mode import Lead, LoopParts, Mode

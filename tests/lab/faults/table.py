@@ -49,13 +49,13 @@ def find_engine_processes(scene: Scene) -> list[psutil.Process]:
 def find_engine_supervisor(scene: Scene) -> list[psutil.Process]:
     """The supervisor of the engine, not that of the collector."""
     supervisors = processes_named(scene.processes, "sglang_bridge.server.supervise")
-    collectors = processes_named(supervisors, "megatron_rl.rollouts")
+    collectors = processes_named(supervisors, "megatron_rl.rollouts.collector")
     return [p for p in supervisors if p not in collectors]
 
 
 def find_collector(scene: Scene) -> list[psutil.Process]:
     """The collector."""
-    return scene.find("megatron_rl.rollouts")
+    return scene.find("megatron_rl.rollouts.collector")
 
 
 def small_disk(size: str) -> Prepare:

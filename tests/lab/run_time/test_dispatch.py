@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron_rl.rollouts.generation import engine_pool
+from megatron_rl.rollouts.collector.engines import engine_pool
 from tests.lab.run_time.simulation.cluster import QUEUE_PER_SLOT, Cluster, Group, Machines
 from tests.lab.run_time.simulation.engine import EngineSpeed, Response
 

@@ -87,7 +87,7 @@ def test_descriptors_count_by_what_they_refer_to(tmp_path: Path) -> None:
 def test_processes_are_told_apart_by_their_command_lines() -> None:
     lines = {
         "python -m sglang_bridge.server.supervise -- python -m megatron_rl.rollouts": "supervisor",
-        "python -m megatron_rl.rollouts 127.0.0.1 1 0 0": "collector",
+        "python -m megatron_rl.rollouts.collector 127.0.0.1 1 0 0": "collector",
         "sglang::scheduler": "engine, scheduler",
         "python launch/train_rl.py": "rank",
         "sleep 1": "",

@@ -18,7 +18,7 @@ from megatron_rl.records.timeline.layout import (
 )
 from megatron_rl.records.timeline.spans import Lane, Span, Timeline, read_timeline
 from megatron_rl.records.timeline.trace import trace_events
-from megatron_rl.rollouts.messages import GroupDone
+from megatron_rl.rollouts.wire.messages import GroupDone
 from megatron_rl.run.features.timeline.run_timeline import RunTimeline
 from tests.support.clocks import FakeClock
 

@@ -13,8 +13,10 @@ from megatron_rl.config.schema import EnvironmentSettings
 from megatron_rl.contracts.group import Group, sampled_tokens
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import Rollout
-from megatron_rl.rollouts.collector import Collector
-from megatron_rl.rollouts.messages import (
+from megatron_rl.rollouts.collector.collector import Collector
+from megatron_rl.rollouts.collector.progress import NOT_RESTORED
+from megatron_rl.rollouts.queue.saved_groups import SavedGroup
+from megatron_rl.rollouts.wire.messages import (
     Drop,
     FromCollector,
     GroupDone,
@@ -24,9 +26,7 @@ from megatron_rl.rollouts.messages import (
     Served,
     Store,
 )
-from megatron_rl.rollouts.partials.progress import NOT_RESTORED
-from megatron_rl.rollouts.partials.saved_groups import SavedGroup
-from megatron_rl.rollouts.store import RolloutGone, RolloutStore, read_rollout
+from megatron_rl.rollouts.wire.store import RolloutGone, RolloutStore, read_rollout
 from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine, serving
 from tests.support.rollouts import assert_equal
 from tests.support.saved_groups import save_group

@@ -17,19 +17,19 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.routes import RouteShape
-from megatron_rl.rollouts.collector import Collector, serve
-from megatron_rl.rollouts.generation.engine_pool import EnginePool
-from megatron_rl.rollouts.hub import CollectorHub
-from megatron_rl.rollouts.link import CollectorLink
-from megatron_rl.rollouts.messages import (
+from megatron_rl.rollouts.collector.collector import Collector, serve
+from megatron_rl.rollouts.collector.engines.engine_pool import EnginePool
+from megatron_rl.rollouts.collector.link import CollectorLink
+from megatron_rl.rollouts.queue import RolloutQueue
+from megatron_rl.rollouts.queue.hub import CollectorHub
+from megatron_rl.rollouts.wire.messages import (
     Configure,
     FromCollector,
     GroupRequest,
     Partial,
     Store,
 )
-from megatron_rl.rollouts.queue import RolloutQueue
-from megatron_rl.rollouts.store import read_rollout
+from megatron_rl.rollouts.wire.store import read_rollout
 from sglang_bridge.generation import FinishReason, Generation, VersionSpan
 from tests.support.fake_engine import configuration
 from tests.support.rollouts import assert_equal
@@ -189,7 +189,7 @@ def test_the_collector_goes_on_while_it_stores_and_restores_large_open_responses
 @pytest.fixture
 def small_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[CollectorHub]:
     """A hub that accepts messages of 64 KiB."""
-    monkeypatch.setattr("megatron_rl.rollouts.hub.MAX_MESSAGE_BYTES", 2**16)
+    monkeypatch.setattr("megatron_rl.rollouts.queue.hub.MAX_MESSAGE_BYTES", 2**16)
     hub = CollectorHub("127.0.0.1", silence_seconds=5.0)
     yield hub
     hub.close()

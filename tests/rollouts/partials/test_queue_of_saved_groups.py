@@ -15,12 +15,12 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.credit.group_kinds import GroupKind
 from megatron_rl.prompts.selection.extension import Extension
-from megatron_rl.rollouts.hub import CollectorHub
-from megatron_rl.rollouts.messages import Drop, GroupRequest, Partial, Store, ToCollector
-from megatron_rl.rollouts.partials.saved_groups import SavedGroup, SavedGroups
 from megatron_rl.rollouts.queue import RolloutQueue
+from megatron_rl.rollouts.queue.hub import CollectorHub
+from megatron_rl.rollouts.queue.saved_groups import SavedGroup, SavedGroups
 from megatron_rl.rollouts.recording.reader import read_saved_rollout
-from megatron_rl.rollouts.store import RolloutGone, read_rollout
+from megatron_rl.rollouts.wire.messages import Drop, GroupRequest, Partial, Store, ToCollector
+from megatron_rl.rollouts.wire.store import RolloutGone, read_rollout
 from tests.support.collectors import Peer, group_done, request
 from tests.support.rollout_refs import make_ref
 from tests.support.rollouts import assert_equal, make_rollout

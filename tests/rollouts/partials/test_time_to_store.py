@@ -11,10 +11,10 @@ import pytest
 
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.engines.connections import EngineConnections
-from megatron_rl.rollouts.hub import CollectorHub
-from megatron_rl.rollouts.partials.time_to_store import TimeToStore
 from megatron_rl.rollouts.queue import RolloutQueue
+from megatron_rl.rollouts.queue.hub import CollectorHub
 from megatron_rl.rollouts.steps.on_update import OnUpdate, StoredPartials, open_steps_ahead
+from megatron_rl.rollouts.steps.time_to_store import TimeToStore
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.keys import create_keys

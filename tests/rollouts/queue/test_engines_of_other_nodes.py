@@ -6,9 +6,9 @@ import msgspec
 import pytest
 
 from megatron_rl.config.schema import RolloutSettings
-from megatron_rl.rollouts.hub import CollectorHub
-from megatron_rl.rollouts.messages import Drop, EngineLeftOut, GroupRequest, Serve, ToCollector
 from megatron_rl.rollouts.queue import RolloutQueue
+from megatron_rl.rollouts.queue.hub import CollectorHub
+from megatron_rl.rollouts.wire.messages import Drop, EngineLeftOut, GroupRequest, Serve, ToCollector
 from sglang_bridge.engine import Engine
 from tests.support.collectors import Observer, Peer, group_done, request, requested_ids
 

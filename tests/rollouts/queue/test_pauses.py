@@ -9,9 +9,9 @@ import pytest
 
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.rollouts.hub import CollectorHub
-from megatron_rl.rollouts.messages import Drop, GroupRequest, Serve, Served
 from megatron_rl.rollouts.queue import HoldTimedOut, RolloutQueue
+from megatron_rl.rollouts.queue.hub import CollectorHub
+from megatron_rl.rollouts.wire.messages import Drop, GroupRequest, Serve, Served
 from tests.support.collectors import Peer, group_done, request
 
 

@@ -18,8 +18,9 @@ from megatron_rl.config.schema import (
 )
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.records.reminder import Reminder
-from megatron_rl.rollouts.hub import CollectorConnected, CollectorHub, Event
-from megatron_rl.rollouts.messages import (
+from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
+from megatron_rl.rollouts.queue.hub import CollectorConnected, CollectorHub, Event
+from megatron_rl.rollouts.wire.messages import (
     AbortRequest,
     Alive,
     Configure,
@@ -33,7 +34,6 @@ from megatron_rl.rollouts.messages import (
     Stop,
     ToCollector,
 )
-from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
 from tests.support.collectors import Observer, Peer, group_done, request, requested_ids

@@ -22,12 +22,12 @@ from megatron_rl.credit.group_kinds import GroupKind, kind_of
 from megatron_rl.prompts.selection.factory import open_selector
 from megatron_rl.prompts.selection.importance_weights import extension_weight
 from megatron_rl.prompts.source import PromptSource
-from megatron_rl.rollouts.messages import GroupRequest, ToCollector, first_id
-from megatron_rl.rollouts.partials.saved_groups import SavedGroup
 from megatron_rl.rollouts.queue import RolloutQueue
-from megatron_rl.rollouts.rollout_batch import RolloutBatch, TooManyRejected
+from megatron_rl.rollouts.queue.saved_groups import SavedGroup
+from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch, TooManyRejected
 from megatron_rl.rollouts.steps.sampler import RolloutSampler
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
+from megatron_rl.rollouts.wire.messages import GroupRequest, ToCollector, first_id
 from tests.support.answers import make_pool
 from tests.support.groups import NOWHERE
 from tests.support.scripted_hub import ScriptedHub

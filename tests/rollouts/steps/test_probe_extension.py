@@ -22,11 +22,11 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.prompts.selection.belief_selector import BeliefSelector
 from megatron_rl.prompts.source import PromptSource
-from megatron_rl.rollouts.hub import Event
-from megatron_rl.rollouts.messages import GroupDone, GroupRequest
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
-from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.queue.hub import Event
+from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.steps.sampler import RolloutSampler
+from megatron_rl.rollouts.wire.messages import GroupDone, GroupRequest
 from tests.support.answers import make_pool
 from tests.support.scripted_hub import ScriptedHub
 

@@ -21,11 +21,11 @@ from megatron_rl.engines.token_counter import TokenComparison, TokenCounter
 from megatron_rl.prompts.selection.factory import open_selector
 from megatron_rl.prompts.selection.selector import Selector
 from megatron_rl.prompts.source import PromptSource
-from megatron_rl.rollouts.messages import GroupRequest
-from megatron_rl.rollouts.partials.saved_groups import SavedGroup, SavedGroups
-from megatron_rl.rollouts.rollout_batch import RolloutBatch, TooManyRejected
+from megatron_rl.rollouts.queue.saved_groups import SavedGroup, SavedGroups
+from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch, TooManyRejected
 from megatron_rl.rollouts.steps.sampler import RolloutSampler
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
+from megatron_rl.rollouts.wire.messages import GroupRequest
 from tests.support.rollout_refs import make_ref
 from tests.support.rollouts import make_rollout
 from tests.support.stop_sources import ScriptedStop

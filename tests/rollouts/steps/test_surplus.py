@@ -16,11 +16,11 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.prompts.selection.oversample import Oversample
 from megatron_rl.prompts.selection.uniform import Uniform
 from megatron_rl.prompts.source import PromptSource
-from megatron_rl.rollouts.messages import Drop, ToCollector
-from megatron_rl.rollouts.partials.saved_groups import SavedGroup, SavedGroups
 from megatron_rl.rollouts.queue import RolloutQueue
-from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.queue.saved_groups import SavedGroup, SavedGroups
+from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.steps.sampler import RolloutSampler
+from megatron_rl.rollouts.wire.messages import Drop, ToCollector
 from tests.support.answers import make_pool
 from tests.support.rollouts import make_rollout
 from tests.support.scripted_hub import ScoreOf, ScriptedHub

@@ -14,12 +14,12 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.environments.environment import open_environment
-from megatron_rl.rollouts.collector import Collector
-from megatron_rl.rollouts.messages import FromCollector, GroupDone, GroupRequest, Problem
-from megatron_rl.rollouts.store import read_rollout
+from megatron_rl.rollouts.collector.collector import Collector
 from megatron_rl.rollouts.user_process import user_classes
 from megatron_rl.rollouts.user_process.attempts import EpisodeAttempt
 from megatron_rl.rollouts.user_process.messages import RespondAction, WithdrawAction
+from megatron_rl.rollouts.wire.messages import FromCollector, GroupDone, GroupRequest, Problem
+from megatron_rl.rollouts.wire.store import read_rollout
 from tests.support.fake_engine import Answer, Reply, configuration, fake_engine, reply, serving
 from tests.support.scripted_model import EOS, PROMPT
 

@@ -23,7 +23,7 @@ from megatron_rl.rollouts.recording.recorded_rollouts import (
     UnfitRollout,
     load_rollout,
 )
-from megatron_rl.rollouts.store import RolloutStore
+from megatron_rl.rollouts.wire.store import RolloutStore
 from megatron_rl.run.checkpoints.rollouts import (
     load_batches,
     load_open_steps,

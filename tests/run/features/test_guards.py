@@ -20,7 +20,7 @@ from megatron_rl.contracts.group import RolloutRef
 from megatron_rl.contracts.run_state import BestState
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.records.progress import Progress
-from megatron_rl.rollouts.rollout_batch import NonFiniteResponses, RolloutBatch
+from megatron_rl.rollouts.steps.rollout_batch import NonFiniteResponses, RolloutBatch
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.run.features.guards.guards import GuardState
 from megatron_rl.run.features.guards.nonfinite import NonFiniteGuard

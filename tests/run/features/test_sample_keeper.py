@@ -28,7 +28,7 @@ from megatron_rl.records.samples import writer
 from megatron_rl.records.samples.parts import SamplePart, ValuePart
 from megatron_rl.records.samples.reader import read_samples
 from megatron_rl.records.samples.sample import Sample, SampleKind
-from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
 from megatron_rl.run.features.samples import keeper as keeper_module
 from megatron_rl.run.features.samples.assembly import SampleContext, SampleTexts, assemble
 from megatron_rl.run.features.samples.keeper import SampleKeeper

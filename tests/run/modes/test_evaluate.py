@@ -14,7 +14,7 @@ from megatron_rl.contracts.commands import Sync
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.group import Group, Verdict
 from megatron_rl.records.progress import Progress
-from megatron_rl.rollouts.set_result import measure_set
+from megatron_rl.rollouts.evaluation.set_result import measure_set
 from megatron_rl.run.modes.evaluate import EvaluationRun, table
 from tests.support.failures import fails
 from tests.support.groups import group

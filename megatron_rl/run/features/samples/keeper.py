@@ -22,7 +22,7 @@ from megatron_rl.records.samples.sample import Sample, SampleKind
 from megatron_rl.records.samples.writer import encode, write_samples
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.records.write_errors import write_problem
-from megatron_rl.rollouts.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
 from megatron_rl.run.features.observer import Observer
 from megatron_rl.run.features.parts import FeatureParts
 from megatron_rl.run.features.samples.assembly import SampleContext, SampleTexts, assemble

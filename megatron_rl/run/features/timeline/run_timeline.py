@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 from megatron_rl.contracts.commands import Checkpoint, Command, Poll, Train
 from megatron_rl.records.timeline.spans import TIMELINE_FILE, Lane, Timeline
-from megatron_rl.rollouts.messages import GroupDone
+from megatron_rl.rollouts.wire.messages import GroupDone
 from megatron_rl.run.features.observer import Observer
 from megatron_rl.run.features.parts import FeatureParts
 

@@ -28,7 +28,7 @@ from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.step_planner import StepPlanner
-from megatron_rl.rollouts.store import RolloutStore
+from megatron_rl.rollouts.wire.store import RolloutStore
 from megatron_rl.training.worker import Worker
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.generation import Generation

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from tests.lab.run_time.simulation.engine import EngineSpeed, Piece, Response, SimulatedEngine
 
-# Requests in flight for each that an engine can run at a time, as in rollouts/generation.
+# Requests in flight for each that an engine can run at a time, as in rollouts/collector/engines.
 # tests/lab/run_time/test_dispatch.py compares them.
 QUEUE_PER_SLOT = 2
 SAME_TIME = 1e-9  # seconds
@@ -76,7 +76,7 @@ class Group:
 
 
 class SimulatedNode:
-    """A node: what its collector does with requests, as in rollouts/generation.
+    """A node: what its collector does with requests, as in rollouts/collector/engines.
 
     Slots bound the requests in flight, and are given out in the order of the requests. Requests
     reach the engines one after the other, each that with the fewest requests in flight. All times

@@ -10,10 +10,10 @@ from statistics import fmean
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.group import Group as RolloutGroup
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
-from megatron_rl.rollouts.partials.time_to_store import StopSource
-from megatron_rl.rollouts.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.steps.on_update import OnUpdate, StoredPartials, open_steps_ahead
+from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
+from megatron_rl.rollouts.steps.time_to_store import StopSource
 from tests.lab.run_time.simulation.cluster import Cluster, Group, Machines
 from tests.lab.run_time.simulation.engine import Response
 from tests.lab.run_time.simulation.lengths import Workload

@@ -12,10 +12,10 @@ from megatron_rl.contracts.group import Group, RolloutRef, sampled_tokens
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.credit.source_metrics import groups_by_source
-from megatron_rl.rollouts.messages import GroupRequest
-from megatron_rl.rollouts.pass_at_k import mean_ci95
+from megatron_rl.rollouts.evaluation.pass_at_k import mean_ci95
 from megatron_rl.rollouts.queue import RolloutQueue
-from megatron_rl.rollouts.rejections import require_usable
+from megatron_rl.rollouts.wire.messages import GroupRequest
+from megatron_rl.rollouts.wire.rejections import require_usable
 
 
 @dataclass(frozen=True)

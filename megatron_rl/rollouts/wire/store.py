@@ -16,7 +16,7 @@ import numpy as np
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import RolloutLocation, RolloutRef, Verdict
 from megatron_rl.contracts.rollout import Rollout
-from megatron_rl.rollouts import codec
+from megatron_rl.rollouts.wire import codec
 
 NOT_STORED = RolloutLocation(node=0, pid=0, fd=0, offset=0, nbytes=0)
 

@@ -25,8 +25,18 @@ from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.rewards import RewardRunner
 from megatron_rl.rewards.runner import MAX_REASON_LENGTH, describe_failure, make_encodable
 from megatron_rl.rewards.user_calls import Ending, Outcome
-from megatron_rl.rollouts.generation.engine_pool import EnginePool, RequestForm
-from megatron_rl.rollouts.messages import (
+from megatron_rl.rollouts.collector.engines.engine_pool import EnginePool, RequestForm
+from megatron_rl.rollouts.collector.progress import (
+    NOT_RESTORED,
+    EpisodeProgress,
+    RejectedRollout,
+    ScoredRollout,
+    is_unfinished,
+)
+from megatron_rl.rollouts.user_process.attempts import EpisodeAttempt
+from megatron_rl.rollouts.user_process.serving_process import UserCodeError
+from megatron_rl.rollouts.user_process.user_classes import UserClasses
+from megatron_rl.rollouts.wire.messages import (
     ENGINE_FAILURE,
     ENVIRONMENT_FAILURE,
     EXPIRED,
@@ -35,18 +45,8 @@ from megatron_rl.rollouts.messages import (
     FromCollector,
     GroupRequest,
 )
-from megatron_rl.rollouts.partials.progress import (
-    NOT_RESTORED,
-    EpisodeProgress,
-    RejectedRollout,
-    ScoredRollout,
-    is_unfinished,
-)
-from megatron_rl.rollouts.rejections import NO_VERDICT
-from megatron_rl.rollouts.repetition import RepetitionStop
-from megatron_rl.rollouts.user_process.attempts import EpisodeAttempt
-from megatron_rl.rollouts.user_process.serving_process import UserCodeError
-from megatron_rl.rollouts.user_process.user_classes import UserClasses
+from megatron_rl.rollouts.wire.rejections import NO_VERDICT
+from megatron_rl.rollouts.wire.repetition import RepetitionStop
 from sglang_bridge.client import RequestExpired
 from sglang_bridge.errors import EngineError
 from sglang_bridge.generation import Generation, GenerationRejected

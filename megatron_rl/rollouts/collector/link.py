@@ -12,7 +12,7 @@ import zmq.asyncio
 from zmq.utils.monitor import parse_monitor_message
 
 from megatron_rl.records.reminder import Reminder
-from megatron_rl.rollouts.messages import (
+from megatron_rl.rollouts.wire.messages import (
     MAX_MESSAGE_BYTES,
     FromCollector,
     ToCollector,

@@ -1,4 +1,4 @@
-"""Collector process: `python -m megatron_rl.rollouts HOST PORT NODE EPOCH`.
+"""Collector process: `python -m megatron_rl.rollouts.collector HOST PORT NODE EPOCH`.
 
 EPOCH counts the starts of the collector on its node.
 
@@ -14,9 +14,9 @@ import threading
 import traceback
 
 from megatron_rl.contracts.open_files import raise_open_file_limit
-from megatron_rl.rollouts.collector import serve
-from megatron_rl.rollouts.link import CollectorLink, LinkLost
-from megatron_rl.rollouts.messages import RUN_KEY_VARIABLE
+from megatron_rl.rollouts.collector.collector import serve
+from megatron_rl.rollouts.collector.link import CollectorLink, LinkLost
+from megatron_rl.rollouts.wire.messages import RUN_KEY_VARIABLE
 
 _SHUTDOWN_SECONDS = 3.0
 

@@ -12,9 +12,9 @@ from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.environments.episode import Episode
-from megatron_rl.rollouts.generation.partial_response import PartialResponse
-from megatron_rl.rollouts.partials.stored_responses import StoredResponse, responses_of
-from megatron_rl.rollouts.repetition import RepetitionStop
+from megatron_rl.rollouts.collector.engines.partial_response import PartialResponse
+from megatron_rl.rollouts.collector.stored_responses import StoredResponse, responses_of
+from megatron_rl.rollouts.wire.repetition import RepetitionStop
 from sglang_bridge.generation import FinishReason, Generation
 
 # Tokens of a stored rollout that its environment did not ask for when it played it again

@@ -16,9 +16,12 @@ from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.plugins import PluginError
 from megatron_rl.contracts.rollout import Rollout
-from megatron_rl.rollouts.episode_runner import EpisodeRunner
-from megatron_rl.rollouts.link import CollectorLink
-from megatron_rl.rollouts.messages import (
+from megatron_rl.rollouts.collector.episode_runner import EpisodeRunner
+from megatron_rl.rollouts.collector.link import CollectorLink
+from megatron_rl.rollouts.collector.progress import GroupProgress, ScoredRollout
+from megatron_rl.rollouts.recording.reader import RecordingUnreadable
+from megatron_rl.rollouts.recording.recorded_rollouts import UnfitRollout, load_rollout
+from megatron_rl.rollouts.wire.messages import (
     Alive,
     Configure,
     Drop,
@@ -35,11 +38,8 @@ from megatron_rl.rollouts.messages import (
     ToCollector,
     partial_name,
 )
-from megatron_rl.rollouts.partials.progress import GroupProgress, ScoredRollout
-from megatron_rl.rollouts.recording.reader import RecordingUnreadable
-from megatron_rl.rollouts.recording.recorded_rollouts import UnfitRollout, load_rollout
-from megatron_rl.rollouts.repetition import repetition_of
-from megatron_rl.rollouts.store import GroupWriter, RolloutStore, make_rollout_ref
+from megatron_rl.rollouts.wire.repetition import repetition_of
+from megatron_rl.rollouts.wire.store import GroupWriter, RolloutStore, make_rollout_ref
 
 _ALIVE_INTERVAL_SECONDS = 1.0
 # The event loop's own pool may be full of a scorer's blocking calls, so this process has another.

@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.prompt import Sampling
-from megatron_rl.rollouts.generation.gate import Gate
-from megatron_rl.rollouts.generation.members import Members
-from megatron_rl.rollouts.generation.partial_response import PartialResponse
-from megatron_rl.rollouts.generation.response_sampler import ResponseSampler
-from megatron_rl.rollouts.messages import AbortRequest, FromCollector
-from megatron_rl.rollouts.repetition import RepetitionStop
+from megatron_rl.rollouts.collector.engines.gate import Gate
+from megatron_rl.rollouts.collector.engines.members import Members
+from megatron_rl.rollouts.collector.engines.partial_response import PartialResponse
+from megatron_rl.rollouts.collector.engines.response_sampler import ResponseSampler
+from megatron_rl.rollouts.wire.messages import AbortRequest, FromCollector
+from megatron_rl.rollouts.wire.repetition import RepetitionStop
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.generation import Generation

@@ -9,10 +9,10 @@ import msgspec
 
 from megatron_rl.contracts.group import Group, sampled_tokens
 from megatron_rl.contracts.rollout import Rollout
-from megatron_rl.rollouts.messages import GroupRequest
 from megatron_rl.rollouts.recording.format import SavedRollout
 from megatron_rl.rollouts.recording.reader import read_saved_rollout
-from megatron_rl.rollouts.store import RolloutStore
+from megatron_rl.rollouts.wire.messages import GroupRequest
+from megatron_rl.rollouts.wire.store import RolloutStore
 
 
 @dataclass(frozen=True)

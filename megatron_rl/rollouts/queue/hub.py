@@ -12,7 +12,7 @@ import zmq
 from zmq.auth.thread import ThreadAuthenticator
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.rollouts.messages import (
+from megatron_rl.rollouts.wire.messages import (
     MAX_MESSAGE_BYTES,
     Alive,
     FromCollector,

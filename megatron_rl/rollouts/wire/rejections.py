@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import ABORTED, ENDLESS, NEVER_SENT, NO_RESPONSE, STALE, Group
 from megatron_rl.rewards.runner import LOST
-from megatron_rl.rollouts.messages import (
+from megatron_rl.rollouts.wire.messages import (
     ENGINE_FAILURE,
     ENVIRONMENT_FAILURE,
     EXPIRED,

@@ -11,8 +11,8 @@ from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.credit.source_metrics import source_metrics
 from megatron_rl.prompts.selection.restored_step import RestoredStep
 from megatron_rl.prompts.selection.selector import SelectionResult
-from megatron_rl.rollouts.rejections import NON_FINITE, count_unusable, require_usable
 from megatron_rl.rollouts.steps.step_sampling import StepSampling
+from megatron_rl.rollouts.wire.rejections import NON_FINITE, count_unusable, require_usable
 
 
 class TooManyRejected(Failure):

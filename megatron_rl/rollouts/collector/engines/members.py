@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 
 from megatron_rl.contracts.group import NEVER_SENT, STALE
 from megatron_rl.contracts.prompt import Sampling
-from megatron_rl.rollouts.generation.idle_time import IdleTime
-from megatron_rl.rollouts.generation.slots import Slots
-from megatron_rl.rollouts.messages import EngineLeftOut, FromCollector
+from megatron_rl.rollouts.collector.engines.idle_time import IdleTime
+from megatron_rl.rollouts.collector.engines.slots import Slots
+from megatron_rl.rollouts.wire.messages import EngineLeftOut, FromCollector
 from sglang_bridge.client import GenerateClient, RequestExpired
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed

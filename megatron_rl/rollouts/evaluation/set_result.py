@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from megatron_rl.rollouts.evaluation import (
+from megatron_rl.rollouts.evaluation.evaluation import (
     Accuracy,
     Evaluation,
     accuracy_of,
     split_by_correctness,
 )
-from megatron_rl.rollouts.pass_at_k import pass_rates
+from megatron_rl.rollouts.evaluation.pass_at_k import pass_rates
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 from dataclasses import replace
 
-from megatron_rl.rollouts.generation.gate import Gate
-from megatron_rl.rollouts.generation.members import EngineRemoved, Member, Members
-from megatron_rl.rollouts.generation.partial_response import PartialResponse
-from megatron_rl.rollouts.repetition import RepetitionStop
+from megatron_rl.rollouts.collector.engines.gate import Gate
+from megatron_rl.rollouts.collector.engines.members import EngineRemoved, Member, Members
+from megatron_rl.rollouts.collector.engines.partial_response import PartialResponse
+from megatron_rl.rollouts.wire.repetition import RepetitionStop
 from sglang_bridge.client import may_succeed_elsewhere
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.generation import FinishReason, Generation, GenerationRejected

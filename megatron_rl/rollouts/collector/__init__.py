@@ -1,0 +1,1 @@
+"""The process of a node's collector: runs episodes on engines and keeps the rollouts."""

@@ -1,0 +1,1 @@
+"""Rank 0: evaluations of held-out prompts."""

@@ -1,1 +1,0 @@
-"""Rollouts that are not finished: what there is of them, in a checkpoint and after it."""

@@ -1,0 +1,1 @@
+"""Both sides: messages between rank 0 and the collectors, and rollouts in shared memory."""
