@@ -13,7 +13,7 @@ import aiohttp
 
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.generation import FinishReason, Generation, GenerationRejected, decode_generation
-from sglang_bridge.request import SamplingLike, encode_request
+from sglang_bridge.request import Sampling, encode_request
 from sglang_bridge.settings import DEFAULT_KEEP_ALIVE_SECONDS
 
 # The answer to an aborted request comes with the engine's next step.
@@ -86,7 +86,7 @@ class GenerateClient:
     async def generate(
         self,
         input_ids: Sequence[int],
-        sampling: SamplingLike,
+        sampling: Sampling,
         *,
         rid: str,
         return_routes: bool = True,
@@ -179,7 +179,7 @@ class GenerateClient:
         raise self._expiry(name)
 
     def _after_abort(
-        self, generation: Generation, sampling: SamplingLike, name: str, return_routes: bool
+        self, generation: Generation, sampling: Sampling, name: str, return_routes: bool
     ) -> Generation:
         """Return the answer to an aborted request. Raises `RequestExpired` without a token.
 

@@ -3,27 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import msgspec
 
 
-class SamplingLike(Protocol):
-    """Sampling parameters of a response: any object with these attributes."""
+class Sampling(msgspec.Struct, frozen=True, kw_only=True):
+    """Sampling parameters of responses.
 
-    @property
-    def max_new_tokens(self) -> int: ...
-    @property
-    def temperature(self) -> float: ...
-    @property
-    def top_p(self) -> float: ...
-    @property
-    def stop_token_ids(self) -> Sequence[int]: ...
+    Training requires the full distribution: no top-k or penalties, and top_p 1. Evaluations may
+    sample from the most probable tokens whose probabilities add up to top_p.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    stop_token_ids: tuple[int, ...] = ()
+    top_p: float = 1.0
 
 
 def encode_request(
     input_ids: Sequence[int],
-    sampling: SamplingLike,
+    sampling: Sampling,
     rid: str,
     return_routes: bool,
     seed: int | None,

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import msgspec
 
+from sglang_bridge.request import Sampling
+
+__all__ = ["ROW_KEYS", "Prompt", "Sampling"]
+
 ROW_KEYS = ("prompt", "messages", "tools", "answer", "response", "id", "task", "difficulty")
 """The keys of a row in a file of questions."""
 
@@ -26,16 +30,3 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     difficulty: str = ""
     demonstration: str = ""
     source: str = ""
-
-
-class Sampling(msgspec.Struct, frozen=True, kw_only=True):
-    """Sampling parameters of responses.
-
-    Training requires the full distribution: no top-k or penalties, and top_p 1. Evaluations may
-    sample from the most probable tokens whose probabilities add up to top_p.
-    """
-
-    max_new_tokens: int
-    temperature: float
-    stop_token_ids: tuple[int, ...] = ()
-    top_p: float = 1.0

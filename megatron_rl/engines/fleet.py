@@ -6,13 +6,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from megatron_rl.config.schema import RecoverySettings
 from megatron_rl.contracts.commands import Sync
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.engines.engine_prober import EngineProber
 from megatron_rl.engines.members import Member, Members, MemberState
+from megatron_rl.engines.node.node_board import NodeBoard
 from megatron_rl.engines.node.node_reports import (
     CollectorReport,
     EngineReport,
@@ -21,9 +21,10 @@ from megatron_rl.engines.node.node_reports import (
     ProcessState,
 )
 from megatron_rl.engines.node.restarts import RestartBudget
-from megatron_rl.engines.token_counter import CountingEngine, TokenCounter
+from megatron_rl.engines.token_counter import TokenCounter
 from megatron_rl.engines.url_list import UrlList
 from megatron_rl.rollouts.queue import RolloutQueue
+from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 
 # A managed engine that failed so often since its start is started again.
@@ -36,14 +37,6 @@ class NoEngineLeft(Failure):
     """No engine, or no collector, serves, and none came back in time."""
 
     exit_code = ExitCode.ENGINE_FAILED
-
-
-class Board(Protocol):
-    """Reports of nodes, and orders to them. `NodeBoard` is one."""
-
-    def read_reports(self, nodes: Iterable[int]) -> list[NodeReport]: ...
-
-    def order(self, node: int, orders: NodeOrders) -> None: ...
 
 
 def managed_name(node: int, index: int) -> str:
@@ -74,12 +67,12 @@ class Fleet:
         prober: EngineProber,
         settings: RecoverySettings,
         *,
-        board: Board,
+        board: NodeBoard,
         nodes: Sequence[int],
         log: Callable[[str], None],
         urls: UrlList | None = None,
         token_counter: TokenCounter | None = None,
-        open_counter: Callable[[Engine], CountingEngine] | None = None,
+        open_counter: Callable[[Engine], AdminClient] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.members = members

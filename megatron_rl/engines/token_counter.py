@@ -9,20 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Protocol
 
+from sglang_bridge.admin import AdminClient
 from sglang_bridge.errors import RequestFailed
 
 _MAX_THREADS = 16
-
-
-class CountingEngine(Protocol):
-    """The control client of an engine. `generated_tokens` raises `RequestFailed`."""
-
-    @property
-    def url(self) -> str: ...
-
-    def generated_tokens(self) -> int | None: ...
 
 
 @dataclass(frozen=True)
@@ -48,7 +39,7 @@ class TokenCounter:
     log: writes a line for people. Each problem of an engine is written once.
     """
 
-    def __init__(self, engines: Sequence[CountingEngine], log: Callable[[str], None]) -> None:
+    def __init__(self, engines: Sequence[AdminClient], log: Callable[[str], None]) -> None:
         self._engines = engines
         self._log = log
         self._written_problems: set[tuple[str, str]] = set()
@@ -56,7 +47,7 @@ class TokenCounter:
         self._has_foreign_requests = False  # at the next reading
         self._counts = self._read()
 
-    def set_engines(self, engines: Sequence[CountingEngine], *, have_sampled: bool = True) -> None:
+    def set_engines(self, engines: Sequence[AdminClient], *, have_sampled: bool = True) -> None:
         """Read the counters of these engines from now on. Comparisons begin anew.
 
         have_sampled: requests of the run may be open, so that a reading now would be none of all
@@ -118,7 +109,7 @@ class TokenCounter:
         complete_counts = {url: count for url, count in counts.items() if count is not None}
         return complete_counts if len(complete_counts) == len(counts) else None
 
-    def _read_one(self, engine: CountingEngine) -> int | None:
+    def _read_one(self, engine: AdminClient) -> int | None:
         try:
             count = engine.generated_tokens()
         except RequestFailed as error:

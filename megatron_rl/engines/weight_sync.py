@@ -11,12 +11,13 @@ from typing import NamedTuple, Protocol
 from megatron_rl.config.schema import EngineSettings, SyncSettings
 from megatron_rl.contracts.commands import Sync
 from megatron_rl.engines.members import Member, Members, MemberState
+from megatron_rl.engines.node.weight_copies import RemoteWeightCopies
 from megatron_rl.engines.rank_part import open_rank_part
 from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.job import Job
 from megatron_rl.models.shape import ModelShape
 from sglang_bridge.admin import AdminClient
-from sglang_bridge.deltas.transport import DeltaTransport, NodeCopies
+from sglang_bridge.deltas.transport import DeltaTransport
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import (
     AuditUnsupported,
@@ -325,7 +326,7 @@ class WeightCopies(NamedTuple):
     last.
     """
 
-    on_nodes: NodeCopies
+    on_nodes: RemoteWeightCopies
     scratch: Path
 
 
@@ -354,7 +355,8 @@ def open_weight_sync(
             directory=directory,
             scratch=copies.scratch,
             config_from=model_path,
-            copies=copies.on_nodes,
+            nodes=copies.on_nodes.nodes,
+            rebuild=copies.on_nodes.take,
             timeout_seconds=settings.timeout_s,
             log=log,
         )

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Literal
 
 import msgspec
 import numpy as np
@@ -32,19 +32,6 @@ class CopyReply:
 
     path: str = ""
     reason: str = ""
-
-
-class NodeCopies(Protocol):
-    """The copies of the weights on the nodes with engines."""
-
-    @property
-    def nodes(self) -> Sequence[int]:
-        """All nodes that hold a copy."""
-        ...
-
-    def take(self, push: Path, nodes: Sequence[int]) -> Mapping[int, CopyReply]:
-        """Let nodes rebuild the weights of a push, and wait for an answer of each."""
-        ...
 
 
 @dataclass
@@ -72,7 +59,9 @@ class DeltaTransport:
 
     directory: on a file system that all nodes share. scratch: on this node's own disk; it holds the
     complete weights twice while a push is written. config_from: a checkpoint whose config.json is
-    copied. copies: those on the engines' nodes. timeout_seconds: of each engine's loading.
+    copied. timeout_seconds: of each engine's loading.
+    nodes: those that hold a copy of the weights. rebuild: lets nodes rebuild the weights of a push,
+    and waits for an answer of each.
     """
 
     def __init__(
@@ -81,14 +70,16 @@ class DeltaTransport:
         directory: Path,
         scratch: Path,
         config_from: Path,
-        copies: NodeCopies,
+        nodes: Sequence[int],
+        rebuild: Callable[[Path, Sequence[int]], Mapping[int, CopyReply]],
         timeout_seconds: float,
         log: Callable[[str], None],
     ) -> None:
         self._directory = directory.resolve()
         self._scratch = scratch
         self._config_from = config_from
-        self._copies = copies
+        self._nodes = nodes
+        self._rebuild = rebuild
         self.timeout_seconds = timeout_seconds
         self._log = log
         self._stream = uuid.uuid4().hex
@@ -150,7 +141,7 @@ class DeltaTransport:
         manifest = self._manifest(version, push.base, push.files)
         path = self._push_path("push")
         self._finish(path, manifest)
-        replies = dict(self._copies.take(path, self._copies.nodes))
+        replies = dict(self._rebuild(path, self._nodes))
         replies |= self._send_whole(version, replies)
         for admin in admins:
             replies.setdefault(admin.engine.node, CopyReply(reason="its node holds no copy"))
@@ -236,7 +227,7 @@ class DeltaTransport:
             shutil.copyfile(self._local(self._push.sequence) / file.name, path / file.name)
             self._push.num_stored += file.size
         self._finish(path, self._manifest(version, None, files))
-        return self._copies.take(path, nodes)
+        return self._rebuild(path, nodes)
 
     def _manifest(self, version: int, base: int | None, files: Sequence[StoredFile]) -> Manifest:
         has_changes = any(file.encoding == "change" for file in files)

@@ -63,7 +63,8 @@ class Scene:
             directory=folder / "deltas",
             scratch=folder / "scratch",
             config_from=model,
-            copies=self.copies,
+            nodes=self.copies.nodes,
+            rebuild=self.copies.take,
             timeout_seconds=60,
             log=self.lines.append,
         )

@@ -1,5 +1,7 @@
 """The tokens that engines count, compared with those that the run counts."""
 
+from typing import Any
+
 from megatron_rl.engines.token_counter import TokenCounter
 from sglang_bridge.errors import RequestFailed
 
@@ -19,7 +21,7 @@ class CountingEngine:
         return self.reading
 
 
-def counter_of(*engines: CountingEngine) -> tuple[TokenCounter, list[str]]:
+def counter_of(*engines: Any) -> tuple[TokenCounter, list[str]]:
     lines: list[str] = []
     return TokenCounter(engines, lines.append), lines
 

@@ -105,6 +105,7 @@ class ScriptedFleet:
         self.lines: list[str] = []
         scripted_queue: Any = self.queue
         scripted_prober: Any = self.prober
+        scripted_board: Any = self.board
         open_counter: Any = None if token_counter is None else lambda engine: engine
         for node, count in enumerate(engines):
             for index in range(count):
@@ -115,7 +116,7 @@ class ScriptedFleet:
             scripted_queue,
             scripted_prober,
             RecoverySettings(wait_s=wait_s),
-            board=self.board,
+            board=scripted_board,
             nodes=list(nodes),
             log=self.lines.append,
             urls=urls,

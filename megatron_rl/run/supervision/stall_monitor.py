@@ -7,9 +7,9 @@ import threading
 import time
 from collections.abc import Callable
 from types import TracebackType
-from typing import Protocol
 
 import msgspec
+import torch.distributed as dist
 
 from megatron_rl.records.reminder import growing_intervals
 from megatron_rl.run.supervision.rank_sample import RankSample, sample_rank
@@ -21,16 +21,6 @@ _STALL_SECONDS = 14.0
 _JOIN_SECONDS = 5.0
 
 _decoder = msgspec.json.Decoder(RankSample)
-
-
-class SampleStore(Protocol):
-    """A key-value store of all ranks, such as a clone of torch's."""
-
-    def set(self, key: str, value: str) -> None: ...
-
-    def check(self, keys: list[str]) -> bool: ...
-
-    def multi_get(self, keys: list[str]) -> list[bytes]: ...
 
 
 class StallMonitor:
@@ -47,7 +37,7 @@ class StallMonitor:
         rank: int,
         world_size: int,
         activity: Activity,
-        store: SampleStore,
+        store: dist.Store,
         log: Callable[[str], None],
         *,
         sample_seconds: float = _SAMPLE_SECONDS,

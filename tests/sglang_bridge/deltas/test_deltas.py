@@ -158,7 +158,8 @@ class Scene:
             directory=self.folder / "sync",
             scratch=self.folder / "scratch",
             config_from=self.folder / "start",
-            copies=self.node,
+            nodes=self.node.nodes,
+            rebuild=self.node.take,
             timeout_seconds=5,
             log=self.lines.append,
         )
