@@ -70,8 +70,8 @@ class Class:
 
     @property
     def is_protocol(self) -> bool:
-        """True for a `Protocol`."""
-        return "Protocol" in self.bases
+        """True for a `Protocol` of typing, which is none of asyncio."""
+        return any(ast.unparse(base) == "Protocol" for base in self.node.bases)
 
 
 def read_trees(folders: Iterable[str]) -> dict[str, ast.Module]:
