@@ -187,14 +187,14 @@ def test_an_invariant_without_a_test_is_found() -> None:
 
 # The present values. A change may lower a limit, and a new offender has to replace one.
 LIMITS = {
-    "write pairs": 55,
+    "write pairs": 26,
     "constructor parameters": 26,
     "private constructor parameters": 0,
-    "protocols with one implementation": 4,
-    "exceptions that nobody catches": 1,
-    "message kinds": 21,
+    "protocols with one implementation": 3,
+    "exceptions that nobody catches": 0,
+    "message kinds": 14,
     "keys": 195,
-    "tests of private names": 105,
+    "tests of private names": 95,
     "entries of launch/ without a command": 1,
 }
 
