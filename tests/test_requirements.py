@@ -16,7 +16,7 @@ REQUIREMENTS = Path(__file__).resolve().parents[1] / "requirements"
 # later versions have. sglang_bridge/weights/ipc speaks the protocol of the pinned one.
 OUTSIDE = {("sglang", "checkpoint-engine")}
 
-RESOLVER_SECONDS = 840
+RESOLVER_SECONDS = 400
 # Of a machine with its own packages
 LOCAL_PACKAGES = ("PIP_FIND_LINKS", "PIP_EXTRA_INDEX_URL", "PIP_INDEX_URL", "PIP_CONSTRAINT")
 
