@@ -195,7 +195,7 @@ LIMITS = {
     "message kinds": 14,
     "keys": 195,
     "tests of private names": 95,
-    "entries of launch/ without a command": 1,
+    "entries of launch/ without a command": 0,
 }
 
 

@@ -119,7 +119,7 @@ def end_of_start(run: Path) -> str:
 
 
 def print_row(*cells: object) -> None:
-    """Print a row of the table in docs/faults.md."""
+    """Print a row of the table in docs/results/faults.md."""
     print(f"| {' | '.join(map(str, cells))} |")
 
 
