@@ -145,20 +145,18 @@ class Fleet:
         An engine that was started again leaves, too: collectors forget its failures.
         """
         left_names = []
-        for name, announced in self._announced_engines.items():
+        for name, entry in self._announced_engines.items():
             member = serving.get(name)
             if member is None or (member.url, member.epoch) != (
-                announced.engine.url,
-                announced.epoch,
+                entry.engine.url,
+                entry.epoch,
             ):
                 left_names.append(name)
         left = {name: self._announced_engines.pop(name) for name in left_names}
         if left:
             self._send_engines()
-        for name, announced in left.items():
-            self._log(
-                f"engine {name} ({announced.engine.url}) serves no longer: {self._reason(name)}"
-            )
+        for name, entry in left.items():
+            self._log(f"engine {name} ({entry.engine.url}) serves no longer: {self._reason(name)}")
         return bool(left)
 
     def _announce_joins(self, serving: dict[str, Member]) -> bool:
@@ -179,7 +177,7 @@ class Fleet:
         return bool(new_members)
 
     def _send_engines(self) -> None:
-        engines = [announced.engine for announced in self._announced_engines.values()]
+        engines = [entry.engine for entry in self._announced_engines.values()]
         self._queue.set_engines(engines)
 
     def _count_tokens_of(self, serving: dict[str, Member], *, have_sampled: bool) -> None:

@@ -152,9 +152,9 @@ def test_the_engine_counts_the_tokens_of_responses_that_are_rejected(
         pass
 
     pool = EnginePool(EngineSettings(), form, ignore)
-    await pool.set_engines([Engine(url=engine.url)] * 2)
 
     async def run() -> list[Generation | BaseException]:
+        await pool.set_engines([Engine(url=engine.url)])
         requests = [
             pool.generate(
                 PROMPT.token_ids,

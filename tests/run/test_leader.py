@@ -406,8 +406,8 @@ def test_samples_are_kept_on_due_steps_before_rollouts_are_released(tmp_path: Pa
         def prepare(self, command: Train) -> Train:
             return msgspec.structs.replace(command, keep_values=command.plan.step == 2)
 
-        def after_train(self, trained: TrainedStep, values: dict[str, float]) -> None:
-            if trained.plan.step == 2:
+        def after_train(self, trained_step: TrainedStep, values: dict[str, float]) -> None:
+            if trained_step.plan.step == 2:
                 parts.calls.append(f"keep after {len(parts.released_groups)} releases")
                 values["samples/kept"] = 3.0
 

@@ -26,9 +26,11 @@ class EngineRoster:
     def set_engines(self, engines: Iterable[Engine]) -> None:
         """Replace the engines. New ones can be reached as far as is known."""
         new_engines = {engine.url: engine for engine in engines}
-        unchanged = {url for url, engine in new_engines.items() if self._engines.get(url) == engine}
-        self._unreachable = {pair for pair in self._unreachable if pair[1] in unchanged}
-        self.left_out &= unchanged
+        unchanged_urls = {
+            url for url, engine in new_engines.items() if self._engines.get(url) == engine
+        }
+        self._unreachable = {pair for pair in self._unreachable if pair[1] in unchanged_urls}
+        self.left_out &= unchanged_urls
         self._engines = new_engines
 
     def find(self, url: str) -> Engine | None:
@@ -70,6 +72,6 @@ class EngineRoster:
         can use an engine, it returns all nodes: some environments need no engine.
         """
         nodes_with_engines = {engine.node for engine in self._engines.values()}
-        own = [node for node in nodes if node in nodes_with_engines]
-        others = [node for node in nodes if self.engines_for(node)]
-        return own or others or list(nodes)
+        own_nodes = [node for node in nodes if node in nodes_with_engines]
+        other_nodes = [node for node in nodes if self.engines_for(node)]
+        return own_nodes or other_nodes or list(nodes)

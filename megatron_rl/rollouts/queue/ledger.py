@@ -177,7 +177,7 @@ class GroupLedger:
         """The number of the first arrived group, `num_arrived` without one."""
         return next(iter(self._arrivals), self.num_arrived)
 
-    def arrived(self, number: int) -> GroupEntry | None:
+    def arrival(self, number: int) -> GroupEntry | None:
         """Return the group that arrived under a number, None if it has moved on."""
         return self._arrivals.get(number)
 

@@ -101,7 +101,7 @@ class RolloutQueue:
         self._collectors = Collectors(hub, self._roster)
         self._ledger = GroupLedger()
         self._pause = PauseAnswers()
-        self._stored = StoredGroups()
+        self._stored_groups = StoredGroups()
         self._saved_groups = NOTHING_SAVED
         self._own_stored_ids: tuple[str, ...] = ()  # of groups that this process has stored
         self._idle_engines = IdleEngines()
@@ -240,7 +240,7 @@ class RolloutQueue:
         wait = self._wait(describe, idle, idle_every_seconds=idle_every_seconds)
         while True:
             while number < ledger.num_arrived:
-                entry = ledger.arrived(number)
+                entry = ledger.arrival(number)
                 number += 1
                 if entry is not None and (is_wanted is None or is_wanted(entry.id)):
                     yield self._take(entry)
@@ -447,11 +447,11 @@ class RolloutQueue:
         """
 
         def waiting_nodes() -> list[int]:
-            return sorted(set(self.connected_nodes) - self._stored.complete_nodes)
+            return sorted(set(self.connected_nodes) - self._stored_groups.complete_nodes)
 
         self._handle_events()
         self.release_partials()
-        number = self._stored.expect()
+        number = self._stored_groups.expect()
         for node in self.connected_nodes:
             self._collectors.send(node, Store(number))
         wait = self._wait(
@@ -467,7 +467,7 @@ class RolloutQueue:
                 f"within {wait.seconds:.1f} s: a resumed run samples the others anew"
             )
         open_nodes = {e.id: e.node for e in self._ledger.in_states(*OPEN_STATES)}
-        groups = [g for node, g in self._stored.groups if open_nodes.get(g.group_id) == node]
+        groups = [g for node, g in self._stored_groups.groups if open_nodes.get(g.group_id) == node]
         return groups + self._store_others({group.group_id for group in groups})
 
     def _store_others(self, stored_ids: Collection[str]) -> list[Group]:
@@ -484,8 +484,8 @@ class RolloutQueue:
     def release_partials(self) -> None:
         """Free what `store_partials` has stored."""
         names_by_node: dict[int, list[str]] = {}
-        for node, group in self._stored.release():
-            name = partial_name(self._stored.number, group.group_id)
+        for node, group in self._stored_groups.release():
+            name = partial_name(self._stored_groups.number, group.group_id)
             names_by_node.setdefault(node, []).append(name)
         for node, names in names_by_node.items():
             self._collectors.send(node, Drop(tuple(names)))
@@ -601,7 +601,7 @@ class RolloutQueue:
             case GroupDone() | Dropped():
                 self._handle_answer(node, message)
             case _:
-                raise _unexpected(node, message)
+                raise _unexpected_message(node, message)
 
     def _handle_problem(self, node: int, problem: Problem) -> None:
         """Write a warning, or raise `CollectorFailed`."""
@@ -616,7 +616,7 @@ class RolloutQueue:
         entries = self._ledger.find([group_id])
         if not entries or not entries[0].is_with(node, message.attempt):
             if message.attempt >= self._ledger.next_attempt:
-                raise _unexpected(node, message)
+                raise _unexpected_message(node, message)
             return
         if isinstance(message, GroupDone):
             self._take_group(entries[0], node, message)
@@ -666,8 +666,8 @@ class RolloutQueue:
 
     def _take_partial(self, node: int, partial: Partial) -> None:
         """Keep what a collector has stored, or free what comes too late."""
-        if self._stored.expects(partial.number):
-            self._stored.add(node, partial.group)
+        if self._stored_groups.expects(partial.number):
+            self._stored_groups.add(node, partial.group)
         elif partial.group is not None:
             name = partial_name(partial.number, partial.group.group_id)
             self._collectors.send(node, Drop((name,)))
@@ -675,8 +675,8 @@ class RolloutQueue:
     def _welcome(self, node: int, epoch: int) -> None:
         """Configure a collector that has connected, and send it the requests that wait."""
         self._collectors.welcome(node, epoch)
-        if self._stored.is_wanted:
-            self._collectors.send(node, Store(self._stored.number))
+        if self._stored_groups.is_wanted:
+            self._collectors.send(node, Store(self._stored_groups.number))
         self._assign_waiting()
         # Other nodes may have requests that they cannot answer
         self._move_stuck_requests()
@@ -685,7 +685,7 @@ class RolloutQueue:
         """Send the requests of a collector that is gone to others. They may have to wait."""
         self._collectors.forget(node, epoch)
         self._pause.forget(node)
-        self._stored.forget(node)
+        self._stored_groups.forget(node)
         self._detach(node)
         # Perhaps nobody else could use some engine: others try it again
         if self._roster.forget_failures():
@@ -745,7 +745,7 @@ class RolloutQueue:
                 self._abort(url, rid)
 
 
-def _unexpected(node: int, message: Event) -> CollectorFailed:
+def _unexpected_message(node: int, message: Event) -> CollectorFailed:
     return CollectorFailed(
         f"the collector of node {node} sent an unexpected {type(message).__name__}"
     )

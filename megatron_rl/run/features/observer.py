@@ -43,7 +43,7 @@ class Observer:
     def after_bad_responses(self, step: int, failure: Exception) -> None:
         """Take a batch with too many NaN. step: the engines had weights from before, or newer."""
 
-    def after_train(self, trained: TrainedStep, values: dict[str, float]) -> None:
+    def after_train(self, trained_step: TrainedStep, values: dict[str, float]) -> None:
         """Take a step that is trained, while its rollouts are held. May end the run by raising."""
 
     def after_quiet(self, num_tokens: int, values: dict[str, float]) -> None:
@@ -136,9 +136,9 @@ class Observers(Observer):
         for observer in self._observers:
             observer.after_bad_responses(step, failure)
 
-    def after_train(self, trained: TrainedStep, values: dict[str, float]) -> None:
+    def after_train(self, trained_step: TrainedStep, values: dict[str, float]) -> None:
         for observer in self._observers:
-            observer.after_train(trained, values)
+            observer.after_train(trained_step, values)
 
     def after_quiet(self, num_tokens: int, values: dict[str, float]) -> None:
         for observer in self._observers:

@@ -76,13 +76,13 @@ class Leader:
             batch = self.sampling.sample_again(step, batch, outcome.rollout_ids, watch)
         self.weights.expire()
         num_new_tokens, failure = self.sampling.pause(watch)
-        trained = TrainedStep(batch, credit, plan, outcome)
+        trained_step = TrainedStep(batch, credit, plan, outcome)
         values |= batch.metrics() | credit.metrics() | self.sampling.metrics(batch)
         with watch.section("account"):
-            values |= trained.metrics()
+            values |= trained_step.metrics()
             if failure is None:
                 self.observers.after_quiet(num_new_tokens, values)
-        self.observers.after_train(trained, values)
+        self.observers.after_train(trained_step, values)
         self.sampling.release(batch)
         with self._save_before_failure(step, values, watch):
             if failure is not None:

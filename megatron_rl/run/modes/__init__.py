@@ -1,1 +1,1 @@
-"""The modes besides training: each in one file."""
+"""Modes of rank 0: train, train only, evaluate, profile, record."""

@@ -111,11 +111,11 @@ def test_a_repeated_request_and_a_new_one_differ_from_those_whose_answer_may_com
 def test_arrivals_keep_their_order_and_can_be_offered_again() -> None:
     ledger = GroupLedger()
     first, second, third = (add(ledger, name, GroupState.ARRIVED) for name in "abc")
-    assert [ledger.arrived(n) for n in range(3)] == [first, second, third]
+    assert [ledger.arrival(n) for n in range(3)] == [first, second, third]
     ledger.offer_again(first)
     ledger.move(second, GroupState.DELIVERED)
     assert (ledger.first_arrival, ledger.num_arrived) == (2, 4)
-    assert [ledger.arrived(n) for n in range(4)] == [None, None, third, first]
+    assert [ledger.arrival(n) for n in range(4)] == [None, None, third, first]
     assert [entry.id for entry in ledger.in_states(*OPEN_STATES)] == []
 
 

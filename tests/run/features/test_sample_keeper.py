@@ -125,12 +125,12 @@ def keep(path: Path, ranks: Ranks | None = None, **settings: Any) -> dict[str, S
 
 def test_a_step_that_keeps_samples_says_so_in_its_record(tmp_path: Path) -> None:
     outcome = TrainOutcome(True, 1, MetricSums(), {}, extremes={SampleKind.MOST_CLIPPED: 3})
-    trained = TrainedStep(BATCH, CREDIT, PLAN, outcome)
+    trained_step = TrainedStep(BATCH, CREDIT, PLAN, outcome)
     for every, is_due in ((7, True), (5, False)):
         values: dict[str, float] = {}
         keeper = make_keeper(tmp_path, Ranks(), every=every)
         assert keeper.prepare(Train(PLAN)).keep_values is is_due
-        keeper.after_train(trained, values)
+        keeper.after_train(trained_step, values)
         assert ({"samples/kept", "time/samples"} <= values.keys()) is is_due
 
 

@@ -82,10 +82,10 @@ class Guards(Observer):
             command, max_norm=self._spikes.limit, check_weights=self._nonfinite.checks_weights
         )
 
-    def after_train(self, trained: TrainedStep, values: dict[str, float]) -> None:
+    def after_train(self, trained_step: TrainedStep, values: dict[str, float]) -> None:
         """Take a step and its metrics, and add those of the guards. Raises `StoppedByGuard`."""
-        plan = trained.plan
-        outcome = trained.outcome
+        plan = trained_step.plan
+        outcome = trained_step.outcome
         self._has_updated = self._has_updated or outcome.optimizer_steps > 0
         limit = self._spikes.limit
         if self._settings.spike != "off":

@@ -76,14 +76,17 @@ class SampleKeeper(SampleGatherer):
         """Let ranks hold the values of tokens in a step that keeps samples."""
         return msgspec.structs.replace(command, keep_values=self.is_due(command.plan.step))
 
-    def after_train(self, trained: TrainedStep, values: dict[str, float]) -> None:
+    def after_train(self, trained_step: TrainedStep, values: dict[str, float]) -> None:
         """Keep samples of the step if they are due, and add metrics."""
-        if not self.is_due(trained.plan.step):
+        if not self.is_due(trained_step.plan.step):
             return
         watch = Stopwatch()
         with watch.section("samples"), self._progress.task("keeping samples"):
             values |= self.keep(
-                trained.batch, trained.credit, trained.plan, trained.outcome.extremes
+                trained_step.batch,
+                trained_step.credit,
+                trained_step.plan,
+                trained_step.outcome.extremes,
             )
         values |= watch.seconds
 
