@@ -118,9 +118,9 @@ def test_a_class_that_cannot_be_open_twice_costs_a_call_its_verdict() -> None:
 
 
 def test_a_class_that_cannot_be_opened_again_ends_the_run_but_refuses_no_setting() -> None:
-    with pytest.raises(Failure, match=r"reward\.name=constructors:OpensOnce: .*only one"):
+    with pytest.raises(Failure, match=r"reward\.name=constructors:OpensOnce: .*only one") as error:
         score_in_process("constructors:OpensOnce", "exits", then=("after",))
-    assert Failure.exit_code == ExitCode.ENGINE_FAILED  # torchrun and Slurm start it again
+    assert error.value.exit_code == ExitCode.ENGINE_FAILED  # torchrun and Slurm start it again
 
 
 def test_a_secret_option_stays_in_its_process(monkeypatch: pytest.MonkeyPatch) -> None:
