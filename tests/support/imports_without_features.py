@@ -10,6 +10,7 @@ import tempfile
 import traceback
 from pathlib import Path
 
+_OWN_PACKAGES = ("megatron_rl", "sglang_bridge", "espo_kernels", "launch")
 # Slow imports that every tree shares
 _SHARED = ("torch", "megatron.core", "transformers", "omegaconf", "hypothesis")
 
@@ -30,6 +31,9 @@ def main(roots: list[str]) -> int:
 
 def _import_all(root: Path) -> int:
     try:
+        # torch may have imported the installed package, whose handler of errors torchrun uses
+        for name in [name for name in sys.modules if name.partition(".")[0] in _OWN_PACKAGES]:
+            del sys.modules[name]
         sys.path.insert(0, str(root))
         for name in modules_of(root, "megatron_rl") + modules_of(root, "launch"):
             module = importlib.import_module(name)
