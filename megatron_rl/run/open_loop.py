@@ -59,6 +59,8 @@ def open_loop(
         ),
         activity,
     )
+    if worker is not None:
+        supervision.stop.accept_signals()
     records = None if job.rank else _open_records(setup, supervision)
     checkpoints = None
     if records is not None and worker is not None:
@@ -77,8 +79,6 @@ def open_loop(
         )
     )
     dispatcher.extend(observers.handlers(), observers.around)
-    if worker is not None:
-        supervision.stop.accept_signals()
     if mode is None or records is None:
         return dispatcher.follow
     parts = LoopParts(

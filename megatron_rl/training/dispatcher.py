@@ -49,7 +49,7 @@ class Dispatcher:
 
     def run(self, command: Command) -> Any:
         """Let every rank execute a command and return this rank's result. Rank 0 only."""
-        with self._around(command), self._activity.command(_describe(command)):
+        with self._activity.command(_describe(command)), self._around(command):
             self._broadcast(command)
             return self._table[type(command)](command)
 
@@ -62,7 +62,7 @@ class Dispatcher:
             command = _decoder.decode(broadcast_bytes(None, self._group))
             if isinstance(command, Finish):
                 return
-            with self._around(command), self._activity.command(_describe(command)):
+            with self._activity.command(_describe(command)), self._around(command):
                 self._table[type(command)](command)
 
     def finish(self) -> None:

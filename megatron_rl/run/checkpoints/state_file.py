@@ -33,7 +33,10 @@ def read_state(checkpoint: Path) -> RunState:
     """Read the state in a checkpoint. Raises ValueError when it is damaged."""
     try:
         document = msgspec.json.decode((checkpoint / STATE_NAME).read_bytes(), type=dict[str, Any])
-        if document.get("format") == _WITHOUT_FEATURES and "position" in document:
+        if (
+            document.setdefault("format", _WITHOUT_FEATURES) == _WITHOUT_FEATURES
+            and "position" in document
+        ):
             _add_features(document)
         state = msgspec.convert(document, RunState)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError) as error:
