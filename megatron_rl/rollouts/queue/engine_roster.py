@@ -73,5 +73,8 @@ class EngineRoster:
         """
         nodes_with_engines = {engine.node for engine in self._engines.values()}
         own_nodes = [node for node in nodes if node in nodes_with_engines]
-        other_nodes = [node for node in nodes if self.engines_for(node)]
-        return own_nodes or other_nodes or list(nodes)
+        if own_nodes:
+            return own_nodes
+        engines = self._engines.values()
+        other_nodes = [n for n in nodes if any(self.can_use(n, engine) for engine in engines)]
+        return other_nodes or list(nodes)
