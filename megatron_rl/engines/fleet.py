@@ -152,12 +152,12 @@ class Fleet:
                 entry.epoch,
             ):
                 left_names.append(name)
-        left = {name: self._announced_engines.pop(name) for name in left_names}
-        if left:
+        old_entries = {name: self._announced_engines.pop(name) for name in left_names}
+        if old_entries:
             self._send_engines()
-        for name, entry in left.items():
+        for name, entry in old_entries.items():
             self._log(f"engine {name} ({entry.engine.url}) serves no longer: {self._reason(name)}")
-        return bool(left)
+        return bool(old_entries)
 
     def _announce_joins(self, serving: dict[str, Member]) -> bool:
         """Let collectors use the engines that serve from now on. Returns True if there are any."""

@@ -271,3 +271,17 @@ def test_pass_rates_belong_to_the_columns(tmp_path: Path) -> None:
     settings = DataSettings(source="jsonl", train_path=str(file))
     assert "columns" not in identity_of(settings)
     assert identity_of(settings) != identity_of(replace(settings, columns=MATH))
+
+
+@pytest.mark.parametrize("kind", ["csv", "parquet"])
+def test_a_column_that_a_file_has_twice_is_refused_if_it_is_read(tmp_path: Path, kind: str) -> None:
+    """A column name that occurs twice is refused: it does not say which column has the answers."""
+    names = ["prompt", "answer", "answer", "note", "note"]
+    file = tmp_path / f"rows.{kind}"
+    if kind == "csv":
+        file.write_text(f"{','.join(names)}\n1+1=,2,3,x,y\n")
+    else:
+        table = pa.table([["1+1="], ["2"], ["3"], ["x"], ["y"]], names=names)
+        pyarrow.parquet.write_table(table, file)
+    with pytest.raises(PromptDataError, match=r"has two columns `answer`\. Remove one"):
+        read_questions(DataLocation(str(file), "data.train_path"), BadRows("fail"))

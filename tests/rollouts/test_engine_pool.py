@@ -17,7 +17,7 @@ from megatron_rl.rollouts.collector.engines.engine_pool import EnginePool, Reque
 from megatron_rl.rollouts.wire.messages import AbortRequest, EngineLeftOut, FromCollector
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
-from tests.support.fake_engine import LAYERS, TOPK, Answer, Reply, fake_engine, reply
+from tests.support.fake_engine import LAYERS, TOPK, Answer, Reply, fake_engine, hold, reply
 from tests.support.scripted_model import EOS, PROMPT
 
 SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
@@ -516,7 +516,7 @@ def test_a_response_that_is_no_longer_wanted_is_not_requested() -> None:
 
     async def run() -> None:
         async with pool_of(engine) as (pool, _, _):
-            await pool.hold()
+            await hold(pool)
             wanted_flags = {"r/0": True, "r/1": True}
             requests = {
                 rid: asyncio.create_task(

@@ -22,7 +22,7 @@ from megatron_rl.rollouts.wire.messages import (
 )
 from sglang_bridge.engine import Engine
 from sglang_bridge.generation import FinishReason, Generation, VersionSpan
-from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine, serving
+from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine, hold, serving
 from tests.support.scripted_model import EOS, PROMPT, TOKENIZER
 
 SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
@@ -84,7 +84,7 @@ def interrupt(engine: InterruptedEngine) -> Generation:
             await pool.set_engines([Engine(url=url)])
             task = generate(pool)
             await asyncio.sleep(0.05)
-            await asyncio.wait_for(pool.hold(), 5)
+            await asyncio.wait_for(hold(pool), 5)
             await asyncio.sleep(0.1)
             assert not task.done() and len(engine.bodies) == 1
             engine.version = 4
@@ -133,7 +133,7 @@ def test_a_response_that_ends_during_a_hold_is_complete_and_the_next_one_waits()
             await pool.set_engines([Engine(url=url)])
             task = generate(pool)
             await asyncio.sleep(0.05)
-            await asyncio.wait_for(pool.hold(), 5)
+            await asyncio.wait_for(hold(pool), 5)
             assert (await asyncio.wait_for(task, 1)).output_ids.tolist() == WHOLE
             waiting = generate(pool)
             await asyncio.sleep(0.3)
@@ -166,17 +166,17 @@ def test_an_engine_that_does_not_stop_is_left_out_unless_the_hold_is_over(
             await pool.set_engines([Engine(url=slow)])
             task = generate(pool)
             await asyncio.sleep(0.05)
-            hold = asyncio.create_task(pool.hold())
+            pause = asyncio.create_task(hold(pool))
             if proceeds:
                 await asyncio.sleep(0.1)
                 pool.proceed()
             else:
-                await asyncio.wait_for(hold, 8)
+                await asyncio.wait_for(pause, 8)
                 await pool.set_engines([Engine(url=slow), Engine(url=fast)])
                 pool.proceed()
             generation = await asyncio.wait_for(task, 5)
             assert generation.output_ids.tolist() == WHOLE
-            await hold
+            await pause
             left_out = [m.url for m in reports if isinstance(m, EngineLeftOut)]
             assert left_out == ([] if proceeds else [slow])
             await pool.close()
@@ -201,11 +201,11 @@ def test_a_hold_that_is_over_leaves_no_engine_out_during_the_next_one(
             task = generate(pool)
             await asyncio.sleep(0.05)
             monkeypatch.setattr(seconds, 0.3)
-            first_hold = asyncio.create_task(pool.hold())
+            first_hold = asyncio.create_task(hold(pool))
             await asyncio.sleep(0.05)
             pool.proceed()
             monkeypatch.setattr(seconds, 60.0)
-            await asyncio.wait_for(pool.hold(), 5)
+            await asyncio.wait_for(hold(pool), 5)
             assert (await task).output_ids.tolist() == WHOLE
             await first_hold
             assert reports == []

@@ -122,6 +122,16 @@ def test_a_new_collector_of_a_node_replaces_the_old_one(hub: CollectorHub, peer:
     new_peer.close()
 
 
+def test_a_message_for_several_nodes_reaches_those_that_are_connected(
+    hub: CollectorHub, peer: Peer
+) -> None:
+    other = Peer(hub, 3)
+    hub.wait_for(2, 5)
+    hub.send_to_each([0, 1, 3], Drop(("a",)))
+    assert [peer.receive(1), other.receive(1)] == [[Drop(("a",))]] * 2
+    other.close()
+
+
 @pytest.mark.parametrize("epoch", [1, 2])
 def test_a_collector_of_an_epoch_that_is_gone_is_told_to_end(hub: CollectorHub, epoch: int) -> None:
     """Another one of the node has been here already."""

@@ -16,6 +16,7 @@ from sglang_bridge.keys import RunKeys, create_keys
 from sglang_bridge.server.lifeline import Lifeline
 from sglang_bridge.server.managed_engine import ManagedEngine
 from sglang_bridge.settings import ServerPlace, ServerSettings
+from tests.support.fake_engine import hold
 
 
 @contextlib.contextmanager
@@ -79,8 +80,8 @@ def running_fp8_engine(
 
 async def interrupt(pool: EnginePool, engine: ManagedEngine) -> None:
     """Stop all responses of a pool in the middle, until `proceed`."""
-    hold = asyncio.create_task(pool.hold())
-    while not hold.done():
+    pause = asyncio.create_task(hold(pool))
+    while not pause.done():
         await asyncio.to_thread(engine.admin().abort_all)
         await asyncio.sleep(0.05)
 

@@ -17,6 +17,7 @@ from megatron_rl.config.schema import (
     RolloutSettings,
 )
 from megatron_rl.contracts.routes import RouteShape
+from megatron_rl.rollouts.collector.engines.engine_pool import EnginePool
 from megatron_rl.rollouts.wire.messages import Configure, Serve
 from sglang_bridge.engine import Engine
 from tests.support.scripted_model import CHECKPOINT, EOS, TOKENIZER
@@ -82,6 +83,12 @@ async def fake_engine(
         yield f"http://127.0.0.1:{runner.addresses[0][1]}"
     finally:
         await runner.cleanup()
+
+
+async def hold(pool: EnginePool) -> None:
+    """Pause a pool, and wait until no engine works on a request."""
+    pool.pause()
+    await pool.rest()
 
 
 def serving(*urls: str, version: int | None = None, is_paused: bool = False) -> Serve:

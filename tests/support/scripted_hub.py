@@ -2,7 +2,7 @@
 
 import random
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import msgspec
@@ -75,6 +75,10 @@ class ScriptedHub:
                 for group_id in group_ids:
                     collector.running.pop(group_id, None)
                     collector.kept_ids.discard(group_id)
+
+    def send_to_each(self, nodes: Iterable[int], message: ToCollector) -> None:
+        for node in nodes:
+            self.send(node, message)
 
     def poll(self, timeout_seconds: float) -> tuple[int, Event] | None:
         """Let some groups complete, and return a message, sooner or later."""

@@ -34,15 +34,15 @@ class Columns:
 
         A column inside of another one is named by the outer one.
         """
-        named = {key: self._outer(path, available) for key, path in self.names.items()}
-        taken = {*named.values(), *self.names}
+        column_of = {key: self._outer(path, available) for key, path in self.names.items()}
+        hidden_keys = {*column_of.values(), *self.names}
         if _INPUTS & self.names.keys():
-            taken |= _INPUTS
-        own = {key: key for key in ROW_KEYS if key in available and key not in taken}
-        return own | {key: column for key, column in named.items() if column in available}
+            hidden_keys |= _INPUTS
+        sources = {key: key for key in ROW_KEYS if key in available and key not in hidden_keys}
+        return sources | {key: column for key, column in column_of.items() if column in available}
 
     def check(self, available: Collection[str], path: Path, key: str) -> None:
-        """Raise `PromptDataError` if a table lacks the columns of questions, or a named one.
+        """Raise `PromptDataError` if a table lacks the columns of questions, or has one twice.
 
         path: the file. key: `key=path` of the data. Both are for messages.
         """
@@ -58,6 +58,9 @@ class Columns:
                 f"{key}: {path} has neither a column `prompt` nor a column `messages`. {has}. Name "
                 f"the columns: {self.setting}.prompt=COLUMN {self.setting}.answer=COLUMN"
             )
+        for column in (*self.sources(available).values(), *self.media(available)):
+            if list(available).count(column) > 1:
+                raise PromptDataError(f"{key}: {path} has two columns `{column}`. Remove one")
 
     def media(self, available: Collection[str]) -> list[str]:
         """Return the columns with images or videos, where the file is of another trainer."""

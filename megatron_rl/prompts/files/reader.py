@@ -70,10 +70,8 @@ def read_questions(
     parent = os.path.commonpath([file.parent for file in files])
     for file in files:
         place = f"{file.relative_to(parent)} " if len(files) > 1 else ""
-        if _is_table(file):
-            number = _add_table(rows, file, number, place)
-        elif file.suffix.lower() == ".csv":
-            number = _add_csv(rows, file, number, place)
+        if _is_table(file) or file.suffix.lower() == ".csv":
+            number = _add_rows(rows, file, number, place)
         else:
             number = read_lines_into(rows, file, location.key, first_number=number, place=place)
     require_usable_lines(rows)
@@ -91,33 +89,27 @@ def digest_of(location: DataLocation) -> str:
     return hashlib.sha256("\n".join(digests).encode()).hexdigest()
 
 
-def _add_table(rows: Rows, file: Path, number: int, place: str) -> int:
-    """Add the rows of a table, and return the number of its last row."""
-    for row_number, row in enumerate(_read_table(file, rows), 1):
+def _add_rows(rows: Rows, file: Path, number: int, place: str) -> int:
+    """Add the rows of a table or of a CSV file, and return the number of its last row."""
+    for label, row in _read_rows(file, rows):
         number += 1
-        origin = f"{file} row {row_number}"
+        origin = f"{file} {label}"
         if isinstance(row, ValueError):
             rows.add_bad(origin, str(row))
         else:
-            rows.add(row, number, origin, f"{place}row {row_number}")
+            rows.add(row, number, origin, f"{place}{label}")
     return number
 
 
-def _add_csv(rows: Rows, file: Path, number: int, place: str) -> int:
-    """Add the rows of a CSV file, and return the number of its last row."""
-    for line, row in read_csv(file, rows.name, rows.columns):
-        number += 1
-        origin = f"{file} line {line}"
-        if isinstance(row, ValueError):
-            rows.add_bad(origin, str(row))
-        else:
-            rows.add(row, number, origin, f"{place}line {line}")
-    return number
-
-
-def _read_table(file: Path, rows: Rows) -> Iterator[RowOrProblem]:
+def _read_rows(file: Path, rows: Rows) -> Iterator[tuple[str, RowOrProblem]]:
+    """Yield the place of each row in its file, and the row."""
+    if not _is_table(file):
+        for line, row in read_csv(file, rows.name, rows.columns):
+            yield f"line {line}", row
+        return
     read = read_arrow_stream if file.suffix == ".arrow" else read_parquet
-    return read(file, rows.name, rows.columns)
+    for number, row in enumerate(read(file, rows.name, rows.columns), 1):
+        yield f"row {number}", row
 
 
 def _is_table(file: Path) -> bool:

@@ -134,8 +134,6 @@ def _check_columns(schema: Any, path: Path, key: str, names: Columns) -> list[st
     media = names.media(available)
     columns = [column for column in available if column in (*key_by_column, *media)]
     for column in columns:
-        if available.count(column) > 1:
-            raise PromptDataError(f"{key}: {path} has two columns `{column}`. Remove one")
         kind = schema.field(column).type
         # Each row of a named column is checked when it is parsed
         is_named = column in media or key_by_column[column] in names.names

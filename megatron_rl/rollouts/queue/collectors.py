@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from megatron_rl.rollouts.queue.engine_roster import EngineRoster
 from megatron_rl.rollouts.queue.hub import CollectorHub
 from megatron_rl.rollouts.wire.messages import Configure, Serve, Stop, ToCollector
+from sglang_bridge.engine import Engine
 
 
 class Collectors:
@@ -45,7 +46,11 @@ class Collectors:
     def send_state(self) -> None:
         """Send the state to all collectors."""
         self.number += 1
-        for node in self.connected_nodes:
+        nodes = self.connected_nodes
+        limited_nodes = [node for node in nodes if self._roster.is_limited(node)]
+        others = [node for node in nodes if node not in limited_nodes]
+        self.hub.send_to_each(others, self._state(self._roster.engines))
+        for node in limited_nodes:
             self._send_state_to(node)
 
     def send_state_to(self, node: int) -> None:
@@ -54,13 +59,16 @@ class Collectors:
         self._send_state_to(node)
 
     def _send_state_to(self, node: int) -> None:
-        state = Serve(
+        self.send(node, self._state(self._roster.engines_for(node)))
+
+    def _state(self, engines: tuple[Engine, ...]) -> Serve:
+        """Return the state of the nodes that can use these engines."""
+        return Serve(
             number=self.number,
-            engines=self._roster.engines_for(node),
+            engines=engines,
             version=self._version,
             is_paused=self._is_paused,
         )
-        self.send(node, state)
 
     def send(self, node: int, message: ToCollector) -> None:
         """Send a message. A collector that is not configured yet gets what it needs then."""
@@ -91,5 +99,4 @@ class Collectors:
 
     def stop(self) -> None:
         """End every collector."""
-        for node in self.hub.nodes:
-            self.hub.send(node, Stop())
+        self.hub.send_to_each(self.hub.nodes, Stop())

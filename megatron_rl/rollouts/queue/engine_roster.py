@@ -19,6 +19,8 @@ class EngineRoster:
 
     def __init__(self) -> None:
         self._engines: dict[str, Engine] = {}  # by URL
+        self.engines: tuple[Engine, ...] = ()  # the same
+        self._num_ranks: Counter[int] = Counter()  # of the engines of each node that has some
         # The node of a collector, and an engine of another node that failed for it
         self._unreachable: set[tuple[int, str]] = set()
         self.left_out: set[str] = set()
@@ -32,6 +34,10 @@ class EngineRoster:
         self._unreachable = {pair for pair in self._unreachable if pair[1] in unchanged_urls}
         self.left_out &= unchanged_urls
         self._engines = new_engines
+        self.engines = tuple(new_engines.values())
+        self._num_ranks = Counter()
+        for engine in self.engines:
+            self._num_ranks[engine.node] += engine.tp
 
     def find(self, url: str) -> Engine | None:
         """Return the engine with this URL, None if none serves."""
@@ -39,7 +45,13 @@ class EngineRoster:
 
     def engines_for(self, node: int) -> tuple[Engine, ...]:
         """Return the engines that a node's collector can use, its own and others."""
-        return tuple(engine for engine in self._engines.values() if self.can_use(node, engine))
+        if not self.is_limited(node):
+            return self.engines
+        return tuple(engine for engine in self.engines if self.can_use(node, engine))
+
+    def is_limited(self, node: int) -> bool:
+        """Return True if some engine of another node failed for a node's collector."""
+        return any(node == limited_node for limited_node, _ in self._unreachable)
 
     def can_use(self, node: int, engine: Engine) -> bool:
         """Return False if an engine of another node failed for a node's collector."""
@@ -60,10 +72,7 @@ class EngineRoster:
 
         nodes: at least one, those that may get a request. loads: open rollouts by node.
         """
-        num_ranks = Counter[int]()
-        for engine in self._engines.values():
-            num_ranks[engine.node] += engine.tp
-        return min(nodes, key=lambda node: (loads[node] / max(num_ranks[node], 1), node))
+        return min(nodes, key=lambda node: (loads[node] / max(self._num_ranks[node], 1), node))
 
     def nodes_to_request_from(self, nodes: Sequence[int]) -> list[int]:
         """Return those of these nodes that may get requests.
@@ -71,10 +80,5 @@ class EngineRoster:
         The nodes that have engines. If there is none: those that can use other engines. If no node
         can use an engine, it returns all nodes: some environments need no engine.
         """
-        nodes_with_engines = {engine.node for engine in self._engines.values()}
-        own_nodes = [node for node in nodes if node in nodes_with_engines]
-        if own_nodes:
-            return own_nodes
-        engines = self._engines.values()
-        other_nodes = [n for n in nodes if any(self.can_use(n, engine) for engine in engines)]
-        return other_nodes or list(nodes)
+        own_nodes = [node for node in nodes if node in self._num_ranks]
+        return own_nodes or [node for node in nodes if self.engines_for(node)] or list(nodes)

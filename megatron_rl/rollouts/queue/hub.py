@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import msgspec
@@ -118,11 +119,20 @@ class CollectorHub:
 
         If the collector is gone, the message is dropped, and `poll` returns `CollectorGone`.
         """
+        self.send_to_each([node], message)
+
+    def send_to_each(self, nodes: Iterable[int], message: ToCollector) -> None:
+        """Send one message to several nodes, as `send` does. It is encoded once."""
+        data = msgspec.msgpack.encode(message)
+        for node in nodes:
+            self._send_data(node, data)
+
+    def _send_data(self, node: int, data: bytes) -> None:
         peer = self._peers.get(node)
         if peer is None:
             return
         try:
-            self._send_to(node, peer.epoch, message)
+            self._send_to(node, peer.epoch, data)
         except zmq.ZMQError as error:
             # What it sent before it ended comes first: it may be the reason
             self._receive_pending()
@@ -212,11 +222,11 @@ class CollectorHub:
 
     def _stop_peer(self, node: int, epoch: int) -> None:
         with contextlib.suppress(zmq.ZMQError):  # it has ended
-            self._send_to(node, epoch, Stop())
+            self._send_to(node, epoch, msgspec.msgpack.encode(Stop()))
 
-    def _send_to(self, node: int, epoch: int, message: ToCollector) -> None:
+    def _send_to(self, node: int, epoch: int, data: bytes) -> None:
         address = collector_name(node, epoch).encode()
-        self._socket.send_multipart([address, msgspec.msgpack.encode(message)])
+        self._socket.send_multipart([address, data])
 
 
 class _OneKey:

@@ -144,7 +144,12 @@ class GroupLedger:
             yield from self._by_state[state].values()
 
     def add(self, entry: GroupEntry, state: GroupState, node: int | None = None) -> None:
-        """Add a group. node: of the collector that samples it, if one does."""
+        """Add a group. node: of the collector that samples it, if one does.
+
+        Raises RuntimeError for an id that is there.
+        """
+        if entry.id in self._entries:
+            raise RuntimeError(f"group {entry.id} is there already: please report it")
         self._num_added += 1
         entry.number = self._num_added
         self._entries[entry.id] = entry

@@ -10,7 +10,7 @@ import contextlib
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
 import msgspec
@@ -406,23 +406,20 @@ class RolloutQueue:
             if idle is not None:
                 idle()
 
-        def waiting_nodes() -> list[int]:
-            return sorted(set(self.connected_nodes) - self._pause.nodes)
-
         self._handle_events()
         self._pause.expect(self._collectors.number + 1)
         self._collectors.set_paused(True)
-        wait = self._wait(
-            lambda seconds: f"waiting for requests of node(s) {waiting_nodes()} to stop",
+        late_nodes, seconds = self._wait_for_nodes(
+            lambda: self._pause.nodes,
+            "to stop their requests",
             abort_and_idle,
-            idles_first=True,
             timeout_seconds=timeout_seconds,
             has_to_end=has_to_end,
         )
-        if not wait.until(lambda: not waiting_nodes()):
+        if late_nodes:
             raise HoldTimedOut(
-                f"the engines of node(s) {waiting_nodes()} still worked on requests "
-                f"{wait.seconds:.1f} s after these were to stop"
+                f"the engines of node(s) {late_nodes} still worked on requests {seconds:.1f} s "
+                "after these were to stop"
             )
         return self._pause.count_new_tokens(self._collectors.epochs)
 
@@ -446,29 +443,53 @@ class RolloutQueue:
         Raises `CollectorFailed`.
         """
 
-        def waiting_nodes() -> list[int]:
-            return sorted(set(self.connected_nodes) - self._stored_groups.complete_nodes)
-
         self._handle_events()
         self.release_partials()
         number = self._stored_groups.expect()
         for node in self.connected_nodes:
             self._collectors.send(node, Store(number))
+        late_nodes, seconds = self._wait_for_nodes(
+            lambda: self._stored_groups.complete_nodes,
+            "to store their open rollouts",
+            idle,
+            timeout_seconds=timeout_seconds,
+            has_to_end=has_to_end,
+        )
+        if late_nodes:
+            self._write_log(
+                f"warning: node(s) {late_nodes} did not store all of their open rollouts within "
+                f"{seconds:.1f} s: a resumed run samples the others anew"
+            )
+        open_nodes = {e.id: e.node for e in self._ledger.in_states(*OPEN_STATES)}
+        groups = [g for node, g in self._stored_groups.groups if open_nodes.get(g.group_id) == node]
+        return groups + self._store_others({group.group_id for group in groups})
+
+    def _wait_for_nodes(
+        self,
+        answered_nodes: Callable[[], Set[int]],
+        task: str,
+        idle: Callable[[], None] | None,
+        *,
+        timeout_seconds: float,
+        has_to_end: Callable[[], bool],
+    ) -> tuple[list[int], float]:
+        """Wait until the collectors of all nodes have answered, or until the time is over.
+
+        Returns the nodes without an answer, and the seconds.
+        """
+
+        def late_nodes() -> list[int]:
+            return sorted(set(self.connected_nodes) - answered_nodes())
+
         wait = self._wait(
-            lambda seconds: f"waiting for node(s) {waiting_nodes()} to store their open rollouts",
+            lambda seconds: f"waiting for node(s) {late_nodes()} {task}",
             idle,
             idles_first=True,
             timeout_seconds=timeout_seconds,
             has_to_end=has_to_end,
         )
-        if not wait.until(lambda: not waiting_nodes()):
-            self._write_log(
-                f"warning: node(s) {waiting_nodes()} did not store all of their open rollouts "
-                f"within {wait.seconds:.1f} s: a resumed run samples the others anew"
-            )
-        open_nodes = {e.id: e.node for e in self._ledger.in_states(*OPEN_STATES)}
-        groups = [g for node, g in self._stored_groups.groups if open_nodes.get(g.group_id) == node]
-        return groups + self._store_others({group.group_id for group in groups})
+        wait.until(lambda: not late_nodes())
+        return late_nodes(), wait.seconds
 
     def _store_others(self, stored_ids: Collection[str]) -> list[Group]:
         """Store what the last checkpoint had of the groups that no collector has stored."""
@@ -620,9 +641,11 @@ class RolloutQueue:
             return
         if isinstance(message, GroupDone):
             self._take_group(entries[0], node, message)
-        else:
+        elif entries[0].state is GroupState.ABORTING:
             entries[0].generated_tokens = message.generated_tokens
             self._ledger.move(entries[0], GroupState.GONE)
+        else:
+            raise _unexpected_message(node, message)  # nobody has asked to drop it
 
     def _take_group(self, entry: GroupEntry, node: int, message: GroupDone) -> None:
         """Take a group, without the rollouts of wrong weights."""

@@ -1,1 +1,1 @@
-"""Both sides: messages between rank 0 and the collectors, and rollouts in shared memory."""
+"""Both sides: messages, rollouts in shared memory, and rules that rank 0 and collectors share."""

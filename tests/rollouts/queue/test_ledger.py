@@ -119,12 +119,9 @@ def test_arrivals_keep_their_order_and_can_be_offered_again() -> None:
     assert [entry.id for entry in ledger.in_states(*OPEN_STATES)] == []
 
 
-def test_a_load_is_found_without_a_visit_of_all_groups() -> None:
-    """Thousands of groups may be open, and each of them may be extended."""
+def test_a_group_is_added_once() -> None:
     ledger = GroupLedger()
-    for n in range(1000):
-        add(ledger, f"g{n}", GroupState.RUNNING)
-    assert ledger.loads[0] == 2000
-    for entry in ledger.find([f"g{n}" for n in range(999)]):
-        ledger.move(entry, GroupState.GONE)
-    assert ledger.loads[0] == 2
+    add(ledger, "a", GroupState.RUNNING)
+    with pytest.raises(RuntimeError, match="group a is there already"):
+        add(ledger, "a", GroupState.RUNNING)
+    assert ledger.loads[0] == request("a").num_samples

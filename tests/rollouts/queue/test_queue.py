@@ -20,6 +20,7 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.records.reminder import Reminder
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from megatron_rl.rollouts.queue.hub import CollectorConnected, CollectorHub, Event
+from megatron_rl.rollouts.queue.ledger import GroupEntry, GroupLedger, GroupState
 from megatron_rl.rollouts.wire.messages import (
     AbortRequest,
     Alive,
@@ -105,6 +106,41 @@ def test_outstanding_rollouts_count_when_more_are_requested(
         ["b", "e", "g", "h"],
     ]
     other.close()
+
+
+def test_an_extension_goes_to_the_node_with_few_rollouts_without_a_visit_of_all_groups(
+    hub: CollectorHub, queue: RolloutQueue, peer: Peer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Thousands of groups may be open, and each of them may be extended."""
+    other = Peer(hub, 1)
+    hub.wait_for(2, 5)
+    queue.submit([request("a", 5), request("b", 3), request("c", 4)])
+    assert [requested_ids(peer, 1), requested_ids(other, 2)] == [["a"], ["b", "c"]]
+    other.send(group_done("b"))
+    assert next(queue.as_completed(idle)).group_id == "b"
+    visited_states: list[GroupState] = []
+    visit = GroupLedger.in_states
+
+    def note_visit(ledger: GroupLedger, *states: GroupState) -> Iterator[GroupEntry]:
+        visited_states.extend(states)
+        return visit(ledger, *states)
+
+    monkeypatch.setattr(GroupLedger, "in_states", note_visit)
+    queue.submit([request("b+", 3)])
+    assert visited_states == []
+    queue.count_in_flight()
+    assert visited_states, "the test sees visits"
+    assert requested_ids(other, 1) == ["b+"]
+    other.close()
+
+
+def test_a_group_that_is_dropped_although_nobody_asked_ends_the_run(
+    queue: RolloutQueue, peer: Peer
+) -> None:
+    queue.submit([request("a")])
+    peer.send(Dropped(group_id="a", generated_tokens=3))
+    with pytest.raises(CollectorFailed, match="unexpected Dropped"):
+        list(queue.as_completed(idle))
 
 
 def test_rollouts_of_the_start_checkpoint_are_fresh_before_the_first_sync(
@@ -652,6 +688,10 @@ class AnsweringHub:
             attempt = next(r.attempt for r in self.requests[::-1] if r.group_id == name)
             answer = Dropped(group_id=name, generated_tokens=1, attempt=attempt)
             self.inbox.append((node, answer))
+
+    def send_to_each(self, nodes: list[int], message: ToCollector) -> None:
+        for node in nodes:
+            self.send(node, message)
 
     def answer_all(self) -> None:
         self.inbox += [(0, group_done(r.group_id)) for r in self.requests]

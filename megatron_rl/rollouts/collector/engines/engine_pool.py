@@ -115,11 +115,6 @@ class EnginePool:
             )
         await self._gate.rest()
 
-    async def hold(self) -> None:
-        """Pause, and wait until no engine works on a request."""
-        self.pause()
-        await self.rest()
-
     def proceed(self) -> None:
         """Send requests again, and continue the responses that were interrupted."""
         self._gate.open()

@@ -5,11 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Sequence, Set
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence, Set
 from dataclasses import dataclass, field
 
 from megatron_rl.contracts.group import NEVER_SENT, STALE
-from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.rollouts.collector.engines.idle_time import IdleTime
 from megatron_rl.rollouts.collector.engines.slots import Slots
 from megatron_rl.rollouts.wire.messages import EngineLeftOut, FromCollector
@@ -47,27 +46,12 @@ class Member:
         """The requests in flight for each rank of the engine."""
         return self.in_flight / self.engine.tp
 
-    async def generate(
-        self,
-        token_ids: Sequence[int],
-        sampling: Sampling,
-        *,
-        rid: str,
-        return_routes: bool,
-        seed: int | None,
-        first_route_row: int,
-    ) -> Generation:
-        """Send one request. Raises `EngineRemoved`, `EngineError` and `GenerationRejected`."""
-        answer = asyncio.ensure_future(
-            self.client.generate(
-                token_ids,
-                sampling,
-                rid=rid,
-                return_routes=return_routes,
-                seed=seed,
-                first_route_row=first_route_row,
-            )
-        )
+    async def wait_for(self, request: Coroutine[None, None, Generation]) -> Generation:
+        """Return the answer to a request of `client`, and raise what it raises.
+
+        Raises `EngineRemoved` once the request has to go to another engine.
+        """
+        answer = asyncio.ensure_future(request)
         removal = asyncio.ensure_future(self.removal.wait())
         try:
             await asyncio.wait({answer, removal}, return_when=asyncio.FIRST_COMPLETED)
@@ -101,6 +85,9 @@ class Members:
         self._slots_per_engine = slots_per_engine
         self._report = report
         self._members: dict[str, Member] = {}  # by URL
+        # Of these, since the last change: the usable ones of the own node, and where requests go
+        self._own_members: list[Member] = []
+        self._usable_members: list[Member] = []
         self._change = asyncio.Event()
         self._idle_time = IdleTime()
         self.slots = Slots()
@@ -131,33 +118,23 @@ class Members:
         for member in removed_members:
             await member.client.close()
 
-    def _own_members(self) -> list[Member]:
-        """Return the usable engines of the own node."""
-        return [
-            member
-            for member in self._members.values()
-            if member.engine.node == self._node and not member.is_left_out
-        ]
-
-    def _usable_members(self) -> list[Member]:
-        """Return the engines that requests go to at the moment."""
-        others = [member for member in self._members.values() if not member.is_left_out]
-        return self._own_members() or others
-
     def _follow_change(self) -> None:
-        """Adapt the number of slots, and let waiting requests choose again."""
-        self.slots.resize(self._slots_per_engine * len(self._usable_members()))
+        """Choose where requests go, adapt the slots, and let waiting requests choose again."""
+        members = [member for member in self._members.values() if not member.is_left_out]
+        self._own_members = [member for member in members if member.engine.node == self._node]
+        self._usable_members = self._own_members or members
+        self.slots.resize(self._slots_per_engine * len(self._usable_members))
         self._note_idle_members()
         self._change.set()
         self._change = asyncio.Event()
 
     def _note_idle_members(self) -> None:
-        members = self._own_members()
+        members = self._own_members
         self._idle_time.note(sum(not member.in_flight for member in members), len(members))
 
     def have_others(self, failed_members: Set[Member]) -> bool:
         """Return True if a request can go to an engine that it has not tried."""
-        return any(member not in failed_members for member in self._usable_members())
+        return any(member not in failed_members for member in self._usable_members)
 
     async def choose(self, failed_members: Set[Member]) -> Member:
         """Return the engine with the fewest requests in flight for each rank, once there is one.
@@ -165,7 +142,7 @@ class Members:
         Engines that failed are chosen again if there is no other.
         """
         while True:
-            members = self._usable_members()
+            members = self._usable_members
             candidates = [member for member in members if member not in failed_members] or members
             if candidates:
                 return min(candidates, key=lambda member: member.load)

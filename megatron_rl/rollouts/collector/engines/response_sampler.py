@@ -246,7 +246,7 @@ class ResponseSampler:
             self._members.count_request(member),
         ):
             try:
-                piece = await member.generate(
+                request = member.client.generate(
                     self._response.input_ids,
                     self._response.next_sampling(self._limit()),
                     rid=self._rid,
@@ -254,6 +254,7 @@ class ResponseSampler:
                     seed=self._seed,
                     first_route_row=self._response.first_route_row,
                 )
+                piece = await member.wait_for(request)
                 self._members.require_version(piece)
             except (RequestFailed, GenerationRejected) as failure:
                 await self._blame(member, failure)

@@ -72,7 +72,6 @@ class Guards(Observer):
         self._nonfinite = NonFiniteGuard(
             max_nonfinite_steps, rollouts, progress, settings.nonfinite
         )
-
         # An earlier process, or this one, may have changed the weights
         self._has_updated = False
 
