@@ -25,6 +25,7 @@ from sglang_bridge.keys import RunKeys, create_keys
 from sglang_bridge.server.process_table import descendants, is_alive
 from sglang_bridge.settings import ServerPlace
 from tests.sglang_bridge.tiny_model import write_tiny_model
+from tests.support.tiny_servers import supervisors
 
 pytestmark = pytest.mark.engine
 
@@ -81,7 +82,7 @@ def test_an_engine_that_was_killed_answers_again_in_the_next_epoch(
     engine = start_engine(processes, write_tiny_model(tmp_path / "model"), keys)
     info = settings_of(engine, keys)
     answer = asyncio.run(sample(engine, keys))
-    supervisor = processes._engines[0].pid
+    (supervisor,) = supervisors()
     tree = [supervisor, *descendants(supervisor)]
     assert len(tree) >= 4  # supervisor, server, scheduler, detokenizer
 

@@ -11,7 +11,6 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl.contracts.exit_codes import ExitCode
-from megatron_rl.engines.node import node_board
 from megatron_rl.engines.node.node_board import NodeBoard, NodeBoardLost
 from megatron_rl.engines.node.node_reports import (
     CollectorReport,
@@ -89,13 +88,13 @@ def test_a_report_that_breaks_the_contract_is_refused() -> None:
         board.read_reports([0])
 
 
-def test_a_lost_store_is_a_failure_of_a_peer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_board, "_SIGNAL_SECONDS", 0.1)
+def test_a_lost_store_is_a_failure_of_a_peer() -> None:
     server = subprocess.Popen([sys.executable, "-c", SERVE_STORE], stdout=subprocess.PIPE)
     assert server.stdout is not None
     port = int(server.stdout.readline())
     timeout = datetime.timedelta(seconds=10)
-    board = NodeBoard(dist.TCPStore("127.0.0.1", port, None, False, timeout))
+    store = dist.TCPStore("127.0.0.1", port, None, False, timeout)
+    board = NodeBoard(store, signal_seconds=0.1)
     board.publish(REPORT)
     server.kill()
     server.communicate()

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch.distributed as dist
 
-from megatron_rl.engines.node import node_keeper
 from megatron_rl.engines.node.node_board import NodeBoard, NodeBoardLost
 from megatron_rl.engines.node.node_keeper import NodeKeeper
 from megatron_rl.engines.node.node_reports import (
@@ -28,13 +27,13 @@ class ScriptedProcesses:
         self.orders: list[NodeOrders] = []
         self.events: list[str] = []
         self.error: Exception | None = None
-        self.threads: set[int] = set()
+        self.threads: set[threading.Thread] = set()
         self.pause_seconds = 0.0
 
     def maintain(self, orders: NodeOrders) -> NodeReport:
         if self.error is not None:
             raise self.error
-        self.threads.add(threading.get_ident())
+        self.threads.add(threading.current_thread())
         self.orders.append(orders)
         time.sleep(self.pause_seconds)
         collector = CollectorReport(epoch=self.epoch, state=ProcessState.RUNNING)
@@ -62,13 +61,17 @@ class Scene:
         self.keeper: NodeKeeper | None = None
 
     def open(
-        self, loss_seconds: float = 60.0, log: Callable[[str], None] | None = None
+        self,
+        loss_seconds: float = 60.0,
+        log: Callable[[str], None] | None = None,
+        publish_seconds: float = 60.0,
     ) -> NodeKeeper:
         self.keeper = NodeKeeper(
             self.processes,  # type: ignore[arg-type]
             self.board,
             log=log or self.log.append,
             poll_seconds=0.01,
+            publish_seconds=publish_seconds,
             loss_seconds=loss_seconds,
         )
         return self.keeper
@@ -94,9 +97,8 @@ def epochs(scene: Scene) -> list[int]:
     return [report.collector.epoch for report in reports if report.collector is not None]
 
 
-def test_a_report_that_changed_is_published(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(node_keeper, "_PUBLISH_SECONDS", 60.0)
-    scene.open()
+def test_a_report_that_changed_is_published(scene: Scene) -> None:
+    scene.open(publish_seconds=60.0)
     wait_until(lambda: epochs(scene) == [0])
     scene.processes.epoch = 1
     wait_until(lambda: epochs(scene) == [1])
@@ -105,11 +107,8 @@ def test_a_report_that_changed_is_published(scene: Scene, monkeypatch: pytest.Mo
     assert scene.board.count == 2
 
 
-def test_a_report_is_published_again_after_a_while(
-    scene: Scene, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node_keeper, "_PUBLISH_SECONDS", 0.05)
-    scene.open()
+def test_a_report_is_published_again_after_a_while(scene: Scene) -> None:
+    scene.open(publish_seconds=0.05)
     wait_until(lambda: scene.board.count >= 4)
     assert len(scene.processes.orders) > scene.board.count
 
@@ -132,16 +131,16 @@ def test_events_are_logged_once(scene: Scene) -> None:
     assert scene.log == ["one", "two"]
 
 
-def test_the_last_events_are_in_the_report(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_last_events_are_in_the_report(scene: Scene) -> None:
     """Rank 0 prints those of other nodes: only its node has somewhere to print them."""
-    monkeypatch.setattr(node_keeper, "_MAX_EVENTS", 2)
     scene.processes.events = ["one"]
     scene.open()
     wait_until(lambda: scene.board.read_reports([3])[:1])
     assert scene.board.read_reports([3])[0].events == ("one",)
-    scene.processes.events += ["two", "three"]
-    wait_until(lambda: scene.board.read_reports([3])[0].num_events == 3)
-    assert scene.board.read_reports([3])[0].events == ("two", "three")
+    scene.processes.events += [str(number) for number in range(30)]
+    wait_until(lambda: scene.board.read_reports([3])[0].num_events == 31)
+    events = scene.board.read_reports([3])[0].events
+    assert events == tuple(str(number) for number in range(10, 30))
 
 
 def test_an_error_of_the_thread_reaches_the_check(scene: Scene) -> None:
@@ -181,12 +180,10 @@ def test_nothing_is_maintained_after_close(scene: Scene) -> None:
     count = len(scene.processes.orders)
     wait_until(lambda: len(scene.processes.orders) > count)
     keeper.close()
-    assert not keeper._thread.is_alive()
+    (thread,) = scene.processes.threads
+    assert thread is not threading.current_thread() and not thread.is_alive()
     count = len(scene.processes.orders)
     time.sleep(0.1)
     assert len(scene.processes.orders) == count
-    assert (
-        len(scene.processes.threads) == 1 and threading.get_ident() not in scene.processes.threads
-    )
     keeper.close()
     keeper.check()

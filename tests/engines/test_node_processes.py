@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import sys
 import tempfile
 import threading
@@ -15,21 +16,44 @@ from megatron_rl.config.schema import EngineSettings, RecoverySettings
 from megatron_rl.engines.node import collector_process
 from megatron_rl.engines.node.node_processes import NodeProcesses
 from megatron_rl.engines.node.node_reports import NodeOrders, NodeReport, ProcessState
+from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineDied
 from sglang_bridge.keys import create_keys
-from sglang_bridge.server.process_table import is_alive, process_tree
+from sglang_bridge.server.process_table import descendants, is_alive, process_tree
 from sglang_bridge.settings import ServerPlace
 from tests.support.tiny_servers import (
     FAILING,
     SERVER,
+    SILENT,
     memory_names,
     run_instead_of_sglang,
     server_pid,
+    supervisors,
 )
 
 NO_ORDERS = NodeOrders()
 # The delays before restarts pass faster
 HASTE = 5
+# Starts an engine in the folder of its argument
+TRAINER = """
+import sys, time
+from pathlib import Path
+import pytest
+from megatron_rl.config.schema import EngineSettings
+from megatron_rl.engines.node.node_processes import NodeProcesses
+from sglang_bridge.keys import create_keys
+from sglang_bridge.settings import ServerPlace
+from tests.support.tiny_servers import SERVER, run_instead_of_sglang
+
+run_instead_of_sglang(pytest.MonkeyPatch(), lambda: SERVER)
+processes = NodeProcesses(node=0, log_directory=Path(sys.argv[1]))
+place = ServerPlace(model_path="/model", device="cpu")
+processes.start_engines(EngineSettings(), [place], create_keys())
+processes.wait_healthy(20)
+print("healthy", flush=True)
+time.sleep(60)
+"""
+ROOT = Path(__file__).parents[2]
 
 
 class Node:
@@ -43,6 +67,8 @@ class Node:
         restarts_engines: bool = True,
     ) -> None:
         self.code = SERVER
+        self.num_starts = 0  # of servers
+        self.engines: list[Engine] = []
         self.log_directory = log_directory
         self.processes = NodeProcesses(
             node=0,
@@ -55,11 +81,18 @@ class Node:
     def open(self, count: int = 1) -> None:
         places = [ServerPlace(model_path="/model", device="cpu")] * count
         self.processes.start_engines(EngineSettings(), places, create_keys())
-        self.processes.wait_healthy(20)
+        self.engines = self.processes.wait_healthy(20)
+
+    def next_code(self) -> str:
+        """The code of a server that starts."""
+        self.num_starts += 1
+        return self.code
 
     def pids(self, index: int = 0) -> list[int]:
         """The supervisor of an engine, its server and what is below it."""
-        return [process.pid for process in process_tree(self.processes._engines[index].pid)]
+        port = self.engines[index].url.rpartition(":")[2]
+        (supervisor,) = supervisors(port, None, 0)
+        return [process.pid for process in process_tree(supervisor)]
 
     def memory(self) -> list[str]:
         """The shared memory of engines that is left."""
@@ -84,12 +117,12 @@ class Node:
 @pytest.fixture
 def node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Node]:
     node = Node(tmp_path)
-    run_instead_of_sglang(monkeypatch, lambda: node.code)
+    run_instead_of_sglang(monkeypatch, node.next_code)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr(
         collector_process,
         "build_argv",
-        lambda hub, node, epoch: [sys.executable, "-c", "import time; time.sleep(60)"],
+        lambda hub, node, epoch: [sys.executable, "-c", SILENT, "collector", str(epoch)],
     )
     yield node
     node.processes.stop(3.0)
@@ -111,32 +144,38 @@ def test_all_processes_end_even_when_some_are_frozen(
     node.open()
     node.processes.start_collector(("127.0.0.1", 1), "key")
     pids = node.pids()
-    collector = node.processes._collector
-    assert len(pids) >= 3 and collector is not None
+    (collector,) = supervisors("collector", 0)
+    assert len(pids) >= 3
     for index in frozen_indices:
         os.kill(pids[index], signal.SIGSTOP)
     start = time.monotonic()
     node.processes.stop(1.5)
     assert time.monotonic() - start < 20
-    assert [pid for pid in [*pids, collector.pid] if is_alive(pid)] == []
+    assert [pid for pid in [*pids, collector] if is_alive(pid)] == []
     assert node.memory() == []
     node.processes.stop(1.5)
 
 
-@pytest.mark.parametrize("death", ["supervisor killed", "trainer killed"])
-def test_shared_memory_of_engines_is_removed(node: Node, death: str) -> None:
+def test_shared_memory_of_engines_is_removed(node: Node) -> None:
     """Python's resource tracker is killed with the engine, and SGLang's own files have none."""
     node.open()
     pids = node.pids()
     assert len(node.memory()) == 1
-    if death == "trainer killed":
-        node.processes._lifeline.close()
-        wait_until_dead(pids)
-    else:
-        os.kill(pids[0], signal.SIGKILL)
-        wait_until_dead(pids[:2])
-        node.processes.stop(3.0)
-        assert not any(map(is_alive, pids))
+    os.kill(pids[0], signal.SIGKILL)
+    wait_until_dead(pids[:2])
+    node.processes.stop(3.0)
+    assert not any(map(is_alive, pids))
+    assert node.memory() == []
+
+
+def test_engines_of_a_trainer_that_was_killed_end_with_their_shared_memory(node: Node) -> None:
+    command = [sys.executable, "-c", TRAINER, str(node.log_directory)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE) as trainer:
+        assert trainer.stdout is not None and trainer.stdout.readline() == b"healthy\n"
+        pids = descendants(trainer.pid)
+        trainer.kill()
+    assert len(pids) >= 3
+    wait_until_dead(pids)
     assert node.memory() == []
 
 
@@ -206,9 +245,8 @@ def test_a_collector_that_ended_is_started_again(node: Node) -> None:
     node.open()
     node.processes.start_collector(("127.0.0.1", 1), "key")
     assert collector_runs(0)(node.processes.maintain(NO_ORDERS))
-    collector = node.processes._collector
-    assert collector is not None
-    os.kill(collector.pid, signal.SIGKILL)
+    (collector,) = supervisors("collector", 0)
+    os.kill(collector, signal.SIGKILL)
     node.maintain_until(collector_runs(1))
     orders = NodeOrders(restart_collector=1, reasons={"collector": "it does not answer"})
     report = node.maintain_until(collector_runs(2), orders)
@@ -218,7 +256,7 @@ def test_a_collector_that_ended_is_started_again(node: Node) -> None:
     events = node.processes.take_events()
     assert events[0].startswith("the collector of node 0 ended (SIGKILL")
     assert events[1].startswith("the collector of node 0 runs again after ")
-    assert len(events) == 4 and is_alive(collector.pid)
+    assert len(events) == 4 and len(supervisors("collector", 2)) == 1
 
 
 @pytest.fixture
@@ -253,7 +291,7 @@ def test_an_engine_that_was_never_healthy_ends_the_run(node: Node) -> None:
     with pytest.raises(EngineDied, match="OSError: no model there"):
         node.open()
     report = node.processes.maintain(NO_ORDERS)
-    assert report.engines == () and node.processes._engines[0].epoch == 0
+    assert report.engines == () and node.num_starts == 1
 
 
 @pytest.mark.parametrize("delay", [0.0, 0.05, 0.3])
@@ -262,9 +300,8 @@ def test_a_stop_wins_over_a_restart(
 ) -> None:
     """The stop comes while the thread that maintains ends the old tree or starts the new one."""
     node.open()
-    engine = node.processes._engines[0]
     pids = node.pids()
-    os.kill(server_pid(engine.pid), signal.SIGKILL)
+    os.kill(server_pid(pids[0]), signal.SIGKILL)
     node.maintain_until(lambda r: r.engines[0].state is ProcessState.STARTING)
     node.processes.take_events()
     time.sleep(1.0 / HASTE)
@@ -272,12 +309,12 @@ def test_a_stop_wins_over_a_restart(
     thread.start()
     time.sleep(delay)
     node.processes.stop(3.0)
-    last_pid = engine.pid
+    num_starts = node.num_starts
     thread.join()
     for _ in range(3):
         node.processes.maintain(NO_ORDERS)
-    assert engine.pid == last_pid
-    assert not any(map(is_alive, [*pids, last_pid]))
+    assert node.num_starts == num_starts
+    assert supervisors() == [] and not any(map(is_alive, pids))
     assert node.memory() == []
     assert node.processes.take_events() == []
 
@@ -286,7 +323,7 @@ def test_a_collector_is_not_started_after_a_stop(node: Node) -> None:
     node.open()
     node.processes.stop(3.0)
     node.processes.start_collector(("127.0.0.1", 1), "key")
-    assert node.processes._collector is None
+    assert node.processes.maintain(NO_ORDERS).collector is None and supervisors() == []
 
 
 def test_a_collector_may_have_children_that_are_stopped(
@@ -295,12 +332,13 @@ def test_a_collector_may_have_children_that_are_stopped(
     """Such as those of a user-defined class. If the collector is stopped itself, it is ended."""
     code = "import subprocess; subprocess.run(['sleep', '60'])"
     monkeypatch.setattr(
-        collector_process, "build_argv", lambda hub, node, epoch: [sys.executable, "-c", code]
+        collector_process,
+        "build_argv",
+        lambda hub, node, epoch: [sys.executable, "-c", code, str(epoch)],
     )
     node.processes.start_collector(("127.0.0.1", 1), "key")
-    collector = node.processes._collector
-    assert collector is not None
-    while len(tree := process_tree(collector.pid)) < 3 or tree[2].name() != "sleep":
+    (collector,) = supervisors(0)
+    while len(tree := process_tree(collector)) < 3 or tree[2].name() != "sleep":
         time.sleep(0.02)
     _, own, child = tree
     child.suspend()

@@ -14,8 +14,6 @@ import pytest
 import torch.distributed as dist
 
 from megatron_rl.config.schema import EngineSettings, RecoverySettings
-from megatron_rl.engines.node.first_server import FirstServer
-from megatron_rl.engines.node.further_server import FurtherServer
 from megatron_rl.engines.node.meeting import EngineStart, Meeting, ServerReport, StartState
 from megatron_rl.engines.node.node_board import NodeBoard
 from megatron_rl.engines.node.node_processes import NodeProcesses
@@ -25,7 +23,7 @@ from sglang_bridge.errors import EngineError
 from sglang_bridge.keys import create_keys
 from sglang_bridge.server.process_table import is_alive, process_tree
 from sglang_bridge.settings import ServerPlace
-from tests.support.tiny_servers import SERVER, run_instead_of_sglang, server_pid
+from tests.support.tiny_servers import SERVER, run_instead_of_sglang, server_pid, supervisors
 
 NO_ORDERS = NodeOrders()
 # The delays before restarts pass faster
@@ -66,11 +64,6 @@ class TwoNodes:
     def first(self) -> NodeProcesses:
         return self.nodes[0]
 
-    @property
-    def further(self) -> FurtherServer:
-        (server,) = self.nodes[1]._further_servers
-        return server
-
     def start(self) -> None:
         """Start the servers of both nodes."""
         keys = create_keys()
@@ -92,8 +85,8 @@ class TwoNodes:
 
     def pids(self, rank: int) -> list[int]:
         """The processes of one of the servers."""
-        root = self.first._engines[0].pid if rank == 0 else self.further.pid
-        return [process.pid for process in process_tree(root)]
+        (supervisor,) = supervisors(rank)  # the last word of a tiny server's command
+        return [process.pid for process in process_tree(supervisor)]
 
     def kill(self, rank: int) -> None:
         """Kill one of the servers."""
@@ -192,7 +185,7 @@ def test_servers_end_together_before_they_start_again(two_nodes: TwoNodes, rank:
     pids = two_nodes.pids(0) + two_nodes.pids(1)
     two_nodes.kill(rank)
     two_nodes.maintain_until(lambda r: r.state is ProcessState.STARTING)
-    two_nodes.further.follow()
+    two_nodes.nodes[1].maintain(NO_ORDERS)
     wait_until_dead(pids)
     assert len(two_nodes.meetings(0)) == len(two_nodes.meetings(1)) == 1
 
@@ -248,16 +241,13 @@ def test_a_start_that_loses_its_port_is_followed_to_the_next_meeting(
     lucky_code = two_nodes.code
     two_nodes.code = UNLUCKY_SERVER.replace("MARK", repr(str(tmp_path / "mark"))) + lucky_code
     two_nodes.start()
+    for node in two_nodes.nodes:
+        node.wait_healthy(20)
     deadline = time.monotonic() + SECONDS
-    (engine,) = two_nodes.first._engines
-    while not (
-        engine.poll_healthy()
-        and two_nodes.further.follow()
-        and two_nodes.meetings(0)[-1:] == two_nodes.meetings(1)[-1:] != []
-    ):
+    while not two_nodes.meetings(0)[-1:] == two_nodes.meetings(1)[-1:] != []:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert engine.epoch == 0
+    assert two_nodes.maintain().epoch == 0
     assert (tmp_path / "mark").exists()
 
 
@@ -265,8 +255,9 @@ def test_the_end_of_a_run_is_no_end_of_an_engine(two_nodes: TwoNodes) -> None:
     """Nodes do not leave at the same time, and SGLang's other servers end with the first one."""
     two_nodes.open()
     two_nodes.nodes[1].stop(3.0)
+    pids = two_nodes.pids(0)
     two_nodes.kill(0)
-    wait_until_dead(two_nodes.pids(0)[1:])
+    wait_until_dead(pids[1:])
     for _ in range(10):
         (report,) = two_nodes.first.maintain(NO_ORDERS).engines
         assert (report.epoch, report.state) == (0, ProcessState.RUNNING)
@@ -281,7 +272,7 @@ def test_nothing_is_left_after_the_stop_of_both_nodes(two_nodes: TwoNodes) -> No
     two_nodes.stop()
     assert not any(map(is_alive, pids))
     two_nodes.maintain()
-    assert not is_alive(two_nodes.further.pid)
+    assert supervisors() == []
 
 
 def test_an_end_of_an_earlier_start_does_not_end_the_present_one(two_nodes: TwoNodes) -> None:
@@ -301,8 +292,6 @@ def meeting_of(board: NodeBoard) -> Meeting:
 def test_a_further_server_that_fails_at_the_first_start_ends_the_run(two_nodes: TwoNodes) -> None:
     """Its reason and its log are those of the failure."""
     two_nodes.start()
-    (engine,) = two_nodes.first._engines
-    assert isinstance(engine, FirstServer)
     report = ServerReport(number=1, reason="OSError: no model there", log_tail="Traceback")
     meeting_of(two_nodes.boards[1]).report(1, report)
     with pytest.raises(EngineError, match="on node 3 ended: OSError: no model") as error:
@@ -323,6 +312,6 @@ def test_a_start_that_has_ended_meanwhile_is_not_taken_part_in(two_nodes: TwoNod
     pids = two_nodes.pids(1)
     last_start = EngineStart(number=5, address="127.0.0.1:1", state=StartState.ENDED)
     meeting_of(two_nodes.boards[0]).announce(last_start)
-    assert not two_nodes.further.follow()
+    two_nodes.nodes[1].maintain(NO_ORDERS)
     wait_until_dead(pids)
     assert len(two_nodes.meetings(1)) == 1

@@ -1,5 +1,6 @@
 """Managed engines that run a tiny server instead of SGLang."""
 
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +9,7 @@ from typing import Any
 import pytest
 
 from sglang_bridge.server import managed_engine
-from sglang_bridge.server.process_table import descendants
+from sglang_bridge.server.process_table import children, command_line, descendants
 from sglang_bridge.settings import ServerPlace, ServerSettings
 
 # Answers /ready, holds shared memory and has a child, as SGLang does. Nobody needs it to end
@@ -55,6 +56,20 @@ def run_instead_of_sglang(monkeypatch: pytest.MonkeyPatch, code: Callable[[], st
         return [sys.executable, "-c", code(), *words]
 
     monkeypatch.setattr(managed_engine, "build_argv", build_argv)
+
+
+def supervisors(*last_words: object) -> list[int]:
+    """The supervisors that this process has started and that have not ended.
+
+    last_words: with which the command of a supervisor has to end.
+    """
+    ending = [str(word) for word in last_words]
+    commands = {pid: command_line(pid) for pid in children(os.getpid())}
+    return [
+        pid
+        for pid, words in commands.items()
+        if "sglang_bridge.server.supervise" in words and words[len(words) - len(ending) :] == ending
+    ]
 
 
 def server_pid(supervisor: int) -> int:

@@ -34,11 +34,13 @@ class NodeBoard:
     """Reports of nodes, and orders to them.
 
     A call never waits for a value that nobody has published. Several threads may use it, but none
-    may use the same connection `store` elsewhere. Calls raise `NodeBoardLost`.
+    may use the same connection `store` elsewhere. Calls raise `NodeBoardLost`, after
+    `signal_seconds` in which a signal may come first.
     """
 
-    def __init__(self, store: dist.Store) -> None:
+    def __init__(self, store: dist.Store, *, signal_seconds: float = _SIGNAL_SECONDS) -> None:
         self._store = store
+        self._signal_seconds = signal_seconds
         self._lock = threading.Lock()
         self._loss: str | None = None
         # A value is replaced, but never removed
@@ -95,7 +97,7 @@ class NodeBoard:
                 except Exception as error:  # the store's errors have no common base
                     # Once only: torch prints a long stack for each failure
                     self._loss = str(error).partition("\n")[0] or type(error).__name__
-        time.sleep(_SIGNAL_SECONDS)
+        time.sleep(self._signal_seconds)
         raise NodeBoardLost(
             "the key-value store of all ranks does not answer any more: torchrun or rank 0 has "
             f"ended ({self._loss})"

@@ -25,6 +25,7 @@ class NodeKeeper:
     """Maintains the processes of this node as rank 0 orders, and reports about them.
 
     Its thread begins at once. log: writes a line for people about each event.
+    publish_seconds: after which a report is published again that has not changed.
     """
 
     def __init__(
@@ -34,12 +35,14 @@ class NodeKeeper:
         *,
         log: Callable[[str], None],
         poll_seconds: float = _POLL_SECONDS,
+        publish_seconds: float = _PUBLISH_SECONDS,
         loss_seconds: float = _LOSS_SECONDS,
     ) -> None:
         self._processes = processes
         self._board = board
         self._log = log
         self._poll_seconds = poll_seconds
+        self._publish_seconds = publish_seconds
         self._loss_seconds = loss_seconds
         self._events: deque[str] = deque(maxlen=_MAX_EVENTS)
         self._num_events = 0
@@ -94,4 +97,4 @@ class NodeKeeper:
         if report != self._last_report or now >= self._next_publication:
             self._board.publish(report)
             self._last_report = report
-            self._next_publication = now + _PUBLISH_SECONDS
+            self._next_publication = now + self._publish_seconds
