@@ -9,8 +9,14 @@ from tests.support.collectors import Peer
 
 
 @pytest.fixture
-def hub() -> Iterator[CollectorHub]:
-    hub = CollectorHub("127.0.0.1")
+def silence_seconds() -> float:
+    """After which a collector is gone. A test gives another value as its parameter."""
+    return 12.0
+
+
+@pytest.fixture
+def hub(silence_seconds: float) -> Iterator[CollectorHub]:
+    hub = CollectorHub("127.0.0.1", silence_seconds=silence_seconds)
     yield hub
     hub.close()
 

@@ -159,14 +159,13 @@ def test_an_environment_that_cannot_be_loaded_ends_the_run(hub: CollectorHub, st
         sample_batch(hub, EnvironmentSettings(name="second_chance:Nothing"))
 
 
+@pytest.mark.parametrize("silence_seconds", [6.0])
 def test_a_stalled_collector_is_lost(hub: CollectorHub, start: Start) -> None:
-    hub._silence_seconds = 6.0
     process = start()
     hub.wait_for(1, 20)
     assert hub.poll(0) == (0, CollectorConnected(0))
     for _ in range(65):
         assert hub.poll(0.1) is None  # longer than the limit, but it sends heartbeats
-    hub._silence_seconds = 1.5
     process.send_signal(signal.SIGSTOP)
     event = None
     while event is None:
@@ -176,10 +175,10 @@ def test_a_stalled_collector_is_lost(hub: CollectorHub, start: Start) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("silence_seconds", [4.0])
 def test_an_environment_that_blocks_once_costs_no_rollout_and_the_collector_stays_heard(
     hub: CollectorHub, start: Start
 ) -> None:
-    hub._silence_seconds = 4.0
     start()
     environment = EnvironmentSettings(name="second_chance:Blocks", timeout_s=3.0)
     batch, accuracy = sample_batch(hub, environment)
@@ -189,8 +188,8 @@ def test_an_environment_that_blocks_once_costs_no_rollout_and_the_collector_stay
     assert accuracy.samples == 2
 
 
+@pytest.mark.parametrize("silence_seconds", [3.5])  # it takes four
 def test_an_environment_may_take_long_to_load(hub: CollectorHub, start: Start) -> None:
-    hub._silence_seconds = 3.5  # it takes four
     start()
     batch, _ = sample_batch(hub, EnvironmentSettings(name="second_chance:LoadsForLong"))
     assert batch.metrics()["rollout/samples"] == 4.0
@@ -223,7 +222,7 @@ def test_calls_that_go_on_do_not_keep_a_collector_from_ending(
 def test_a_collector_ends_with_the_hub(hub: CollectorHub, start: Start) -> None:
     process = start()
     hub.wait_for(1, 20)
-    hub._socket.close(0)
+    hub.close()
     output, _ = process.communicate(timeout=10)
     assert process.returncode == 1 and "the connection to rank 0 ended" in output
 

@@ -32,7 +32,8 @@ class ScriptedHub:
 
     num_tokens: those that engines have sampled so far. num_aborted: aborted groups. num_extended:
     probes that collectors have extended. endless_ids: groups that never complete. score_seconds: of
-    each verdict. Set another value where real verdicts would take other times.
+    each verdict. Set another value where real verdicts would take other times. answer: samples the
+    group of a request.
     """
 
     def __init__(self, seed: int, score: ScoreOf, *, num_nodes: int = 1) -> None:
@@ -43,6 +44,7 @@ class ScriptedHub:
         self.num_extended = 0
         self.score_seconds = 0.0
         self.endless_ids: set[str] = set()
+        self.answer: Callable[[GroupRequest], Group] = self._sample
         self.collectors: dict[int, ScriptedCollector] = {}
         for node in range(num_nodes):
             self._connect(node, 0)
@@ -86,7 +88,7 @@ class ScriptedHub:
         collector = self.collectors[node]
         candidates = sorted(collector.running.keys() - self.endless_ids)
         if candidates and self.rng.random() < 0.4:
-            self._complete(collector, self.rng.choice(candidates))
+            self.complete(collector, self.rng.choice(candidates))
         if collector.outbox and self.rng.random() < 0.8:
             return node, collector.outbox.popleft()
         return None
@@ -100,14 +102,15 @@ class ScriptedHub:
     def _connect(self, node: int, epoch: int) -> None:
         self.collectors[node] = ScriptedCollector(epoch, outbox=deque([CollectorConnected(epoch)]))
 
-    def _complete(self, collector: ScriptedCollector, group_id: str) -> None:
+    def complete(self, collector: ScriptedCollector, group_id: str) -> None:
+        """Let a collector complete a group that it has, and extend it by its rule."""
         request = collector.running.pop(group_id)
         collector.kept_ids.add(group_id)
         if request.start is not None and not request.start.open_samples:  # it is only read
             group = msgspec.structs.replace(request.start, weight=1.0, prompt_weight=1.0)
             num_tokens = sampled_tokens(group)
         else:
-            group = self._group(request)
+            group = self.answer(request)
             num_tokens = TOKENS_PER_ROLLOUT * request.num_samples
             self.num_tokens += num_tokens
         answer = GroupDone(group=group, generated_tokens=num_tokens, attempt=request.attempt)
@@ -124,7 +127,7 @@ class ScriptedHub:
         if group_id not in collector.running:
             return
         if group_id not in self.endless_ids and self.rng.random() < 0.2:
-            self._complete(collector, group_id)
+            self.complete(collector, group_id)
             return
         request = collector.running.pop(group_id)
         num_tokens = self.rng.randrange(TOKENS_PER_ROLLOUT * request.num_samples)
@@ -134,7 +137,7 @@ class ScriptedHub:
             Dropped(group_id=group_id, generated_tokens=num_tokens, attempt=request.attempt)
         )
 
-    def _group(self, request: GroupRequest) -> Group:
+    def _sample(self, request: GroupRequest) -> Group:
         places = range(request.first_sample, request.first_sample + request.num_samples)
         scores = [self.score(request.prompt.id, place) for place in places]
         answer = make_group(*scores, name=request.group_id)

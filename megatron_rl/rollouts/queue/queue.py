@@ -46,6 +46,7 @@ from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineError
 
 # An engine aborts a request within a step. A longer wait would cost more than the surplus.
+# An engine answers an abort with its next step
 _ABORT_SECONDS = 30.0
 
 
@@ -77,7 +78,7 @@ class RolloutQueue:
     on_lost_collector: learns the node and the epoch of a collector that is gone, and why.
     on_arrival: gets the answer to each request, and the seconds since it was submitted.
     abort: aborts a request, given an engine's URL and the request id. None: expired requests are
-    not aborted.
+    not aborted. abort_seconds: how long `RolloutQueue.abort` waits for engines.
     log: writes a line for the user.
     """
 
@@ -87,10 +88,12 @@ class RolloutQueue:
         settings: RolloutSettings,
         *,
         abort: Callable[[str, str], None] | None = None,
+        abort_seconds: float = _ABORT_SECONDS,
         log: Callable[[str], None] | None = None,
     ) -> None:
         self._hub = hub
         self._abort = abort
+        self._abort_seconds = abort_seconds
         self._log = log
         self.on_engine_failure: Callable[[str, str], None] | None = None
         self.on_lost_collector: Callable[[int, int, str], None] | None = None
@@ -288,7 +291,7 @@ class RolloutQueue:
 
         Returns the tokens that engines have sampled for them, and how many of these a checkpoint
         had. The tokens on a collector that is gone are unknown, and so are those on an engine that
-        does not abort within half a minute.
+        does not abort in time.
 
         idle: called about every half second. Raises `CollectorFailed`, and what `idle` raises.
         """
@@ -298,12 +301,12 @@ class RolloutQueue:
             lambda seconds: "waiting for engines to abort the surplus of a step",
             idle,
             idles_first=True,
-            timeout_seconds=_ABORT_SECONDS,
+            timeout_seconds=self._abort_seconds,
         )
         if not wait.until(lambda: not any(entry.is_open for entry in entries)):
             self._write_log(
-                f"warning: engines did not abort requests within {_ABORT_SECONDS:g} s. Their "
-                "tokens are in no class of the account"
+                f"warning: engines did not abort requests within {self._abort_seconds:g} s. "
+                "Their tokens are in no class of the account"
             )
         num_tokens = 0
         num_saved = 0

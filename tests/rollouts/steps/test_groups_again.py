@@ -396,7 +396,7 @@ def test_a_batch_that_is_sampled_again_in_vain_leaves_no_group_behind() -> None:
     old_batch = run.sample()
     assert old_batch.stopped_groups and not probe_ids(run)
     run.lose(old_batch)
-    answer = run.hub._group
+    answer = run.hub.answer
 
     def with_rejections(request: GroupRequest) -> Group:
         group = answer(request)
@@ -409,14 +409,14 @@ def test_a_batch_that_is_sampled_again_in_vain_leaves_no_group_behind() -> None:
         )
 
     run.hub.score = lambda prompt_id, place: float(place % 2)
-    run.hub._group = with_rejections  # type: ignore[method-assign]
+    run.hub.answer = with_rejections
     run.ahead.complete_for_save(run.sampler, ScriptedStop())
     assert probe_ids(run)
     group_ids, num_dropped = run.ahead.drop(run.sampler)
     assert num_dropped == sum(map(run.sampler.queue.tokens_of, group_ids))
     run.sampler.queue.drop(group_ids)
     assert run.hub.kept_ids == set()
-    run.hub._group = answer  # type: ignore[method-assign]
+    run.hub.answer = answer
     run.sampler.begin_step(2)
     assert run.sampler.finish_step() is not None
 
@@ -427,11 +427,11 @@ def test_a_batch_that_is_sampled_again_in_vain_fails_its_step() -> None:
     old_batch = run.sample()
     run.lose(old_batch)
     run.hub.score = lambda prompt_id, place: None
-    answer = run.hub._group
+    answer = run.hub.answer
 
     def with_rejections(request: GroupRequest) -> Group:
         return msgspec.structs.replace(answer(request), rollouts=(), rejections={"engine": 6})
 
-    run.hub._group = with_rejections  # type: ignore[method-assign]
+    run.hub.answer = with_rejections
     with pytest.raises(TooManyRejected, match="batch step-2"):
         run.replace_lost(old_batch)

@@ -166,7 +166,7 @@ def test_a_probe_is_extended_before_rank_0_looks() -> None:
     sampler.begin_step(1)
     collector = hub.collectors[0]
     for group_id in sorted(collector.running):
-        hub._complete(collector, group_id)
+        hub.complete(collector, group_id)
     assert hub.num_extended == len(collector.running) > 0
     assert all("+" in group_id for group_id in collector.running)
 
@@ -182,7 +182,7 @@ def test_the_time_of_an_extension_begins_when_its_probe_is_complete() -> None:
     sampler.begin_step(1)
     collector = hub.collectors[0]
     while collector.running:
-        hub._complete(collector, min(collector.running))
+        hub.complete(collector, min(collector.running))
     extension_ids = {id_ for id_ in collector.kept_ids if "+" in id_}
     assert len(extension_ids) == hub.num_extended > 0
     time.sleep(0.3)  # as rank 0 does not look while it trains
@@ -229,7 +229,7 @@ def test_a_probe_whose_rollouts_are_rejected_here_is_not_extended() -> None:
     hub = ScriptedHub(2, lambda prompt_id, place: float(place == 0))
     sampler = open_sampler(hub, "zero_variance")
     old_prompt = min(request.prompt.id for request in first_requests())
-    answer = hub._group
+    answer = hub.answer
 
     def with_old_correct_rollouts(request: GroupRequest) -> Group:
         group = answer(request)
@@ -241,7 +241,7 @@ def test_a_probe_whose_rollouts_are_rejected_here_is_not_extended() -> None:
             rollouts=(msgspec.structs.replace(first, tokens_by_version=((-1, 4),)), *others),
         )
 
-    hub._group = with_old_correct_rollouts  # type: ignore[method-assign]
+    hub.answer = with_old_correct_rollouts
     batch = sampler.sample(1)
     batch_groups = {group.prompt.id: group for group in batch.all_groups}
     assert batch_groups[old_prompt] in batch.stopped_groups

@@ -106,9 +106,13 @@ class SimulatedQueue:
         self.submit([self._delivered_requests.pop(group_id) for group_id in group_ids])
         return num_repeated
 
+    def hold(self, other: SimulatedQueue, group_ids: Sequence[str]) -> None:
+        """Hold delivered groups of another queue."""
+        self._delivered_requests |= {id_: other._delivered_requests[id_] for id_ in group_ids}
+
     def hold_saved(self, other: SimulatedQueue, group_ids: Sequence[str]) -> None:
         """Hold delivered groups of another queue as those of a checkpoint."""
-        self._delivered_requests |= {id_: other._delivered_requests[id_] for id_ in group_ids}
+        self.hold(other, group_ids)
         self.saved_ids |= set(group_ids)
         self.lost_ids |= set(group_ids)
 
@@ -206,14 +210,14 @@ class SimulatedRun:
                 if fault == "checkpoint":
                     self.ahead.complete_for_save(self.sampler, ScriptedStop())
                 if fault == "drop":
-                    self._drop()
+                    self.drop_ahead()
                 if fault == "kill":
                     self._resume()
             else:
                 self._wait_and_sync(fault)
         return self
 
-    def _drop(self) -> None:
+    def drop_ahead(self) -> None:
         """Drop what was sampled ahead, as a run does at its end."""
         group_ids, _ = self.ahead.drop(self.sampler)
         self.queue.drop(group_ids)
@@ -234,9 +238,7 @@ class SimulatedRun:
             for group in groups
         )
         for batch in batches.values():
-            queue._delivered_requests |= {
-                id_: self.queue._delivered_requests[id_] for id_ in batch.delivered_ids
-            }
+            queue.hold(self.queue, batch.delivered_ids)
         self.queue = queue
         scripted_queue: Any = queue
         settings = self.sampler.settings
@@ -397,8 +399,8 @@ def test_groups_of_a_step_that_is_aborted_are_kept_unless_they_are_lost() -> Non
     run.sampler.begin_step(1)
     arrivals = iter([True, True, True, False])
     assert run.sampler.finish_step(lambda: next(arrivals)) is None
-    (last_id,) = run.sampler._open[1].requested_ids
     known_ids = {group.group_id for group in run.sampler.open_groups([])[1]}
+    (last_id,) = {f"step-1-{index}" for index in range(4)} - known_ids
     assert known_ids == set(run.queue.held_ids) and len(known_ids) == 3
     run.queue.lost_ids = {run.queue.held_ids[0]}
     partial = Group(group_id=last_id, prompt=PROMPTS[0], rollouts=(), open_samples=(0,))
@@ -537,7 +539,7 @@ def test_groups_of_a_batch_that_is_sampled_again_in_vain_are_dropped() -> None:
     state = run.ahead.state_before(2)
     lose(run, run.ahead.batches[2], 4)
     run.ahead.complete_for_save(run.sampler, ScriptedStop())
-    run._drop()
+    run.drop_ahead()
     assert run.sampler.state() == state
 
 

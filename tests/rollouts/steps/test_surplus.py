@@ -39,11 +39,19 @@ def ignore(text: str) -> None:
 
 
 def open_sampler(
-    hub: ScriptedHub, surplus: str, log: Callable[[str], None] = ignore
+    hub: ScriptedHub,
+    surplus: str,
+    log: Callable[[str], None] = ignore,
+    abort_seconds: float = 30.0,
 ) -> RolloutSampler:
     settings = SelectionSettings(name="oversample", surplus=surplus)  # type: ignore[arg-type]
     source = PromptSource(POOL, POOL[:1], DataSettings(source="column_addition", shuffle=False))
-    queue = RolloutQueue(hub, SETTINGS, log=log)  # type: ignore[arg-type]
+    queue = RolloutQueue(
+        hub,  # type: ignore[arg-type]
+        SETTINGS,
+        abort_seconds=abort_seconds,
+        log=log,
+    )
     queue.configure({})
     return RolloutSampler(queue, SETTINGS, Oversample(source, SETTINGS, settings), (1,), idle)
 
@@ -267,10 +275,7 @@ def test_a_stop_while_the_surplus_is_aborted_leaves_the_step_open() -> None:
     assert sampler.state().prompts.position == 8
 
 
-def test_a_surplus_that_is_not_aborted_in_time_ends_without_its_tokens(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr("megatron_rl.rollouts.queue.queue._ABORT_SECONDS", 0.05)
+def test_a_surplus_that_is_not_aborted_in_time_ends_without_its_tokens() -> None:
     hub = ScriptedHub(3, scores_of(THREE_OF_FOUR))
     hub.endless_ids = {"step-1-6", "step-1-7"}
     send = hub.send
@@ -281,7 +286,7 @@ def test_a_surplus_that_is_not_aborted_in_time_ends_without_its_tokens(
 
     hub.send = send_but_aborts  # type: ignore[method-assign]
     lines: list[str] = []
-    sampler = open_sampler(hub, "abort", log=lines.append)
+    sampler = open_sampler(hub, "abort", log=lines.append, abort_seconds=0.05)
     assert len(sampler.sample(1).groups) == 5
     assert lines == [
         "warning: engines did not abort requests within 0.05 s. Their tokens are in no class of "
