@@ -3,7 +3,7 @@
 The selectors are those of a run, and correctness is simulated. Start it in the root of the
 repository:
 
-    python -m tests.lab.simulate_selection            # the table of docs/selection.md
+    python -m tests.lab.simulate_selection            # the table of docs/results/selection.md
     python -m tests.lab.simulate_selection --drift 2
     python -m tests.lab.simulate_selection --generalise
     python -m tests.lab.simulate_selection --large-pool

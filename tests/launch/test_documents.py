@@ -27,7 +27,7 @@ from tests.support.question_files import read_jsonl
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md")]
-DOCUMENTS += sorted(DOCS.glob("*.md"))
+DOCUMENTS += sorted(DOCS.rglob("*.md"))
 FOLDERS = "launch|docs|tests|kernels|megatron_rl|sglang_bridge|hydra_conf"
 # Options whose value is a directory that an earlier command of the page makes
 DIRECTORY_OPTIONS = ("rollout.recording=runs/", "run.resume=runs/", "selection.beliefs_from=runs/")
@@ -38,6 +38,10 @@ ESPO_METRICS = {
     for group in ("", "/group0", "/group1")
 } | {"policy/ratio_mean/group0", "sync/bytes/0", "sync/bytes/1/0_of_node_0"}
 TRAINING_SCRIPTS = ("launch/train_rl.py", "launch/preflight.py", "launch/slurm/train_rl.sbatch")
+
+
+def relative_name(file: Path) -> str:
+    return str(file.relative_to(ROOT))
 
 
 def commands(file: Path) -> list[list[str]]:
@@ -95,19 +99,19 @@ def workspace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: file.name)
+@pytest.mark.parametrize("file", DOCUMENTS, ids=relative_name)
 def test_links_exist(file: Path) -> None:
     targets = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", file.read_text())
     assert [target for target in targets if not (file.parent / target).exists()] == []
 
 
-@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: file.name)
+@pytest.mark.parametrize("file", DOCUMENTS, ids=relative_name)
 def test_paths_exist(file: Path) -> None:
     paths = re.findall(rf"`((?:{FOLDERS})/[\w./]*)`", file.read_text())
     assert [path for path in paths if not (ROOT / path).exists()] == []
 
 
-@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: file.name)
+@pytest.mark.parametrize("file", DOCUMENTS, ids=relative_name)
 def test_anchors_exist(file: Path) -> None:
     for target, anchor in re.findall(r"\]\(([\w./]*)#([\w-]+)\)", file.read_text()):
         page = file.parent / target if target else file
@@ -177,7 +181,7 @@ def test_the_comparison_behind_the_table_is_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["comparisons.md", "replay.md", "selection.md"])
+@pytest.mark.parametrize("page", ["comparisons.md", "results/replay.md", "results/selection.md"])
 def test_every_comparison_is_accepted(tmp_path: Path, page: str) -> None:
     all_options = comparisons(page)
     assert all_options
