@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron_rl.contracts.commands import Command
+from megatron_rl.contracts.group import Group
 from megatron_rl.engines.fleet import Fleet
+from megatron_rl.engines.time_to_store import TimeToStore
 from megatron_rl.engines.token_counter import TokenCounter
 from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.rollouts.queue import HoldTimedOut, RolloutQueue
-from megatron_rl.rollouts.steps.on_update import StoredPartials
-from megatron_rl.rollouts.steps.time_to_store import StopSource, TimeToStore
+from megatron_rl.rollouts.steps.steps_ahead import SecondsToStop
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.weights.calls import call_each
@@ -24,6 +25,17 @@ _ABORT_SECONDS = 0.5
 _HOLD_SECONDS = 600.0
 _HOLD_FOR_SAVE_SECONDS = 10.0
 _STORE_SECONDS = 60.0
+
+
+@dataclass(frozen=True)
+class StoredPartials:
+    """The state of all requests, in the memory of collectors.
+
+    num_new_tokens: tokens that collectors have received since the last hold.
+    """
+
+    groups: tuple[Group, ...]
+    num_new_tokens: int
 
 
 @dataclass(frozen=True)
@@ -80,7 +92,9 @@ class EngineConnections:
         """
         return self.queue.hold(abort=self._abort_all, idle=idle, timeout_seconds=_HOLD_SECONDS)
 
-    def store_partials(self, idle: Callable[[], None], stop_source: StopSource) -> StoredPartials:
+    def store_partials(
+        self, idle: Callable[[], None], seconds_to_stop: SecondsToStop
+    ) -> StoredPartials:
         """Stop all responses, store what there is of them until `release_partials`, and go on.
 
         Of a response that an engine does not give back, what it has sampled since its last
@@ -89,7 +103,7 @@ class EngineConnections:
 
         idle: called about every half second.
         """
-        time_to_store = TimeToStore(stop_source)
+        time_to_store = TimeToStore(seconds_to_stop)
         num_new_tokens = 0
         with contextlib.suppress(HoldTimedOut):
             num_new_tokens = self.queue.hold(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
@@ -16,6 +17,28 @@ TopK = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 Routing = Literal["replay", "record", "live"]
 # Expert ids below this number fit into uint8.
 _UINT8_EXPERTS = 256
+
+
+@dataclass(frozen=True)
+class _Pass:
+    """The routing of one pass over micro-batches. See `RouterTarget.activate`."""
+
+    routing: Routing
+    measure: bool
+    forward_only: bool
+
+
+@dataclass
+class _Forward:
+    """The forward pass of one micro-batch. See `RouterTarget.begin_forward`.
+
+    calls: how often the router ran in it.
+    """
+
+    batch: int
+    experts: torch.Tensor | None
+    real_rows: torch.Tensor | None
+    calls: int = 0
 
 
 class RouterTarget:
@@ -43,13 +66,12 @@ class RouterTarget:
         self._recomputations = recomputations
         self.faults: list[str] = []
         self.recordings: dict[int, torch.Tensor] = {}
+        self.disagreement = torch.zeros(2, dtype=torch.int64)
+        self.load = torch.zeros(0, dtype=torch.int64)
         self._pending: deque[tuple[int, torch.Tensor]] = deque()
         self._recomputation_counts: Counter[int] = Counter()
-        self._batch: int | None = None
-        self._experts: torch.Tensor | None = None
-        self._real_rows: torch.Tensor | None = None
-        self.activate("live", measure=False, forward_only=False)
-        self._active = False
+        self._pass: _Pass | None = None
+        self._forward: _Forward | None = None
 
     def activate(self, routing: Routing, *, measure: bool, forward_only: bool) -> None:
         """Begin a pass over micro-batches.
@@ -57,12 +79,8 @@ class RouterTarget:
         measure: count `disagreement` and `load`.
         forward_only: True for a pass without gradients, in which nothing is recomputed.
         """
-        self._active = True
-        self._routing = routing
-        self._measure = measure
-        self._forward_only = forward_only
-        self._calls = 0
-        self._close_batch()
+        self._pass = _Pass(routing, measure, forward_only)
+        self._forward = None
         self.disagreement = torch.zeros(2, dtype=torch.int64)
         self.load = torch.zeros(0, dtype=torch.int64)
 
@@ -75,25 +93,23 @@ class RouterTarget:
         experts: the recorded experts [rows, topk]; None if the router chooses.
         real_rows: bool [rows], False for padding; None if no row is padding.
         """
-        self._batch = batch
-        self._experts = experts
-        self._real_rows = real_rows
-        self._calls = 0
-        if not self._forward_only:
+        self._forward = _Forward(batch, experts, real_rows)
+        if self._pass is None or not self._pass.forward_only:
             self._recomputation_counts[batch] += 0
 
     def end_forward(self) -> None:
         """End the forward pass. Further calls recompute micro-batches, the oldest first."""
-        if self._calls != 1:
-            self._add_fault(
-                self._batch, f"its router ran {self._calls} times in one forward pass, not once"
-            )
-        self._close_batch()
+        forward = self._forward
+        calls = 0 if forward is None else forward.calls
+        if calls != 1:
+            batch = None if forward is None else forward.batch
+            self._add_fault(batch, f"its router ran {calls} times in one forward pass, not once")
+        self._forward = None
 
     def deactivate(self) -> None:
         """End the pass, check that it was complete, and drop its routes."""
-        if self._batch is not None:
-            self._add_fault(self._batch, "its forward pass began but did not end")
+        if self._forward is not None:
+            self._add_fault(self._forward.batch, "its forward pass began but did not end")
         for batch, count in self._recomputation_counts.items():
             if count != self._recomputations:
                 self._add_fault(
@@ -101,8 +117,8 @@ class RouterTarget:
                 )
         self._pending.clear()
         self._recomputation_counts.clear()
-        self._close_batch()
-        self._active = False
+        self._forward = None
+        self._pass = None
 
     def get_replay_topk(
         self,
@@ -130,30 +146,39 @@ class RouterTarget:
         def choose(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
 
-        if not self._active:
+        if self._pass is None:
             return choose(scores)
-        recorded_experts = self._next_experts(scores, topk)
-        if self._routing == "replay" and recorded_experts is not None:
+        routing = self._pass.routing
+        recorded_experts = self._next_experts(self._pass, scores, topk)
+        if routing == "replay" and recorded_experts is not None:
             choice = scores.gather(1, recorded_experts), recorded_experts
         else:
             choice = choose(scores)
         experts = choice[1]
-        if self._batch is not None and self._routing == "record":
-            self.recordings[self._batch] = _narrow(experts.detach(), scores.shape[1])
-        if self._batch is not None and self._measure:
-            live_experts = experts if self._routing != "replay" else choose(scores.detach())[1]
-            self._count_load(experts, scores.shape[1])
+        forward = self._forward
+        if forward is None:
+            return choice
+        if routing == "record":
+            self.recordings[forward.batch] = _narrow(experts.detach(), scores.shape[1])
+        if self._pass.measure:
+            live_experts = experts if routing != "replay" else choose(scores.detach())[1]
+            is_real = _real_mask(experts, forward.real_rows)
+            self._count_load(experts, is_real, scores.shape[1])
             if recorded_experts is not None:
-                self._count_disagreement(live_experts, recorded_experts)
+                self._count_disagreement(live_experts, recorded_experts, is_real)
         return choice
 
-    def _next_experts(self, scores: torch.Tensor, topk: int) -> torch.Tensor | None:
+    def _next_experts(
+        self, current_pass: _Pass, scores: torch.Tensor, topk: int
+    ) -> torch.Tensor | None:
         """Return the recorded experts of this call as int64 indices [rows, topk].
 
         None means that there are none, which is a fault if they should be replayed.
         """
-        if self._batch is not None:
-            batch, experts = self._begin_call(self._batch)
+        if self._forward is not None:
+            batch = self._forward.batch
+            experts = self._forward.experts
+            self._count_call(self._forward, current_pass)
         elif self._pending:
             batch, experts = self._pending.popleft()
             self._recomputation_counts[batch] += 1
@@ -161,7 +186,7 @@ class RouterTarget:
             self._add_fault(None, "its router ran without routes for its micro-batch")
             return None
         if experts is None:
-            if self._routing == "replay":
+            if current_pass.routing == "replay":
                 self._add_fault(batch, "there are no routes for it")
             return None
         if experts.shape != (scores.shape[0], topk):
@@ -172,50 +197,44 @@ class RouterTarget:
             return None
         return experts.to(device=scores.device, dtype=torch.int64)
 
-    def _begin_call(self, batch: int) -> tuple[int, torch.Tensor | None]:
+    def _count_call(self, forward: _Forward, current_pass: _Pass) -> None:
         """Count a call within a forward pass, and queue its experts for recomputation.
 
         Activation checkpointing runs the forward pass without gradients, and again with gradients
         in the backward pass.
         """
-        self._calls += 1
-        is_recomputed_later = not self._forward_only and not torch.is_grad_enabled()
-        if self._experts is not None and is_recomputed_later:
-            self._pending.append((batch, self._experts))
-        return batch, self._experts
+        forward.calls += 1
+        is_recomputed_later = not current_pass.forward_only and not torch.is_grad_enabled()
+        if forward.experts is not None and is_recomputed_later:
+            self._pending.append((forward.batch, forward.experts))
 
-    def _count_load(self, experts: torch.Tensor, num_experts: int) -> None:
+    def _count_load(self, experts: torch.Tensor, is_real: torch.Tensor, num_experts: int) -> None:
         load = torch.zeros(num_experts, dtype=torch.int64, device=experts.device)
-        weights = self._real_mask(experts).to(torch.int64).repeat_interleave(experts.shape[1])
+        weights = is_real.to(torch.int64).repeat_interleave(experts.shape[1])
         load = load.scatter_add(0, experts.flatten(), weights)
         self.load = load if len(self.load) == 0 else self.load.to(load.device) + load
 
     def _count_disagreement(
-        self, live_experts: torch.Tensor, recorded_experts: torch.Tensor
+        self, live_experts: torch.Tensor, recorded_experts: torch.Tensor, is_real: torch.Tensor
     ) -> None:
-        is_real = self._real_mask(live_experts)
         differs = (live_experts.sort(-1).values != recorded_experts.sort(-1).values).any(-1)
         counts = torch.stack([(differs & is_real).sum(), is_real.sum()])
         if self.disagreement.device == counts.device:
             counts = counts + self.disagreement
         self.disagreement = counts  # the first zeros are on the host, whose copy would wait
 
-    def _real_mask(self, experts: torch.Tensor) -> torch.Tensor:
-        """Return bool [rows], False for padding."""
-        if self._real_rows is None:
-            return torch.ones(len(experts), dtype=torch.bool, device=experts.device)
-        return self._real_rows.to(experts.device)
-
-    def _close_batch(self) -> None:
-        self._batch = None
-        self._experts = None
-        self._real_rows = None
-
     def _add_fault(self, batch: int | None, description: str) -> None:
         place = f"layer {self.layer}"
         if batch is not None:
             place += f", micro-batch {batch}"
         self.faults.append(f"{place}: {description}")
+
+
+def _real_mask(experts: torch.Tensor, real_rows: torch.Tensor | None) -> torch.Tensor:
+    """Return bool [rows], False for padding."""
+    if real_rows is None:
+        return torch.ones(len(experts), dtype=torch.bool, device=experts.device)
+    return real_rows.to(experts.device)
 
 
 def _narrow(experts: torch.Tensor, num_experts: int) -> torch.Tensor:

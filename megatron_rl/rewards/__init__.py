@@ -1,8 +1,9 @@
 """Scoring of responses: scorers share one interface, and a runner calls them."""
 
 from megatron_rl.rewards.exact_match import ExactMatch
+from megatron_rl.rewards.opening import open_answer_reader, open_scorer
 from megatron_rl.rewards.runner import RewardRunner, ScorerInThisProcess
-from megatron_rl.rewards.scorer import Scorer, open_answer_reader, open_scorer
+from megatron_rl.rewards.scorer import Scorer
 
 __all__ = [
     "ExactMatch",

@@ -15,6 +15,7 @@ from megatron_rl.rewards.answers import (
     last_number,
     partial_number,
 )
+from megatron_rl.rewards.scorer import Scorer
 
 _EXTRACTORS: Mapping[str, Callable[[str], str | None]] = {
     "last_number": last_number,
@@ -23,7 +24,7 @@ _EXTRACTORS: Mapping[str, Callable[[str], str | None]] = {
 }
 
 
-class ExactMatch:
+class ExactMatch(Scorer):
     """Rewards 1 if the final answer equals the reference answer, and 0 otherwise.
 
     answer: rule that finds the final answer: `last_number`, `last_line` or `boxed`.

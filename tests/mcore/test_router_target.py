@@ -199,11 +199,19 @@ def test_other_than_one_call_in_a_forward_pass_is_a_fault(times: int) -> None:
 
 
 def test_deactivation_clears_padding_and_routes() -> None:
+    """Neither the routes nor the padding of a pass that broke off reach the next one."""
     target = active_target(measure=True, recomputations=0)
     target.begin_forward(3, RECORDED, torch.tensor([True, False, False]))
     target.deactivate()
     assert target.faults == ["layer 4, micro-batch 3: its forward pass began but did not end"]
-    assert target._real_rows is None and target._experts is None
+    assert call_router(target)[1] == LIVE
+    target.activate("replay", measure=True, forward_only=True)
+    target.begin_forward(4, RECORDED, None)
+    call_router(target)
+    target.end_forward()
+    target.deactivate()
+    assert len(target.faults) == 1
+    assert target.disagreement.tolist()[1] == 3
 
 
 def test_call_without_routes_returns_the_live_choice_and_is_a_fault() -> None:

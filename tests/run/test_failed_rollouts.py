@@ -16,8 +16,7 @@ from megatron_rl.engines.token_counter import TokenComparison
 from megatron_rl.rollouts.queue import CollectorFailed, HoldTimedOut
 from megatron_rl.rollouts.recording.recorded_rollouts import BadRecording
 from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch, TooManyRejected
-from megatron_rl.rollouts.steps.steps_ahead import StepSource
-from megatron_rl.rollouts.steps.time_to_store import StopSource
+from megatron_rl.rollouts.steps.steps_ahead import SecondsToStop, StepSource
 from megatron_rl.rollouts.wire.rejections import UserClassFailed
 from megatron_rl.run.checkpoints.saving import SaveResult
 from tests.support.checkpoint_managers import FakeRanks, make_manager
@@ -146,7 +145,7 @@ class FailingSync:
             raise self.failure
 
     def before_save(
-        self, source: StepSource, stop_source: StopSource
+        self, source: StepSource, seconds_to_stop: SecondsToStop
     ) -> Mapping[int, tuple[Group, ...]]:
         return {}
 

@@ -18,8 +18,7 @@ from megatron_rl.contracts.run_state import LoopState, SelectorState
 from megatron_rl.engines.fleet import NoEngineLeft
 from megatron_rl.engines.token_counter import TokenComparison
 from megatron_rl.rollouts.queue import CollectorFailed
-from megatron_rl.rollouts.steps.steps_ahead import StepsAhead, StepSource
-from megatron_rl.rollouts.steps.time_to_store import StopSource
+from megatron_rl.rollouts.steps.steps_ahead import SecondsToStop, StepsAhead, StepSource
 from megatron_rl.run.supervision.stop_request import StopRequest, WaitAborted
 from tests.support import leaders
 from tests.support.checkpoint_managers import FakeRanks, make_manager, make_stop_request
@@ -54,10 +53,10 @@ class StoredResponses:
     def after_sync(self, source: StepSource) -> None: ...
 
     def before_save(
-        self, source: StepSource, stop_source: StopSource
+        self, source: StepSource, seconds_to_stop: SecondsToStop
     ) -> Mapping[int, tuple[Group, ...]]:
-        self.calls.append("stop" if stop_source.stop_requested else "save")
-        self.seconds_to_stop.append(stop_source.seconds_to_stop)
+        self.calls.append("save" if seconds_to_stop() is None else "stop")
+        self.seconds_to_stop.append(seconds_to_stop())
         if self.failure is not None:
             raise self.failure
         self.num_uncounted += self.num_new_tokens

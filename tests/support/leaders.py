@@ -30,13 +30,13 @@ from megatron_rl.contracts.commands import Command, EnterPhase, Save, Sync, Trai
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.run_state import LoopState, PromptCursor, SelectorState
 from megatron_rl.credit.assign import Credit
+from megatron_rl.engines.on_update import OnUpdate, WaitForResponses
 from megatron_rl.engines.token_counter import TokenComparison
 from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.records.run_records import RunRecords
 from megatron_rl.rollouts.evaluation.evaluation import Accuracy
-from megatron_rl.rollouts.steps.on_update import OnUpdate, WaitForResponses
 from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 from megatron_rl.run.checkpoints.manager import CheckpointManager

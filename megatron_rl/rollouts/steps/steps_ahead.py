@@ -11,8 +11,13 @@ from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch, TooManyRejected
-from megatron_rl.rollouts.steps.time_to_store import StopSource
 from megatron_rl.rollouts.wire.rejections import UserClassFailed
+
+SecondsToStop = Callable[[], float | None]
+"""Returns the time in which a run that was asked to stop has to end, infinity without a limit.
+
+None: the run was not asked to stop.
+"""
 
 
 class StepSource(Protocol):
@@ -209,15 +214,15 @@ class StepsAhead:
             self._batches[step] = batch
             self._states_before[step] = state
 
-    def complete_for_save(self, source: StepSource, stop_source: StopSource) -> None:
+    def complete_for_save(self, source: StepSource, seconds_to_stop: SecondsToStop) -> None:
         """Wait for the rollouts of all steps that have begun, so that a checkpoint holds them.
 
         It ends once the run is asked to stop. The steps that are open then are not saved.
         """
-        if stop_source.stop_requested:
+        if seconds_to_stop() is not None:
             return
-        self.complete(source, lambda: not stop_source.stop_requested)
-        if stop_source.stop_requested:
+        self.complete(source, lambda: seconds_to_stop() is None)
+        if seconds_to_stop() is not None:
             return
         self._replace_lost(source)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -137,10 +138,12 @@ class CheckpointManager:
             result: SaveResult = self.dispatcher.run(WaitForSave())
         return self._report(result)
 
-    @property
     def seconds_to_stop(self) -> float | None:
-        """The time in which a run that was asked to stop has to end. None: there is no limit."""
-        return self.stop.seconds_left
+        """Return the time in which a run that was asked to stop has to end: `SecondsToStop`."""
+        if not self.stop_requested:
+            return None
+        seconds = self.stop.seconds_left
+        return math.inf if seconds is None else seconds
 
     def raise_if_stop_requested(self) -> None:
         """Raise `Failure` when the run was asked to stop and has a checkpoint."""

@@ -6,9 +6,9 @@ from typing import TypeVar
 
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.run_state import LoopState
+from megatron_rl.engines.on_update import OnUpdate
 from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.records.run_records import RunRecords
-from megatron_rl.rollouts.steps.on_update import OnUpdate
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 from megatron_rl.run.checkpoints.manager import CheckpointManager
 from megatron_rl.run.features.observer import Observers

@@ -9,10 +9,10 @@ from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.engines.fleet import NoEngineLeft
+from megatron_rl.engines.on_update import OnUpdate
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.queue import CollectorFailed, HoldTimedOut
 from megatron_rl.rollouts.recording.recorded_rollouts import BadRecording
-from megatron_rl.rollouts.steps.on_update import OnUpdate
 from megatron_rl.rollouts.steps.rollout_batch import (
     NonFiniteResponses,
     RolloutBatch,
@@ -173,7 +173,7 @@ class Sampling:
 
     def before_save(self) -> Mapping[int, tuple[Group, ...]]:
         """Return what there is of the groups of open steps, by step. Raises `STORE_FAILURES`."""
-        return self._on_update.before_save(self._parts.rollouts, self._checkpoints)
+        return self._on_update.before_save(self._parts.rollouts, self._checkpoints.seconds_to_stop)
 
     def after_save(self) -> None:
         """Free what `before_save` has stored."""

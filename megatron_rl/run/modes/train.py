@@ -8,6 +8,7 @@ from functools import partial
 from megatron_rl.config.schema import Configuration
 from megatron_rl.credit.assign import Credit
 from megatron_rl.engines.connections import EngineConnections
+from megatron_rl.engines.on_update import open_steps_ahead
 from megatron_rl.environments.environment import is_replayable
 from megatron_rl.models.route_shape import route_shape
 from megatron_rl.planning.step_planner import StepPlanner
@@ -15,7 +16,6 @@ from megatron_rl.prompts.selection.factory import credit_warning, open_selector
 from megatron_rl.rollouts.evaluation.evaluation import Evaluation
 from megatron_rl.rollouts.queue.saved_groups import SavedGroups
 from megatron_rl.rollouts.recording.recorded_rollouts import load_rollout
-from megatron_rl.rollouts.steps.on_update import open_steps_ahead
 from megatron_rl.rollouts.steps.sampler import RolloutSampler, sampling_of
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 from megatron_rl.run.checkpoints.resume import explained_load_errors

@@ -6,8 +6,8 @@ from functools import partial
 
 from megatron_rl.config.schema import Configuration
 from megatron_rl.credit.assign import Credit
+from megatron_rl.engines.on_update import WaitForResponses
 from megatron_rl.planning.step_planner import StepPlanner
-from megatron_rl.rollouts.steps.on_update import WaitForResponses
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 from megatron_rl.run.loop.build import build_leader
 from megatron_rl.run.loop.leader import Leader

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config.schema import RolloutSettings
-from megatron_rl.rollouts.steps.on_update import InterruptResponses, WaitForResponses
+from megatron_rl.engines.on_update import InterruptResponses, WaitForResponses
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 from tests.lab.run_time.simulation import cluster as cluster_module
 from tests.lab.run_time.simulation.cluster import Machines, Slowdown

@@ -31,7 +31,7 @@ from megatron_rl.rollouts.wire.messages import GroupRequest, ToCollector, first_
 from tests.support.answers import make_pool
 from tests.support.groups import NOWHERE
 from tests.support.scripted_hub import ScriptedHub
-from tests.support.stop_sources import ScriptedStop
+from tests.support.stop_requests import ScriptedStop
 
 POOL = make_pool(90)
 GROUP_SIZE = 6

@@ -28,7 +28,7 @@ from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
 from megatron_rl.rollouts.wire.messages import GroupRequest
 from tests.support.rollout_refs import make_ref
 from tests.support.rollouts import make_rollout
-from tests.support.stop_sources import ScriptedStop
+from tests.support.stop_requests import ScriptedStop
 
 PROMPTS = [Prompt(id=f"p{n}", token_ids=(1, 2), answer="3", task="t") for n in range(40)]
 ROLLOUT = make_rollout(2, 3)
@@ -574,16 +574,16 @@ def test_a_stop_request_ends_the_wait_for_open_steps_before_a_checkpoint(num_wai
     """Steps that are complete by then stay complete, and the rest stays open."""
     run = make_run("uniform", max_staleness=2, seed=0, continues=True)
     run.ahead.begin_open(1, 9, run.sampler)
-    stop_source = ScriptedStop()
+    seconds_to_stop = ScriptedStop()
 
     waits = itertools.count(1)
 
     def idle() -> None:
         if next(waits) > num_waits:
-            stop_source.request()
+            seconds_to_stop.request()
 
     run.sampler.idle = idle
-    run.ahead.complete_for_save(run.sampler, stop_source)
+    run.ahead.complete_for_save(run.sampler, seconds_to_stop)
     assert run.queue.deliveries.total() == num_waits
     complete_steps = list(run.ahead.batches)
     assert [*complete_steps, *run.sampler.open_steps] == [1, 2, 3]

@@ -6,14 +6,14 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import fmean
+from typing import Any
 
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.group import Group as RolloutGroup
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
-from megatron_rl.rollouts.steps.on_update import OnUpdate, StoredPartials, open_steps_ahead
+from megatron_rl.engines.on_update import OnUpdate, open_steps_ahead
 from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.steps.steps_ahead import StepsAhead
-from megatron_rl.rollouts.steps.time_to_store import StopSource
 from tests.lab.run_time.simulation.cluster import Cluster, Group, Machines
 from tests.lab.run_time.simulation.engine import Response
 from tests.lab.run_time.simulation.lengths import Workload
@@ -96,7 +96,7 @@ def simulate(
     _check(settings, num_steps)
     cluster = Cluster(machines)
     source = _SimulatedSource(cluster, workload)
-    control = _SimulatedControl(cluster, trainer.interrupt)
+    control: Any = _SimulatedControl(cluster, trainer.interrupt)
     steps_ahead, on_update = open_steps_ahead(settings, control, idle=lambda: None)
     loop = _SimulatedLoop(cluster, source, trainer, steps_ahead, on_update, num_steps)
     steps = [loop.run_step(step) for step in range(1, num_steps + 1)]
@@ -234,7 +234,7 @@ class _SimulatedSource:
 
 @dataclass(frozen=True)
 class _SimulatedControl:
-    """Stops and continues the responses of simulated engines."""
+    """Stops and continues the responses of simulated engines, as `EngineConnections` does."""
 
     cluster: Cluster
     interrupt_seconds: float
@@ -249,9 +249,3 @@ class _SimulatedControl:
 
     def proceed(self) -> None:
         self.cluster.proceed()
-
-    def store_partials(self, idle: Callable[[], None], stop_source: StopSource) -> StoredPartials:
-        raise RuntimeError("a simulated run saves no checkpoint")
-
-    def release_partials(self) -> None:
-        raise RuntimeError("a simulated run saves no checkpoint")

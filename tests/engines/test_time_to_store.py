@@ -11,16 +11,16 @@ import pytest
 
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.engines.connections import EngineConnections
+from megatron_rl.engines.on_update import OnUpdate, StoredPartials, open_steps_ahead
+from megatron_rl.engines.time_to_store import TimeToStore
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.queue.hub import CollectorHub
-from megatron_rl.rollouts.steps.on_update import OnUpdate, StoredPartials, open_steps_ahead
-from megatron_rl.rollouts.steps.time_to_store import TimeToStore
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.keys import create_keys
 from tests.support.clocks import FakeClock
 from tests.support.collectors import Peer, request
-from tests.support.stop_sources import ScriptedStop
+from tests.support.stop_requests import ScriptedStop
 
 
 def idle() -> None:
@@ -55,10 +55,10 @@ def look_every_second(
 
 def test_half_of_the_time_to_stop_belongs_to_the_checkpoint_itself() -> None:
     clock = FakeClock()
-    stop_source = ScriptedStop(18.0, clock=clock)
-    stop_source.request()
+    seconds_to_stop = ScriptedStop(18.0, clock=clock)
+    seconds_to_stop.request()
     clock.now += 6
-    time_to_store = TimeToStore(stop_source, clock=clock)
+    time_to_store = TimeToStore(seconds_to_stop, clock=clock)
     results = look_every_second(time_to_store, clock, 8)
     # 12 s are left: 2 s for engines, 6 s in all
     assert results == [(False, False)] * 3 + [(True, False)] * 4 + [(True, True)]
@@ -66,19 +66,19 @@ def test_half_of_the_time_to_stop_belongs_to_the_checkpoint_itself() -> None:
 
 def test_a_stop_request_that_comes_later_starts_the_time() -> None:
     clock = FakeClock()
-    stop_source = ScriptedStop(18.0, clock=clock)
-    time_to_store = TimeToStore(stop_source, clock=clock)
+    seconds_to_stop = ScriptedStop(18.0, clock=clock)
+    time_to_store = TimeToStore(seconds_to_stop, clock=clock)
     clock.now += 1000
     assert not time_to_store.is_over_for_engines() and not time_to_store.is_over()
-    stop_source.request()
+    seconds_to_stop.request()
     results = look_every_second(time_to_store, clock, 11)
     assert results == [(False, False)] * 4 + [(True, False)] * 6 + [(True, True)]
 
 
 def test_a_stop_request_without_a_limit_takes_no_time_away() -> None:
-    stop_source = ScriptedStop(None)
-    stop_source.request()
-    time_to_store = TimeToStore(stop_source)
+    seconds_to_stop = ScriptedStop()
+    seconds_to_stop.request()
+    time_to_store = TimeToStore(seconds_to_stop)
     assert not time_to_store.is_over_for_engines() and not time_to_store.is_over()
 
 
@@ -88,14 +88,14 @@ def test_a_collector_that_hangs_takes_no_more_time_than_there_is(
 ) -> None:
     lines: list[str] = []
     connections = connect(hub, lines.append)
-    stop_source = ScriptedStop(3.0, clock=time.monotonic)
+    seconds_to_stop = ScriptedStop(3.0, clock=time.monotonic)
     start = time.monotonic()
     if comes_later:
-        timer = threading.Timer(1.0, stop_source.request)
+        timer = threading.Timer(1.0, seconds_to_stop.request)
         timer.start()
     else:
-        stop_source.request()
-    assert connections.store_partials(idle, stop_source) == StoredPartials((), 0)
+        seconds_to_stop.request()
+    assert connections.store_partials(idle, seconds_to_stop) == StoredPartials((), 0)
     seconds = time.monotonic() - start - comes_later
     assert 1.4 < seconds < 9  # of the 70 s of another checkpoint
     (limit,) = re.findall(r"did not store all of their open rollouts within (\d+\.\d) s", lines[-1])
@@ -110,10 +110,10 @@ def test_an_engine_that_hangs_takes_no_more_time_than_there_is(
         engine = Engine(url=f"http://127.0.0.1:{server.getsockname()[1]}", node=0)
         lines: list[str] = []
         connections = connect(hub, lines.append, engine)
-        stop_source = ScriptedStop(3.0, clock=time.monotonic)
-        stop_source.request()
+        seconds_to_stop = ScriptedStop(3.0, clock=time.monotonic)
+        seconds_to_stop.request()
         start = time.monotonic()
-        assert connections.store_partials(idle, stop_source) == StoredPartials((), 0)
+        assert connections.store_partials(idle, seconds_to_stop) == StoredPartials((), 0)
         assert 1.4 < time.monotonic() - start < 4.5  # one unlimited call takes 5 s
 
 
@@ -134,7 +134,7 @@ class Control:
     def proceed(self) -> None:
         self.is_held = False
 
-    def store_partials(self, idle: Any, stop_source: Any) -> StoredPartials:
+    def store_partials(self, idle: Any, seconds_to_stop: Any) -> StoredPartials:
         self.num_calls += 1
         return StoredPartials((), 3)
 
@@ -148,11 +148,11 @@ def test_open_responses_are_stored_at_each_checkpoint(is_stopping: bool) -> None
     source: Any = SimpleNamespace(open_steps=(7,), open_groups=lambda groups: {7: groups})
     parts: OnUpdate
     _, parts = open_steps_ahead(SETTINGS, control, idle)
-    stop_source = ScriptedStop()
+    seconds_to_stop = ScriptedStop()
     if is_stopping:
-        stop_source.request()
+        seconds_to_stop.request()
     for _ in range(2):
-        assert parts.before_save(source, stop_source) == {7: ()}
+        assert parts.before_save(source, seconds_to_stop) == {7: ()}
     assert control.num_calls == 2
     assert parts.num_uncounted == 6
 
@@ -164,16 +164,16 @@ def test_tokens_that_are_completed_for_a_checkpoint_are_counted_with_it() -> Non
     parts: OnUpdate
     _, parts = open_steps_ahead(SETTINGS, control, idle, stores_partials=False)
     control.num_new_tokens = 30
-    stop_source = ScriptedStop()
-    assert parts.before_save(source, stop_source) == {}
+    seconds_to_stop = ScriptedStop()
+    assert parts.before_save(source, seconds_to_stop) == {}
     assert parts.num_uncounted == 30 and not control.is_held
     control.num_new_tokens = 12
     failed_source: Any = SimpleNamespace(
         open_steps=(7,), state=lambda: None, finish_step=lambda _: None
     )
-    assert parts.before_save(failed_source, stop_source) == {}
+    assert parts.before_save(failed_source, seconds_to_stop) == {}
     assert parts.num_uncounted == 30  # what is still open could take long
-    stop_source.request()
-    assert parts.before_save(source, stop_source) == {}
+    seconds_to_stop.request()
+    assert parts.before_save(source, seconds_to_stop) == {}
     assert parts.num_uncounted == 30  # nothing was completed, and there is no time to ask
     assert parts.before_sync(source) == 42 and parts.num_uncounted == 0

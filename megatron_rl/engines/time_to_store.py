@@ -4,21 +4,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
-
-class StopSource(Protocol):
-    """Tells whether the run was asked to stop."""
-
-    @property
-    def stop_requested(self) -> bool:
-        """True once the run was asked to stop."""
-        ...
-
-    @property
-    def seconds_to_stop(self) -> float | None:
-        """The time in which the run has to end. None: there is no limit."""
-        ...
+from megatron_rl.rollouts.steps.steps_ahead import SecondsToStop
 
 
 class TimeToStore:
@@ -29,9 +16,9 @@ class TimeToStore:
     """
 
     def __init__(
-        self, stop_source: StopSource, *, clock: Callable[[], float] = time.monotonic
+        self, seconds_to_stop: SecondsToStop, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._stop_source = stop_source
+        self._seconds_to_stop = seconds_to_stop
         self._clock = clock
         self._hold_deadline: float | None = None
         self._deadline: float | None = None
@@ -47,7 +34,7 @@ class TimeToStore:
         return self._deadline is not None and self._clock() > self._deadline
 
     def _note_stop_request(self) -> None:
-        seconds = self._stop_source.seconds_to_stop
+        seconds = self._seconds_to_stop()
         if self._deadline is None and seconds is not None:
             now = self._clock()
             self._hold_deadline = now + seconds / 6

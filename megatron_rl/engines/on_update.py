@@ -4,53 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.group import Group
-from megatron_rl.rollouts.steps.steps_ahead import StepsAhead, StepSource
-from megatron_rl.rollouts.steps.time_to_store import StopSource
+from megatron_rl.rollouts.steps.steps_ahead import SecondsToStop, StepsAhead, StepSource
 
-
-@dataclass(frozen=True)
-class StoredPartials:
-    """The state of all requests, in the memory of collectors.
-
-    num_new_tokens: tokens that collectors have received since the last hold.
-    """
-
-    groups: tuple[Group, ...]
-    num_new_tokens: int
-
-
-class ResponseControl(Protocol):
-    """Stops and continues the responses of all engines."""
-
-    def can_sample(self) -> bool:
-        """Return False while nothing samples rollouts."""
-        ...
-
-    def interrupt(self, idle: Callable[[], None]) -> int:
-        """Stop all responses in the middle, until `proceed`. idle: called regularly.
-
-        Returns the tokens that collectors have received since the last hold.
-        """
-        ...
-
-    def proceed(self) -> None:
-        """Continue the responses that were stopped."""
-        ...
-
-    def store_partials(self, idle: Callable[[], None], stop_source: StopSource) -> StoredPartials:
-        """Stop all responses, store what there is of them until `release_partials`, and go on.
-
-        What is not stored in time is left out.
-        """
-        ...
-
-    def release_partials(self) -> None:
-        """Free what `store_partials` has stored."""
-        ...
+if TYPE_CHECKING:
+    from megatron_rl.engines.connections import EngineConnections
 
 
 class OnUpdate(Protocol):
@@ -71,11 +32,11 @@ class OnUpdate(Protocol):
         ...
 
     def before_save(
-        self, source: StepSource, stop_source: StopSource
+        self, source: StepSource, seconds_to_stop: SecondsToStop
     ) -> Mapping[int, tuple[Group, ...]]:
         """Return what there is of the groups of open steps, by step, for a checkpoint.
 
-        stop_source: asked regularly. A run that has to stop has little time.
+        seconds_to_stop: called regularly. A run that has to stop has little time.
         """
         ...
 
@@ -110,10 +71,10 @@ class WaitForResponses:
         self.steps_ahead.complete(source)
 
     def before_save(
-        self, source: StepSource, stop_source: StopSource
+        self, source: StepSource, seconds_to_stop: SecondsToStop
     ) -> Mapping[int, tuple[Group, ...]]:
         """Complete the open step, if there is time for it. Nothing is open then."""
-        self.steps_ahead.complete_for_save(source, stop_source)
+        self.steps_ahead.complete_for_save(source, seconds_to_stop)
         return {}
 
     def after_save(self) -> None:
@@ -127,7 +88,7 @@ class InterruptResponses:
     stores_partials: a checkpoint holds them. If not, they are sampled to their end before one.
     """
 
-    control: ResponseControl
+    connections: EngineConnections
     idle: Callable[[], None]
     steps_ahead: StepsAhead
     stores_partials: bool
@@ -135,37 +96,37 @@ class InterruptResponses:
     num_uncounted: int = 0
 
     def before_sync(self, source: StepSource) -> int:
-        num_tokens = self.num_uncounted + self.control.interrupt(self.idle)
+        num_tokens = self.num_uncounted + self.connections.interrupt(self.idle)
         self.num_uncounted = 0
         return num_tokens
 
     def after_sync(self, source: StepSource) -> None:
-        self.control.proceed()
+        self.connections.proceed()
 
     def before_save(
-        self, source: StepSource, stop_source: StopSource
+        self, source: StepSource, seconds_to_stop: SecondsToStop
     ) -> Mapping[int, tuple[Group, ...]]:
         """Store what there is of open responses, or complete them if there is time for it."""
         if self.stores_partials:
             if not source.open_steps:
                 return {}
-            partials = self.control.store_partials(self.idle, stop_source)
+            partials = self.connections.store_partials(self.idle, seconds_to_stop)
             self.num_uncounted += partials.num_new_tokens
             return source.open_groups(partials.groups)
-        self.steps_ahead.complete_for_save(source, stop_source)
-        if not source.open_steps and not stop_source.stop_requested:
+        self.steps_ahead.complete_for_save(source, seconds_to_stop)
+        if not source.open_steps and seconds_to_stop() is None:
             # A resumed run gets the new tokens with the checkpoint
-            self.num_uncounted += self.control.interrupt(self.idle)
-            self.control.proceed()
+            self.num_uncounted += self.connections.interrupt(self.idle)
+            self.connections.proceed()
         return {}
 
     def after_save(self) -> None:
-        self.control.release_partials()
+        self.connections.release_partials()
 
 
 def open_steps_ahead(
     settings: RolloutSettings,
-    control: ResponseControl,
+    connections: EngineConnections,
     idle: Callable[[], None],
     *,
     stores_partials: bool = True,
@@ -178,5 +139,5 @@ def open_steps_ahead(
     resumes = settings.on_update == "resume"
     steps_ahead = StepsAhead(settings.max_staleness, continues_responses=resumes)
     if resumes:
-        return steps_ahead, InterruptResponses(control, idle, steps_ahead, stores_partials)
-    return steps_ahead, WaitForResponses(steps_ahead, control.can_sample)
+        return steps_ahead, InterruptResponses(connections, idle, steps_ahead, stores_partials)
+    return steps_ahead, WaitForResponses(steps_ahead, connections.can_sample)
