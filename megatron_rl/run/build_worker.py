@@ -26,6 +26,7 @@ from megatron_rl.planning.rank_view import RankView
 from megatron_rl.run.checkpoints.reference import reference_path
 from megatron_rl.run.setup import RunSetup
 from megatron_rl.run.supervision.open_parts import OpenParts
+from megatron_rl.training.batch_recording import BatchRecorder
 from megatron_rl.training.logprobs import ResponseLogprobs
 from megatron_rl.training.micro_batches import Batcher
 from megatron_rl.training.policy import Policy
@@ -75,9 +76,13 @@ def build_worker(
         policy.replay.require_layers([shape.moe_layers[row] for row in moe_rows])
     updates = c.train.total_steps * c.train.optimizer_steps_per_batch
     routes = route_shape(shape) if c.train.replay == "rollout" else None
+    receivers = gather_receivers(layout, moe_rows)
+    recorder = BatchRecorder(
+        rollouts, c.logger.save_rollouts_every, receivers, layout.rank, layout.control_group
+    )
     return Worker(
         layout=layout,
-        receivers=gather_receivers(layout, moe_rows),
+        receivers=receivers,
         shape=shape,
         policy=policy,
         optimizer=DistributedAdam(models, c.optimizer, total_steps=updates),
@@ -85,10 +90,9 @@ def build_worker(
         model=c.model,
         engine=c.engine,
         run=c.run,
-        logger=c.logger,
         sync=c.sync,
         settings=c.train,
-        rollouts_directory=rollouts,
+        recorder=recorder,
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
@@ -12,7 +13,7 @@ from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import Role, Rollout
 from megatron_rl.contracts.step_plan import StepPlan
-from megatron_rl.rollouts.recording.format import BatchRecord
+from megatron_rl.rollouts.recording.format import BatchRecord, batch_directory
 from megatron_rl.rollouts.recording.writer import write_batch, write_parts
 from megatron_rl.rollouts.wire.store import read_rollout
 from megatron_rl.training.collectives import gather_bytes
@@ -57,56 +58,82 @@ def groups_on_node(groups: Iterable[Group], node: int) -> Iterator[tuple[int, Gr
             yield index, msgspec.structs.replace(group, rollouts=rollouts)
 
 
-def record_planned_batch(
-    directory: Path,
-    plan: StepPlan,
-    receivers: Sequence[Receiver],
-    rank: int,
-    group: dist.ProcessGroup | None,
-    read: Callable[[RolloutRef], Rollout],
-) -> None:
-    """Record the rollouts of a planned step in the format of docs/rollouts.md (a collective).
+@dataclass(frozen=True)
+class BatchRecorder:
+    """Records planned batches of a run: regular ones, and those that show a fault.
 
-    The plan has no prompts: those of the recording have an id and tokens, but no answer and no
-    task. A group holds the rollouts of one prompt that are stored on one node, by sample index.
-
-    read: reads a rollout of this node. It is called on the rank that has `refs_to_record`.
+    directory: of all recorded batches of the run. every: steps between regular ones, 0: none.
+    receivers: all ranks as receivers of rollouts, in rank order. rank: this rank's place in it.
+    group: the group of all ranks.
     """
-    node = receivers[rank].node
-    refs_by_prompt = _refs_by_prompt(plan)
-    names = record_groups(
-        directory,
-        _groups_of_node(plan, refs_by_prompt, node, read),
-        node,
-        is_writer=_is_writer(receivers, rank),
-        group=group,
-        read=read,
-    )
-    if rank == 0:
-        record = BatchRecord(
-            step=plan.step,
-            groups=len(refs_by_prompt),
-            generated_tokens=sum(ref.num_generated for ref in plan.rollouts),
-            engines_left_out=0,
-            parts=tuple(names),
+
+    directory: Path
+    every: int
+    receivers: Sequence[Receiver]
+    rank: int
+    group: dist.ProcessGroup | None
+
+    def refs_to_record(self, plan: StepPlan) -> Iterator[RolloutRef]:
+        """Yield the rollouts that this rank would write: its node's, on one rank of each node."""
+        if self._is_writer:
+            yield from (ref for ref in plan.rollouts if ref.location.node == self._node)
+
+    def record_regularly(self, plan: StepPlan, read: Callable[[RolloutRef], Rollout]) -> None:
+        """Record the batch of every `every`-th step (a collective)."""
+        if self.every and plan.step % self.every == 0:
+            self._record(plan, read, batch_directory(self.directory, plan.step))
+
+    def record_fault(
+        self, fault: str, plan: StepPlan, read: Callable[[RolloutRef], Rollout]
+    ) -> Path:
+        """Record the batch of a step with a fault (a collective) and return its directory.
+
+        fault: one word, which begins the name of the directory.
+        """
+        directory = self.directory / f"{fault}-step-{plan.step}"
+        self._record(plan, read, directory)
+        return directory
+
+    def _record(
+        self, plan: StepPlan, read: Callable[[RolloutRef], Rollout], directory: Path
+    ) -> None:
+        """Record the rollouts of a planned step in the format of docs/rollouts.md (a collective).
+
+        The plan has no prompts: the recorded ones have an id and tokens, but no answer and no
+        task. A group holds the rollouts of one prompt that are stored on one node, by sample index.
+
+        read: reads a rollout of this node. It is called on the rank that has `refs_to_record`.
+        """
+        refs_by_prompt = _refs_by_prompt(plan)
+        names = record_groups(
+            directory,
+            _groups_of_node(plan, refs_by_prompt, self._node, read),
+            self._node,
+            is_writer=self._is_writer,
+            group=self.group,
+            read=read,
         )
-        write_batch(directory, record)
-    # Wait for rank 0: if another rank ended now, its launcher could kill rank 0 as well
-    gather_bytes(b"", group)
+        if self.rank == 0:
+            record = BatchRecord(
+                step=plan.step,
+                groups=len(refs_by_prompt),
+                generated_tokens=sum(ref.num_generated for ref in plan.rollouts),
+                engines_left_out=0,
+                parts=tuple(names),
+            )
+            write_batch(directory, record)
+        # Wait for rank 0: if another rank ended now, its launcher could kill rank 0 as well
+        gather_bytes(b"", self.group)
 
+    @property
+    def _node(self) -> int:
+        return self.receivers[self.rank].node
 
-def refs_to_record(
-    plan: StepPlan, receivers: Sequence[Receiver], rank: int
-) -> Iterator[RolloutRef]:
-    """Yield the rollouts that a rank would write: those of its node, on one rank of each node."""
-    if _is_writer(receivers, rank):
-        node = receivers[rank].node
-        yield from (ref for ref in plan.rollouts if ref.location.node == node)
-
-
-def _is_writer(receivers: Sequence[Receiver], rank: int) -> bool:
-    node = receivers[rank].node
-    return rank == min(other for other, receiver in enumerate(receivers) if receiver.node == node)
+    @property
+    def _is_writer(self) -> bool:
+        """True on the first rank of each node."""
+        ranks = (rank for rank, other in enumerate(self.receivers) if other.node == self._node)
+        return self.rank == min(ranks)
 
 
 def _refs_by_prompt(plan: StepPlan) -> list[list[RolloutRef]]:

@@ -11,7 +11,6 @@ import torch
 
 from megatron_rl.config.schema import (
     EngineSettings,
-    LoggerSettings,
     ModelSettings,
     RunSettings,
     SyncSettings,
@@ -29,9 +28,8 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.records.samples.parts import SamplePart
 from megatron_rl.records.samples.sample import SampleKind
 from megatron_rl.records.stopwatch import Stopwatch
-from megatron_rl.rollouts.recording.format import batch_directory
 from megatron_rl.rollouts.wire.store import RolloutReader
-from megatron_rl.training.batch_recording import record_planned_batch, refs_to_record
+from megatron_rl.training.batch_recording import BatchRecorder
 from megatron_rl.training.collectives import gather_bytes
 from megatron_rl.training.exchange.rollout_exchange import exchange_rollouts
 from megatron_rl.training.exchange.transfer_plan import Receiver
@@ -87,7 +85,6 @@ class Worker:
 
     receivers: all ranks as receivers of rollouts, in rank order.
     settings: of the training.
-    rollouts_directory: where batches are recorded.
     """
 
     layout: RankLayout
@@ -99,9 +96,8 @@ class Worker:
     model: ModelSettings
     engine: EngineSettings
     run: RunSettings
-    logger: LoggerSettings
     settings: TrainSettings
-    rollouts_directory: Path
+    recorder: BatchRecorder
     sync: SyncSettings = field(default_factory=SyncSettings)
     _token_values: TokenValues | None = field(default=None, init=False, repr=False)
     _weights: OwnedWeights | None = field(default=None, init=False, repr=False)
@@ -145,7 +141,12 @@ class Worker:
         spike = next((result.grad_norm for result in results if result.is_spike), None)
         is_finite = spike is not None or len(applied_steps) == len(plan.optimizer_steps)
         self._require_valid_routes(plan, reader, merged_metrics)
-        self._record_if_needed(plan, reader, is_finite=is_finite, is_spike=spike is not None)
+        if not is_finite:
+            self.recorder.record_fault("nonfinite", plan, reader.read)
+        elif spike is not None:
+            self.recorder.record_fault("spike", plan, reader.read)
+        else:
+            self.recorder.record_regularly(plan, reader.read)
         reader.close()
         extremes = self._merge_extremes() if keep_values else {}
         return TrainOutcome(
@@ -209,7 +210,7 @@ class Worker:
             self.layout.control_group,
             reader.read,
             keep=reader.keep,
-            kept_refs=refs_to_record(plan, self.receivers, self.layout.rank),
+            kept_refs=self.recorder.refs_to_record(plan),
         )
         return self.batcher.optimizer_steps(plan, self.layout.dp_rank, rollouts)
 
@@ -315,8 +316,7 @@ class Worker:
         """
         faults = self._gather_replay_faults()
         if faults:
-            directory = self._fault_directory("unreplayed", plan)
-            self._record(plan, reader, directory)
+            directory = self.recorder.record_fault("unreplayed", plan, reader.read)
             raise Failure(
                 f"step {plan.step}: {faults}. No rank applied that optimizer step. The batch is in "
                 f"{directory}",
@@ -324,8 +324,7 @@ class Worker:
             )
         disagreement = self._route_disagreement(metrics)
         if disagreement:
-            directory = self._fault_directory("disagreeing", plan)
-            self._record(plan, reader, directory)
+            directory = self.recorder.record_fault("disagreeing", plan, reader.read)
             raise Failure(
                 f"step {plan.step}: {disagreement}. The batch is in {directory}",
                 ExitCode.SYNC_MISMATCH,
@@ -355,31 +354,6 @@ class Worker:
             "causes a few percent. These engines hold other weights, or record the routes of other "
             "tokens. Check the kernel that records them (--moe-runner-backend), or train with "
             "train.replay=trainer"
-        )
-
-    def _fault_directory(self, fault: str, plan: StepPlan) -> Path:
-        return self.rollouts_directory / f"{fault}-step-{plan.step}"
-
-    def _record_if_needed(
-        self, plan: StepPlan, reader: RolloutReader, *, is_finite: bool, is_spike: bool
-    ) -> None:
-        """Record a batch that was not applied, and every `logger.save_rollouts_every` steps one."""
-        every = self.logger.save_rollouts_every
-        if not is_finite:
-            self._record(plan, reader, self._fault_directory("nonfinite", plan))
-        elif is_spike:
-            self._record(plan, reader, self._fault_directory("spike", plan))
-        elif every and plan.step % every == 0:
-            self._record(plan, reader, batch_directory(self.rollouts_directory, plan.step))
-
-    def _record(self, plan: StepPlan, reader: RolloutReader, directory: Path) -> None:
-        record_planned_batch(
-            directory,
-            plan,
-            self.receivers,
-            self.layout.rank,
-            self.layout.control_group,
-            reader.read,
         )
 
 

@@ -22,7 +22,6 @@ from megatron.core import parallel_state
 
 from megatron_rl.config.schema import (
     EngineSettings,
-    LoggerSettings,
     ModelSettings,
     RunSettings,
     TrainSettings,
@@ -35,6 +34,7 @@ from megatron_rl.mcore import parallel
 from megatron_rl.mcore.optimizer import DistributedAdam, StepResult
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.rollouts.wire.store import RolloutStore
+from megatron_rl.training.batch_recording import BatchRecorder
 from megatron_rl.training.collectives import broadcast_bytes
 from megatron_rl.training.micro_batches import Batcher, MicroBatch
 from megatron_rl.training.worker import Worker, gather_receivers
@@ -100,9 +100,10 @@ def build(
     batcher = make_batcher(shape, grid, layout, RecordingBatcher)
     assert isinstance(batcher, RecordingBatcher)
     moe_rows = make_view(shape, grid, layout).moe_rows(shape.moe_layers)
+    receivers = gather_receivers(layout, moe_rows)
     worker = Worker(
         layout=layout,
-        receivers=gather_receivers(layout, moe_rows),
+        receivers=receivers,
         shape=shape,
         policy=policy,
         optimizer=adam,
@@ -110,10 +111,9 @@ def build(
         model=ModelSettings(path=str(checkpoint)),
         engine=EngineSettings(dtype="float32"),
         run=RunSettings(),
-        logger=LoggerSettings(),
         # The routes are random, so that all of them differ from the routers' choices
         settings=TrainSettings(total_steps=1, max_route_disagreement=1),
-        rollouts_directory=directory,
+        recorder=BatchRecorder(directory, 0, receivers, layout.rank, layout.control_group),
     )
     return worker, adam, batcher
 

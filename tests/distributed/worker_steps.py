@@ -31,7 +31,6 @@ from megatron.core.transformer.moe.router import TopKRouter
 from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.config.schema import (
     EngineSettings,
-    LoggerSettings,
     ModelSettings,
     ParallelSettings,
     RunSettings,
@@ -44,6 +43,7 @@ from megatron_rl.mcore.optimizer import DistributedAdam
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.rollouts.wire.store import RolloutStore
+from megatron_rl.training.batch_recording import BatchRecorder
 from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 from megatron_rl.training.micro_batches import MicroBatch
 from megatron_rl.training.replay import update_routes
@@ -97,14 +97,13 @@ def build(layout: RankLayout, rollouts: Path, settings: ParallelSettings, scenar
         model=ModelSettings(path=str(COLUMN_ADDITION)),
         engine=EngineSettings(),
         run=RunSettings(),
-        logger=LoggerSettings(),
         # The routes are random, so that all of them differ from the routers' choices
         settings=TrainSettings(
             total_steps=1,
             max_route_disagreement=1,
             replay_measure_every=0 if is_recorded or scenario.startswith("samples") else 3,
         ),
-        rollouts_directory=rollouts,
+        recorder=BatchRecorder(rollouts, 0, receivers, layout.rank, layout.control_group),
     )
 
 

@@ -17,7 +17,7 @@ from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.step_plan import Denominators, OptimizerStep, StepPlan
 from megatron_rl.rollouts.wire import codec
 from megatron_rl.rollouts.wire.store import RolloutGone
-from megatron_rl.training.batch_recording import refs_to_record
+from megatron_rl.training.batch_recording import BatchRecorder
 from megatron_rl.training.exchange import rollout_exchange as exchange
 from megatron_rl.training.exchange.rollout_exchange import (
     RolloutsLost,
@@ -223,7 +223,7 @@ def test_each_pipeline_stage_gets_its_own_layers_from_another_node(run_exchange:
 
 
 def test_a_rollout_that_one_rank_cannot_keep_is_lost_on_all_ranks(
-    monkeypatch: pytest.MonkeyPatch,
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The first rank of a node records rollouts that other ranks train on."""
     monkeypatch.setattr(exchange, "gather_bytes", gather_bytes)
@@ -237,7 +237,8 @@ def test_a_rollout_that_one_rank_cannot_keep_is_lost_on_all_ranks(
             raise RolloutGone("r3 is gone")
 
     def work(group: Any) -> dict[int, Rollout]:
-        refs = refs_to_record(plan, receivers, group[1])
+        recorder = BatchRecorder(tmp_path, 0, receivers, group[1], group)
+        refs = recorder.refs_to_record(plan)
         return exchange_rollouts(plan, receivers, group[1], group, read, keep=keep, kept_refs=refs)
 
     errors = run_on_ranks(2, work)

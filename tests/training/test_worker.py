@@ -19,7 +19,6 @@ compat.install()
 
 from megatron_rl.config.schema import (
     EngineSettings,
-    LoggerSettings,
     ModelSettings,
     RunSettings,
     TrainSettings,
@@ -35,6 +34,7 @@ from megatron_rl.rollouts.recording.reader import read_batch_record, read_groups
 from megatron_rl.rollouts.recording.recorded_rollouts import RecordedRollouts
 from megatron_rl.rollouts.wire.store import RolloutGone, RolloutStore, read_rollout
 from megatron_rl.training import worker as module
+from megatron_rl.training.batch_recording import BatchRecorder
 from megatron_rl.training.exchange.transfer_plan import Receiver
 from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.worker import Worker
@@ -119,7 +119,7 @@ def make_worker(
     directory: Path,
     train: TrainSettings | None = None,
     replay: Any = None,
-    logger: LoggerSettings | None = None,
+    every: int = 0,
 ) -> Worker:
     def optimizer_steps(plan: StepPlan, rank: int, rollouts: Any) -> list[list[str]]:
         return [
@@ -131,11 +131,12 @@ def make_worker(
     batcher: Any = SimpleNamespace(optimizer_steps=optimizer_steps)
     policy: Any = SimpleNamespace(replay=replay, reference=None)
     nothing: Any = SimpleNamespace()
+    receivers = [Receiver(dp_rank=0, node=0, moe_rows=())]
     optimizer: Any = SimpleNamespace(completions=[])
     optimizer.complete_weights = lambda: optimizer.completions.append("complete")
     return Worker(
         layout=layout,
-        receivers=[Receiver(dp_rank=0, node=0, moe_rows=())],
+        receivers=receivers,
         shape=nothing,
         policy=policy,
         optimizer=optimizer,
@@ -143,9 +144,8 @@ def make_worker(
         model=ModelSettings(path="/m"),
         engine=EngineSettings(),
         run=RunSettings(),
-        logger=logger or LoggerSettings(),
         settings=train or TrainSettings(total_steps=1),
-        rollouts_directory=directory,
+        recorder=BatchRecorder(directory, every, receivers, 0, None),
     )
 
 
@@ -250,7 +250,7 @@ def test_requested_batches_are_recorded_and_can_be_trained_on(
     Passes(monkeypatch)
     store = RolloutStore(node=0)
     refs, _ = store_batch(store)
-    worker = make_worker(tmp_path, logger=LoggerSettings(save_rollouts_every=every))
+    worker = make_worker(tmp_path, every=every)
     worker.train(make_plan(1, rollouts=refs))
     assert folders(tmp_path) == ([batch_directory(tmp_path, 3).name] if is_due else [])
     if is_due:
@@ -276,7 +276,7 @@ def test_a_batch_is_recorded_although_its_collector_has_ended(
         return {}
 
     monkeypatch.setattr(module, "exchange_rollouts", exchange)
-    worker = make_worker(tmp_path, logger=LoggerSettings(save_rollouts_every=3))
+    worker = make_worker(tmp_path, every=3)
     worker.train(make_plan(1, rollouts=refs))
     with pytest.raises(RolloutGone):
         read_rollout(refs[0])
