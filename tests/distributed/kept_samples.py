@@ -18,6 +18,7 @@ from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.records.samples.files import samples_file
 from megatron_rl.records.samples.parts import SamplePart
+from megatron_rl.records.samples.sample import SampleTraining
 from megatron_rl.records.samples.writer import write_samples
 from megatron_rl.run.features.samples.assembly import SampleContext, SampleTexts, assemble
 from megatron_rl.run.features.samples.selection import Choice
@@ -77,8 +78,7 @@ def _context(plan: StepPlan, index: int) -> SampleContext:
         step=plan.step,
         choice=Choice(group=index, rollout=ref),
         prompt=Prompt(id=ref.prompt_id, token_ids=(), answer="", task="t"),
-        group_kind="mixed",
-        is_trained=True,
-        advantage=plan.advantages[index],
-        weight=1.0,
+        training=SampleTraining(
+            group_kind="mixed", is_trained=True, advantage=plan.advantages[index], weight=1.0
+        ),
     )

@@ -19,11 +19,11 @@ from tests.support.policies import COLUMN_ADDITION
 # By precision: the largest and the mean difference of values between layouts, in nats
 TOLERANCES = {"float32": (2e-4, 2e-5), "bfloat16": (1.0, 0.1)}
 METRICS = {
-    "policy/entropy": lambda s: s.entropies,
-    "mismatch/logprob_abs_mean": lambda s: np.abs(s.mismatches),
-    "policy/ratio_mean": lambda s: s.ratios,
-    "policy/clip_fraction_low": lambda s: s.clips[~np.isnan(s.ratios)] == -1,
-    "policy/clip_fraction_high": lambda s: s.clips[~np.isnan(s.ratios)] == 1,
+    "policy/entropy": lambda s: s.tokens.entropies,
+    "mismatch/logprob_abs_mean": lambda s: np.abs(s.tokens.mismatches),
+    "policy/ratio_mean": lambda s: s.tokens.ratios,
+    "policy/clip_fraction_low": lambda s: s.tokens.clips[~np.isnan(s.tokens.ratios)] == -1,
+    "policy/clip_fraction_high": lambda s: s.tokens.clips[~np.isnan(s.tokens.ratios)] == 1,
 }
 
 
@@ -55,15 +55,16 @@ def _check_tokens(samples: dict[str, Sample]) -> None:
     for rollout in rollouts:
         sample = samples[rollout.rollout_id]
         segments = rollout.segments[1:]
-        np.testing.assert_array_equal(sample.tokens, np.concatenate([s.tokens for s in segments]))
+        tokens = sample.tokens
+        np.testing.assert_array_equal(tokens.ids, np.concatenate([s.tokens for s in segments]))
         logprobs = [
             np.full(len(s.tokens), np.nan) if s.logprobs is None else s.logprobs for s in segments
         ]
-        np.testing.assert_array_equal(sample.rollout_logprobs, np.concatenate(logprobs))
+        np.testing.assert_array_equal(tokens.rollout_logprobs, np.concatenate(logprobs))
         is_tool = np.concatenate([np.full(len(s.tokens), s.role is Role.TOOL) for s in segments])
-        for values in (sample.logprobs, sample.entropies, sample.ratios, sample.advantages):
+        for values in (tokens.logprobs, tokens.entropies, tokens.ratios, tokens.advantages):
             np.testing.assert_array_equal(np.isnan(values), is_tool)
-        assert (sample.advantages[~is_tool] == sample.advantage).all()
+        assert (tokens.advantages[~is_tool] == sample.training.advantage).all()
 
 
 def _check_metrics(scenario: Scenario) -> None:
@@ -73,8 +74,8 @@ def _check_metrics(scenario: Scenario) -> None:
         parts = [values(sample) for sample in scenario.samples.values()]
         mean = np.nanmean(np.concatenate(parts).astype(np.float64))
         assert mean == pytest.approx(scenario.metrics[name], rel=1e-5), name
-    by_mismatch = {name: s.mean_mismatch or 0.0 for name, s in scenario.samples.items()}
-    by_clips = {name: s.clip_share or 0.0 for name, s in scenario.samples.items()}
+    by_mismatch = {name: s.tokens.mean_mismatch or 0.0 for name, s in scenario.samples.items()}
+    by_clips = {name: s.tokens.clip_share or 0.0 for name, s in scenario.samples.items()}
     largest = {"highest-mismatch": by_mismatch, "most-clipped": by_clips}
     assert scenario.extremes.keys() == largest.keys()
     for kind, values_by_id in largest.items():
@@ -86,6 +87,9 @@ def _check_same_values(
     samples: dict[str, Sample], others: dict[str, Sample], largest: float, mean: float
 ) -> None:
     for name in ("logprobs", "entropies"):
-        pairs = [(getattr(s, name), getattr(others[key], name)) for key, s in samples.items()]
+        pairs = [
+            (getattr(s.tokens, name), getattr(others[key].tokens, name))
+            for key, s in samples.items()
+        ]
         differences = np.concatenate([np.abs(value - other) for value, other in pairs])
         assert np.nanmax(differences) < largest and np.nanmean(differences) < mean, name

@@ -1,6 +1,7 @@
 """Samples with artificial contents."""
 
 from collections.abc import Sequence
+from dataclasses import is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,13 @@ import numpy as np
 from megatron_rl.contracts.group import Verdict
 from megatron_rl.contracts.rollout import FinishReason, Role
 from megatron_rl.records.samples.files import samples_file
-from megatron_rl.records.samples.sample import Sample, SampleSegment
+from megatron_rl.records.samples.sample import (
+    Sample,
+    SampleQuestion,
+    SampleSegment,
+    SampleTokens,
+    SampleTraining,
+)
 from megatron_rl.records.samples.writer import write_samples
 
 
@@ -17,6 +24,7 @@ def make_sample(text: str = "42", *, tool: str = "", **changes: Any) -> Sample:
     """Make a trained sample with one token for each character.
 
     tool: output of a tool after the response, which has no values.
+    changes: of the sample, and of its parts: all of their fields have different names.
     """
     count = len(text) + len(tool)
 
@@ -28,32 +36,34 @@ def make_sample(text: str = "42", *, tool: str = "", **changes: Any) -> Sample:
     values: dict[str, Any] = {
         "step": 10,
         "group": 1,
-        "group_kind": "mixed",
-        "kinds": (),
-        "rollout_id": "step-10-1/0",
         "sample_index": 0,
-        "prompt_id": "q7",
-        "task": "sums",
-        "difficulty": "",
-        "prompt": "17+25=",
-        "expected_answer": "42",
+        "rollout_id": "step-10-1/0",
+        "kinds": (),
         "verdict": Verdict(reward=1.0, correctness=1.0, answer="42", seconds=0.25),
         "repetition": 0.0,
         "finish_reason": FinishReason.STOP,
-        "is_trained": True,
-        "advantage": 0.5,
-        "weight": 1.0,
         "segments": _segments(text, tool),
-        "tokens": np.arange(count, dtype=np.int32),
-        "token_texts": tuple(text + tool),
-        "rollout_logprobs": floats(-2.0),
-        "logprobs": floats(-2.25),
-        "entropies": floats(0.5),
-        "ratios": floats(1.0),
-        "advantages": floats(0.0),
-        "clips": np.array([1, *[0] * (count - 1)], np.int8),
     }
-    return Sample(**values | changes)
+    parts: dict[str, Any] = {
+        "question": SampleQuestion(
+            prompt_id="q7", task="sums", difficulty="", prompt="17+25=", expected_answer="42"
+        ),
+        "training": SampleTraining(group_kind="mixed", is_trained=True, advantage=0.5, weight=1.0),
+        "tokens": SampleTokens(
+            ids=np.arange(count, dtype=np.int32),
+            texts=tuple(text + tool),
+            rollout_logprobs=floats(-2.0),
+            logprobs=floats(-2.25),
+            entropies=floats(0.5),
+            ratios=floats(1.0),
+            advantages=floats(0.0),
+            clips=np.array([1, *[0] * (count - 1)], np.int8),
+        ),
+    }
+    for name, part in parts.items():
+        part_changes = {field: changes.pop(field) for field in vars(part) if field in changes}
+        parts[name] = replace(part, **part_changes)
+    return Sample(**values | parts | changes)
 
 
 def _segments(text: str, tool: str) -> tuple[SampleSegment, ...]:
@@ -76,12 +86,14 @@ def write_step(run: Path, step: int, samples: Sequence[Sample]) -> Path:
     return file
 
 
-def assert_same(left: Sample, right: Sample) -> None:
-    """Compare every field, and arrays with their dtypes."""
+def assert_same(left: Any, right: Any) -> None:
+    """Compare every field of two samples and of their parts, and arrays with their dtypes."""
     for name, value in vars(left).items():
         other = getattr(right, name)
         if isinstance(value, np.ndarray):
             assert value.dtype == other.dtype, name
             np.testing.assert_array_equal(value, other, err_msg=name)
+        elif is_dataclass(value):
+            assert_same(value, other)
         else:
             assert value == other, name

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from megatron_rl.records.samples.sample import Sample
+from megatron_rl.records.samples.sample import Sample, SampleTokens
 from megatron_rl.records.samples.visible_text import visible_text
 
 _MAX_PROMPTS = 6
@@ -68,32 +68,34 @@ def prompt_views(samples: Sequence[Sample]) -> list[PromptView]:
 
 def _prompt_view(samples: Sequence[Sample]) -> PromptView:
     first = samples[0]
+    prompt = first.question.prompt[-_MAX_PROMPT_CHARACTERS:].strip()
     return PromptView(
-        prompt=visible_text(first.prompt[-_MAX_PROMPT_CHARACTERS:].strip(), keep_newlines=True),
+        prompt=visible_text(prompt, keep_newlines=True),
         title=", ".join(_place(first)),
-        expected_answer=visible_text(first.expected_answer),
+        expected_answer=visible_text(first.question.expected_answer),
         responses=[_view(sample) for sample in samples[:_MAX_RESPONSES]],
     )
 
 
 def _place(sample: Sample) -> Iterator[str]:
     yield f"step {sample.step}"
-    yield sample.prompt_id
-    if sample.has_group_kind:
-        yield f"{sample.group_kind.replace('_', ' ')} group"
+    yield sample.question.prompt_id
+    if sample.training.has_group_kind:
+        yield f"{sample.training.group_kind.replace('_', ' ')} group"
 
 
 def _view(sample: Sample) -> SampleView:
     kinds = ", ".join(kind.value.replace("-", " ") for kind in sample.kinds)
     title = f"response {sample.sample_index}"
+    tokens = sample.tokens
     verdict, verdict_kind = _verdict(sample)
     return SampleView(
         title=f"{title}: {kinds}" if kinds else title,
         verdict=verdict,
         verdict_kind=verdict_kind,
         facts=" · ".join(_facts(sample)),
-        tokens=tuple(_token(sample, index) for index in range(len(sample.tokens))[:_MAX_TOKENS]),
-        hidden_tokens=max(0, len(sample.tokens) - _MAX_TOKENS),
+        tokens=tuple(_token(tokens, index) for index in range(len(tokens))[:_MAX_TOKENS]),
+        hidden_tokens=max(0, len(tokens) - _MAX_TOKENS),
     )
 
 
@@ -113,37 +115,38 @@ def _facts(sample: Sample) -> Iterator[str]:
         yield f"no reward ({verdict.reason or 'no reason'})"
     else:
         yield f"reward {verdict.reward:g}"
-    if sample.advantage is not None:
-        yield f"advantage {sample.advantage:+.3f}"
+    training = sample.training
+    if training.advantage is not None:
+        yield f"advantage {training.advantage:+.3f}"
     yield f"{len(sample.tokens)} tokens"
     yield f"ended by {sample.finish_reason.value}"
-    if not sample.is_trained:
+    if not training.is_trained:
         yield "not trained"
-    clip_share = sample.clip_share
+    clip_share = sample.tokens.clip_share
     if clip_share:
         yield f"{clip_share:.1%} clipped"
 
 
-def _token(sample: Sample, index: int) -> TokenView:
+def _token(tokens: SampleTokens, index: int) -> TokenView:
     numbers = {
-        "log-probability": sample.rollout_logprobs[index],
-        "entropy": sample.entropies[index],
-        "ratio": sample.ratios[index],
-        "mismatch": sample.mismatches[index],
-        "advantage": sample.advantages[index],
+        "log-probability": tokens.rollout_logprobs[index],
+        "entropy": tokens.entropies[index],
+        "ratio": tokens.ratios[index],
+        "mismatch": tokens.mismatches[index],
+        "advantage": tokens.advantages[index],
     }
     tooltip = ", ".join(f"{name} {value:.3g}" for name, value in numbers.items() if value == value)
-    entropy = float(sample.entropies[index])
+    entropy = float(tokens.entropies[index])
     return TokenView(
-        text=visible_text(sample.token_texts[index], keep_newlines=True),
+        text=visible_text(tokens.texts[index], keep_newlines=True),
         strength=0.0 if math.isnan(entropy) else round(min(1.0, entropy / _FULL_ENTROPY), 2),
-        clip=_clip(sample, index),
+        clip=_clip(tokens, index),
         tooltip=tooltip,
     )
 
 
-def _clip(sample: Sample, index: int) -> str:
-    if sample.clips is None:
+def _clip(tokens: SampleTokens, index: int) -> str:
+    if tokens.clips is None:
         return ""
-    value = int(np.int8(sample.clips[index]))
+    value = int(np.int8(tokens.clips[index]))
     return {0: "", -1: "low", 1: "high"}.get(value, "clipped")

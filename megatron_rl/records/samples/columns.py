@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
 from megatron_rl.contracts.group import Verdict
 from megatron_rl.contracts.rollout import FinishReason, Role
-from megatron_rl.records.samples.sample import Sample, SampleKind, SampleSegment
+from megatron_rl.records.samples.sample import (
+    Sample,
+    SampleKind,
+    SampleQuestion,
+    SampleSegment,
+    SampleTokens,
+    SampleTraining,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
+
+Part = TypeVar("Part", SampleQuestion, SampleTraining)
 
 FORMAT = "megatron_rl samples"
 # A new version changes the meaning of a column, or removes one. A new column does not need one.
@@ -83,14 +93,47 @@ def to_table(samples: Sequence[Sample]) -> pa.Table:
     import pyarrow as pa
 
     columns = schema()
+    rows = [to_row(sample) for sample in samples]
     arrays = []
     for name in columns.names:
+        values = [row[name] for row in rows]
         if name in _FLOAT_LISTS:
-            arrays.append(_float_lists([getattr(sample, name) for sample in samples]))
+            arrays.append(_float_lists(values))
         else:
-            values = [_cell(sample, name) for sample in samples]
             arrays.append(pa.array(values, columns.field(name).type))
     return pa.Table.from_arrays(arrays, schema=columns)
+
+
+def to_row(sample: Sample) -> dict[str, Any]:
+    """Return the values of all columns. Lists of numbers are arrays, with NaN for null."""
+    verdict = sample.verdict
+    tokens = sample.tokens
+    return {
+        "step": sample.step,
+        "group": sample.group,
+        "sample_index": sample.sample_index,
+        "rollout_id": sample.rollout_id,
+        "kinds": [str(kind) for kind in sample.kinds],
+        **vars(sample.question),
+        "reward": verdict.reward,
+        "correctness": verdict.correctness,
+        "penalty": verdict.penalty,
+        "answer": verdict.answer,
+        "scoring_seconds": verdict.seconds,
+        "no_reward_reason": verdict.reason,
+        "repetition": sample.repetition,
+        "finish_reason": str(sample.finish_reason),
+        **vars(sample.training),
+        "segments": [vars(segment) | {"role": str(segment.role)} for segment in sample.segments],
+        "num_tokens": len(tokens),
+        "mean_logprob": tokens.mean_logprob,
+        "mean_mismatch": tokens.mean_mismatch,
+        "clip_share": tokens.clip_share,
+        "tokens": tokens.ids,
+        "token_texts": tokens.texts,
+        "clips": tokens.clips,
+        **{name: getattr(tokens, name) for name in _FLOAT_LISTS},
+    }
 
 
 def from_table(table: pa.Table) -> Iterator[Sample]:
@@ -131,26 +174,9 @@ def _arrays(column: pa.ChunkedArray, dtype: type[np.generic]) -> list[np.ndarray
     ]
 
 
-def _cell(sample: Sample, name: str) -> Any:
-    """Return the value of a column that is no list of floats."""
-    match name:
-        case "kinds":
-            return [str(kind) for kind in sample.kinds]
-        case "segments":
-            return [vars(segment) | {"role": str(segment.role)} for segment in sample.segments]
-        case "tokens":
-            return sample.tokens
-        case "num_tokens":
-            return len(sample.tokens)
-        case "finish_reason":
-            return str(sample.finish_reason)
-        case "reward" | "correctness" | "penalty" | "answer":
-            return getattr(sample.verdict, name)
-        case "scoring_seconds":
-            return sample.verdict.seconds
-        case "no_reward_reason":
-            return sample.verdict.reason
-    return getattr(sample, name)
+def _part(kind: type[Part], row: Mapping[str, Any]) -> Part:
+    """Make a part of a sample whose fields have the names of their columns."""
+    return kind(**{field.name: row[field.name] for field in fields(kind)})
 
 
 def _sample(row: dict[str, Any], arrays: dict[str, np.ndarray]) -> Sample:
@@ -169,23 +195,19 @@ def _sample(row: dict[str, Any], arrays: dict[str, np.ndarray]) -> Sample:
     return Sample(
         step=row["step"],
         group=row["group"],
-        group_kind=row["group_kind"],
-        kinds=tuple(map(SampleKind, row["kinds"])),
-        rollout_id=row["rollout_id"],
         sample_index=row["sample_index"],
-        prompt_id=row["prompt_id"],
-        task=row["task"],
-        difficulty=row["difficulty"],
-        prompt=row["prompt"],
-        expected_answer=row["expected_answer"],
+        rollout_id=row["rollout_id"],
+        kinds=tuple(map(SampleKind, row["kinds"])),
+        question=_part(SampleQuestion, row),
         verdict=verdict,
         repetition=row["repetition"],
         finish_reason=FinishReason(row["finish_reason"]),
-        is_trained=row["is_trained"],
-        advantage=row["advantage"],
-        weight=row["weight"],
+        training=_part(SampleTraining, row),
         segments=segments,
-        token_texts=tuple(row["token_texts"]),
-        clips=None if clips is None else np.array(clips, np.int8),
-        **arrays,
+        tokens=SampleTokens(
+            ids=arrays["tokens"],
+            texts=tuple(row["token_texts"]),
+            clips=None if clips is None else np.array(clips, np.int8),
+            **{name: arrays[name] for name in _FLOAT_LISTS},
+        ),
     )

@@ -1,7 +1,7 @@
 """Reads the samples of a run, which may be running.
 
 for sample in read_samples(Path("runs/NAME")):
-    print(sample.step, sample.text, sample.entropies.mean())
+    print(sample.step, sample.text, sample.tokens.entropies.mean())
 """
 
 from __future__ import annotations

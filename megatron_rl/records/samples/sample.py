@@ -53,17 +53,44 @@ class SampleSegment:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sample:
-    """One kept response of n tokens: everything after its prompt, tool outputs included.
+class SampleQuestion:
+    """The prompt of a sample: the text that the model read, and the reference answer."""
 
-    group: position of its prompt in the batch of the step.
+    prompt_id: str
+    task: str
+    difficulty: str
+    prompt: str
+    expected_answer: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleTraining:
+    """The part of a sample in the update of its step.
+
     group_kind: kind of the group, such as "mixed"; "stopped" and "surplus" for groups that the
     selection of prompts left out.
-    kinds: reasons for which it was kept. Empty for the others of a kept group.
     is_trained: whether the step's update was planned to train on it.
     advantage: of the response, with penalties and the weight of its group; None without one.
-    tokens: int32 [n].
-    token_texts: text of each token.
+    weight: of its group.
+    """
+
+    group_kind: str
+    is_trained: bool
+    advantage: float | None
+    weight: float
+
+    @property
+    def has_group_kind(self) -> bool:
+        """False for a demonstration, which trains alone: the kind says nothing about it."""
+        return not (self.is_trained and self.group_kind == "too_few_verdicts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleTokens:
+    """The n tokens after the prompt, tool outputs included, and their values.
+
+    ids: int32 [n].
+    texts: text of each token.
     rollout_logprobs: float32 [n], nats, of the policy that sampled the tokens. NaN for tokens that
     were not sampled.
 
@@ -75,26 +102,8 @@ class Sample:
     clips: int8 [n], see `TokenRatios`. None if the loss does not mark clipped tokens.
     """
 
-    step: int
-    group: int
-    group_kind: str
-    kinds: tuple[SampleKind, ...]
-    rollout_id: str
-    sample_index: int
-    prompt_id: str
-    task: str
-    difficulty: str
-    prompt: str
-    expected_answer: str
-    verdict: Verdict
-    repetition: float
-    finish_reason: FinishReason
-    is_trained: bool
-    advantage: float | None
-    weight: float
-    segments: tuple[SampleSegment, ...]
-    tokens: npt.NDArray[np.int32]
-    token_texts: tuple[str, ...]
+    ids: npt.NDArray[np.int32]
+    texts: tuple[str, ...]
     rollout_logprobs: Floats
     logprobs: Floats
     entropies: Floats
@@ -102,15 +111,9 @@ class Sample:
     advantages: Floats
     clips: npt.NDArray[np.int8] | None
 
-    @property
-    def has_group_kind(self) -> bool:
-        """False for a demonstration, which trains alone: the kind says nothing about it."""
-        return not (self.is_trained and self.group_kind == "too_few_verdicts")
-
-    @property
-    def text(self) -> str:
-        """The texts of all segments."""
-        return "".join(segment.text for segment in self.segments)
+    def __len__(self) -> int:
+        """Return n."""
+        return len(self.ids)
 
     @property
     def mismatches(self) -> Floats:
@@ -134,6 +137,33 @@ class Sample:
         if self.clips is None or not num_ratios:
             return None
         return float(np.count_nonzero(self.clips) / num_ratios)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample:
+    """One kept response.
+
+    group: position of its prompt in the batch of the step.
+    kinds: reasons for which it was kept. Empty for the others of a kept group.
+    """
+
+    step: int
+    group: int
+    sample_index: int
+    rollout_id: str
+    kinds: tuple[SampleKind, ...]
+    question: SampleQuestion
+    verdict: Verdict
+    repetition: float
+    finish_reason: FinishReason
+    training: SampleTraining
+    segments: tuple[SampleSegment, ...]
+    tokens: SampleTokens
+
+    @property
+    def text(self) -> str:
+        """The texts of all segments."""
+        return "".join(segment.text for segment in self.segments)
 
 
 def _mean(values: Floats) -> float | None:

@@ -12,7 +12,13 @@ from rich.rule import Rule
 from rich.text import Text
 
 from megatron_rl.contracts.rollout import Role
-from megatron_rl.records.samples.sample import Sample, SampleSegment
+from megatron_rl.records.samples.columns import to_row
+from megatron_rl.records.samples.sample import (
+    Sample,
+    SampleQuestion,
+    SampleSegment,
+    SampleTokens,
+)
 from megatron_rl.records.samples.visible_text import visible_text
 
 _MIN_COLUMNS = 40
@@ -44,7 +50,7 @@ class SamplePrinter:
         self._console.print(Rule(Text(title, "bold"), align="left", style="dim"))
         for label, text in _facts(sample).items():
             self._print_fact(label, text)
-        self._print_text(Role.PROMPT, "prompt", sample.prompt)
+        self._print_text(Role.PROMPT, "prompt", sample.question.prompt)
         for segment in sample.segments:
             self._print_text(segment.role, _heading(segment), segment.text)
         self._console.print()
@@ -86,17 +92,15 @@ class _Console(Console):
 
 
 def to_json(sample: Sample) -> dict[str, Any]:
-    """Return a sample as JSON values. NaN and infinities become null."""
-    values = dict(vars(sample))
-    verdict = values.pop("verdict")
-    values |= {name: getattr(verdict, name) for name in verdict.__struct_fields__}
-    values["segments"] = [vars(segment) for segment in sample.segments]
-    values |= {
-        "text": sample.text,
-        "mean_logprob": sample.mean_logprob,
-        "mean_mismatch": sample.mean_mismatch,
-        "clip_share": sample.clip_share,
-    }
+    """Return a sample as JSON values. NaN and infinities become null.
+
+    The names are those of the columns, and of the fields of `Verdict`.
+    """
+    values = to_row(sample)
+    del values["num_tokens"]
+    values["seconds"] = values.pop("scoring_seconds")
+    values["reason"] = values.pop("no_reward_reason")
+    values["text"] = sample.text
     return {name: _json_value(value) for name, value in values.items()}
 
 
@@ -111,19 +115,19 @@ def _json_value(value: Any) -> Any:
 def _facts(sample: Sample) -> Mapping[str, str]:
     """Return the lines above the texts, by label."""
     return {
-        "question": _join(_question(sample)),
+        "question": _join(_question(sample.question)),
         "verdict": _join(_verdict(sample)),
         "training": _join(_training(sample)),
         "tokens": _join(_tokens(sample)),
     }
 
 
-def _question(sample: Sample) -> Iterator[str]:
-    yield f"{sample.prompt_id} of {sample.task}"
-    if sample.difficulty:
-        yield f"difficulty {sample.difficulty}"
-    if sample.expected_answer:
-        yield f"expected {sample.expected_answer}"
+def _question(question: SampleQuestion) -> Iterator[str]:
+    yield f"{question.prompt_id} of {question.task}"
+    if question.difficulty:
+        yield f"difficulty {question.difficulty}"
+    if question.expected_answer:
+        yield f"expected {question.expected_answer}"
 
 
 def _verdict(sample: Sample) -> Iterator[str]:
@@ -142,39 +146,41 @@ def _verdict(sample: Sample) -> Iterator[str]:
 
 
 def _training(sample: Sample) -> Iterator[str]:
-    yield "trained" if sample.is_trained else "not trained"
-    if sample.has_group_kind:
-        yield f"group {sample.group_kind}"
-    if sample.advantage is not None:
-        yield f"advantage {sample.advantage:+.3f}"
-    if sample.weight != 1:
-        yield f"weight {sample.weight:g}"
+    training = sample.training
+    yield "trained" if training.is_trained else "not trained"
+    if training.has_group_kind:
+        yield f"group {training.group_kind}"
+    if training.advantage is not None:
+        yield f"advantage {training.advantage:+.3f}"
+    if training.weight != 1:
+        yield f"weight {training.weight:g}"
     versions = sorted({s.version for s in sample.segments if s.role is Role.RESPONSE})
     yield f"weights of version {', '.join(map(str, versions))}"
 
 
 def _tokens(sample: Sample) -> Iterator[str]:
-    yield f"{len(sample.tokens)}, end by {sample.finish_reason}"
-    if sample.mean_logprob is not None:
-        yield f"mean log-probability {sample.mean_logprob:.3f}"
-    entropies = sample.entropies[~np.isnan(sample.entropies)]
+    tokens = sample.tokens
+    yield f"{len(tokens)}, end by {sample.finish_reason}"
+    if tokens.mean_logprob is not None:
+        yield f"mean log-probability {tokens.mean_logprob:.3f}"
+    entropies = tokens.entropies[~np.isnan(tokens.entropies)]
     if len(entropies):
         yield f"entropy {entropies.mean():.3f}"
-    if sample.clip_share is not None:
-        yield f"clipped {sample.clip_share:.0%}"
-    if sample.mean_mismatch is not None:
-        yield f"mismatch {sample.mean_mismatch:.1e}"
-    unlikely = ", ".join(_least_likely(sample))
+    if tokens.clip_share is not None:
+        yield f"clipped {tokens.clip_share:.0%}"
+    if tokens.mean_mismatch is not None:
+        yield f"mismatch {tokens.mean_mismatch:.1e}"
+    unlikely = ", ".join(_least_likely(tokens))
     if unlikely:
         yield f"least likely {unlikely}"
 
 
-def _least_likely(sample: Sample) -> Iterator[str]:
+def _least_likely(tokens: SampleTokens) -> Iterator[str]:
     """Yield the sampled tokens with the lowest log-probabilities."""
-    logprobs = np.nan_to_num(sample.rollout_logprobs, nan=np.inf)
+    logprobs = np.nan_to_num(tokens.rollout_logprobs, nan=np.inf)
     for index in np.argsort(logprobs, kind="stable")[:_NUM_UNLIKELY]:
         if np.isfinite(logprobs[index]):
-            yield f"{sample.token_texts[index]!r} {logprobs[index]:.2f}"
+            yield f"{tokens.texts[index]!r} {logprobs[index]:.2f}"
 
 
 def _join(parts: Iterator[str]) -> str:

@@ -40,7 +40,7 @@ def test_every_value_of_a_sample_is_read_as_it_was_written(tmp_path: Path) -> No
             advantages=nothing,
             verdict=Verdict(reward=None, correctness=None, reason="timeout"),
         ),
-        make_sample("", group=2, clips=np.empty(0, np.int8), token_texts=()),
+        make_sample("", group=2, clips=np.empty(0, np.int8), texts=()),
     ]
     write_step(tmp_path, 10, samples)
     copies = list(read_samples(tmp_path, 10))
@@ -48,10 +48,10 @@ def test_every_value_of_a_sample_is_read_as_it_was_written(tmp_path: Path) -> No
     for sample, copy in zip(samples, copies, strict=True):
         assert_same(sample, copy)
     assert copies[0].text == "4\x1b[2J\n\N{SNOWMAN}=42"
-    assert copies[0].mean_mismatch == 0.25 and copies[0].clip_share == 1 / 7
-    assert np.isnan(copies[0].mismatches[-3:]).all()
-    assert (copies[1].clip_share, copies[1].mean_mismatch) == (None, None)
-    assert copies[2].mean_logprob is None
+    assert copies[0].tokens.mean_mismatch == 0.25 and copies[0].tokens.clip_share == 1 / 7
+    assert np.isnan(copies[0].tokens.mismatches[-3:]).all()
+    assert (copies[1].tokens.clip_share, copies[1].tokens.mean_mismatch) == (None, None)
+    assert copies[2].tokens.mean_logprob is None
 
 
 def test_other_tools_read_lists_with_null_and_the_documented_columns(tmp_path: Path) -> None:

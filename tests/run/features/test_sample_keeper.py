@@ -27,7 +27,7 @@ from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.records.samples import writer
 from megatron_rl.records.samples.parts import SamplePart, ValuePart
 from megatron_rl.records.samples.reader import read_samples
-from megatron_rl.records.samples.sample import Sample, SampleKind
+from megatron_rl.records.samples.sample import Sample, SampleKind, SampleTraining
 from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
 from megatron_rl.run.features.samples import keeper as keeper_module
 from megatron_rl.run.features.samples.assembly import SampleContext, SampleTexts, assemble
@@ -151,9 +151,9 @@ def test_all_responses_of_kept_groups_have_their_verdict(samples: dict[str, Samp
     refs = {ref.rollout_id: ref for group in GROUPS for ref in group.rollouts}
     assert samples.keys() == refs.keys()
     assert all(samples[name].verdict == ref.verdict for name, ref in refs.items())
-    kinds = [samples[f"t{GROUP * index}"].group_kind for index in range(6)]
+    kinds = [samples[f"t{GROUP * index}"].training.group_kind for index in range(6)]
     assert kinds == ["mixed", "mixed", "all_correct", "mixed", "stopped", "surplus"]
-    assert [samples[f"t{GROUP * index}"].weight for index in (1, 4)] == [1.5, 0.75]
+    assert [samples[f"t{GROUP * index}"].training.weight for index in (1, 4)] == [1.5, 0.75]
     assert {sample.step for sample in samples.values()} == {7}
 
 
@@ -163,8 +163,8 @@ def test_advantages_are_those_of_the_plan(samples: dict[str, Sample]) -> None:
     )
     assert len(planned_advantages) == 3 * GROUP - 1, "one response has no verdict"
     for name, sample in samples.items():
-        assert sample.is_trained == (name in planned_advantages)
-        assert sample.advantage == planned_advantages.get(name)
+        assert sample.training.is_trained == (name in planned_advantages)
+        assert sample.training.advantage == planned_advantages.get(name)
 
 
 def test_values_stand_at_trained_tokens_after_tool_turns_too(samples: dict[str, Sample]) -> None:
@@ -176,32 +176,33 @@ def test_values_stand_at_trained_tokens_after_tool_turns_too(samples: dict[str, 
         Role.RESPONSE,
     ]
     nan = [np.nan] * 3
-    np.testing.assert_array_equal(sample.entropies, [0, 1, 2, 3, *nan, 4, 5, 6, 7, 8, 9])
-    np.testing.assert_array_equal(sample.ratios, sample.entropies + 1)
-    np.testing.assert_array_equal(sample.logprobs, -sample.entropies)
-    assert sample.clips is not None
-    assert sample.clips.tolist() == [-1, 0, 1, -1, 0, 0, 0, 0, 1, -1, 0, 1, -1]
-    assert np.isnan(sample.rollout_logprobs[4:7]).all() and sample.mean_mismatch is not None
+    tokens = sample.tokens
+    np.testing.assert_array_equal(tokens.entropies, [0, 1, 2, 3, *nan, 4, 5, 6, 7, 8, 9])
+    np.testing.assert_array_equal(tokens.ratios, tokens.entropies + 1)
+    np.testing.assert_array_equal(tokens.logprobs, -tokens.entropies)
+    assert tokens.clips is not None
+    assert tokens.clips.tolist() == [-1, 0, 1, -1, 0, 0, 0, 0, 1, -1, 0, 1, -1]
+    assert np.isnan(tokens.rollout_logprobs[4:7]).all() and tokens.mean_mismatch is not None
 
 
 def test_texts_are_those_of_the_tokens(samples: dict[str, Sample]) -> None:
     sample = samples["t0"]
     segments = ROLLOUTS[0].segments
-    assert sample.prompt == TOKENIZER.decode(segments[0].tokens.tolist())
+    assert sample.question.prompt == TOKENIZER.decode(segments[0].tokens.tolist())
     assert [s.text for s in sample.segments] == [
         TOKENIZER.decode(segment.tokens.tolist()) for segment in segments[1:]
     ]
-    assert len(sample.token_texts) == len(sample.tokens) == 13
-    assert "".join(sample.token_texts[4:7]).startswith(sample.segments[1].text)
+    assert len(sample.tokens.texts) == len(sample.tokens) == 13
+    assert "".join(sample.tokens.texts[4:7]).startswith(sample.segments[1].text)
 
 
 def test_responses_that_did_not_train_have_no_values_of_the_trainer(
     samples: dict[str, Sample],
 ) -> None:
     sample = samples[f"t{4 * GROUP}"]
-    assert not sample.is_trained and sample.clips is None
-    assert np.isnan(sample.logprobs).all() and np.isnan(sample.ratios).all()
-    assert sample.mean_logprob is not None
+    assert not sample.training.is_trained and sample.tokens.clips is None
+    assert np.isnan(sample.tokens.logprobs).all() and np.isnan(sample.tokens.ratios).all()
+    assert sample.tokens.mean_logprob is not None
 
 
 def test_the_extremes_of_the_ranks_are_marked(samples: dict[str, Sample]) -> None:
@@ -224,7 +225,7 @@ def test_a_step_that_trains_nothing_keeps_samples(tmp_path: Path) -> None:
     credit = Credit(GrpoSettings(), seed=0).assign(1, batch.groups)
     metrics = make_keeper(tmp_path, Ranks()).keep(batch, credit, plan_of(credit), {})
     assert metrics["samples/kept"] == GROUP
-    assert all(not sample.is_trained for sample in read_samples(tmp_path))
+    assert all(not sample.training.is_trained for sample in read_samples(tmp_path))
 
 
 @pytest.mark.parametrize("fault", ["full", "unwritable", "bug"])
@@ -312,7 +313,7 @@ def test_extra_rollouts_have_their_advantage(tmp_path: Path) -> None:
     batch = RolloutBatch(groups=(GROUPS[4],), generated_tokens=0)
     credit = BatchCredit(extra_rollouts=extra, kinds=(GroupKind.TIED_INCORRECT,))
     make_keeper(tmp_path, Ranks()).keep(batch, credit, plan_of(credit), {})
-    advantages = {sample.rollout_id: sample.advantage for sample in read_samples(tmp_path)}
+    advantages = {sample.rollout_id: sample.training.advantage for sample in read_samples(tmp_path)}
     others = {ref.rollout_id: None for ref in GROUPS[4].rollouts[1:]}
     assert advantages == {first.rollout_id: 0.05} | others
 
@@ -324,10 +325,11 @@ def test_the_first_token_never_trains() -> None:
     values = values_of(ROLLOUTS[0])
     two = {name: getattr(values, name)[: 2 * size] for name, size in _VALUE_SIZES.items()}
     choice = Choice(group=0, rollout=GROUPS[0].rollouts[0])
-    context = SampleContext(7, choice, GROUPS[0].prompt, "mixed", True, 0.5, 1.0)
+    training = SampleTraining(group_kind="mixed", is_trained=True, advantage=0.5, weight=1.0)
+    context = SampleContext(7, choice, GROUPS[0].prompt, training)
     sample = assemble(context, encode_tokens(rollout), ValuePart(**two), SampleTexts(TOKENIZER))
-    np.testing.assert_array_equal(sample.entropies, [np.nan, 0, 1])
-    assert sample.prompt == "" and len(sample.tokens) == 3
+    np.testing.assert_array_equal(sample.tokens.entropies, [np.nan, 0, 1])
+    assert sample.question.prompt == "" and len(sample.tokens) == 3
 
 
 def test_a_reward_without_correctness_is_kept(tmp_path: Path) -> None:

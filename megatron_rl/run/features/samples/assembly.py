@@ -13,7 +13,13 @@ from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import Role
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.records.samples.parts import SegmentPart, TokenPart, ValuePart
-from megatron_rl.records.samples.sample import Sample, SampleSegment
+from megatron_rl.records.samples.sample import (
+    Sample,
+    SampleQuestion,
+    SampleSegment,
+    SampleTokens,
+    SampleTraining,
+)
 from megatron_rl.run.features.samples.selection import Choice
 
 
@@ -24,10 +30,7 @@ class SampleContext:
     step: int
     choice: Choice
     prompt: Prompt
-    group_kind: str
-    is_trained: bool
-    advantage: float | None
-    weight: float
+    training: SampleTraining
 
 
 class SampleTexts:
@@ -52,33 +55,34 @@ def assemble(
     context: SampleContext, part: TokenPart, values: ValuePart | None, texts: SampleTexts
 ) -> Sample:
     """Make a sample from the tokens of a rollout and the values of its trained tokens."""
-    tokens = np.frombuffer(part.tokens, np.int32)
+    ids = np.frombuffer(part.tokens, np.int32)
     num_prompt = _num_prompt_tokens(part.segments)
     rollout = context.choice.rollout
     prompt = context.prompt
     return Sample(
         step=context.step,
         group=context.choice.group,
-        group_kind=context.group_kind,
-        kinds=context.choice.kinds,
-        rollout_id=rollout.rollout_id,
         sample_index=rollout.sample_index,
-        prompt_id=prompt.id,
-        task=prompt.task,
-        difficulty=prompt.difficulty,
-        prompt=texts.text(tokens[:num_prompt].tolist()),
-        expected_answer=prompt.answer,
+        rollout_id=rollout.rollout_id,
+        kinds=context.choice.kinds,
+        question=SampleQuestion(
+            prompt_id=prompt.id,
+            task=prompt.task,
+            difficulty=prompt.difficulty,
+            prompt=texts.text(ids[:num_prompt].tolist()),
+            expected_answer=prompt.answer,
+        ),
         verdict=rollout.verdict,
         repetition=rollout.repetition,
         finish_reason=rollout.finish_reason,
-        is_trained=context.is_trained,
-        advantage=context.advantage,
-        weight=context.weight,
-        segments=_segments(part.segments, tokens, texts),
-        tokens=tokens[num_prompt:],
-        token_texts=texts.token_texts(tokens[num_prompt:].tolist()),
-        rollout_logprobs=np.frombuffer(part.logprobs, np.float32)[num_prompt:],
-        **_trainer_values(part.segments, values),
+        training=context.training,
+        segments=_segments(part.segments, ids, texts),
+        tokens=SampleTokens(
+            ids=ids[num_prompt:],
+            texts=texts.token_texts(ids[num_prompt:].tolist()),
+            rollout_logprobs=np.frombuffer(part.logprobs, np.float32)[num_prompt:],
+            **_trainer_values(part.segments, values),
+        ),
     )
 
 

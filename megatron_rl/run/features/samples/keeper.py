@@ -18,7 +18,7 @@ from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.samples.files import samples_file
 from megatron_rl.records.samples.parts import SamplePart, TokenPart, ValuePart
-from megatron_rl.records.samples.sample import Sample, SampleKind
+from megatron_rl.records.samples.sample import Sample, SampleKind, SampleTraining
 from megatron_rl.records.samples.writer import encode, write_samples
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.records.write_errors import write_problem
@@ -247,10 +247,12 @@ def _contexts(
             step=plan.step,
             choice=choice,
             prompt=group.prompt,
-            group_kind=kinds[choice.group],
-            is_trained=rollout_id in trained_ids,
-            advantage=advantages.get(rollout_id),
-            weight=group.weight,
+            training=SampleTraining(
+                group_kind=kinds[choice.group],
+                is_trained=rollout_id in trained_ids,
+                advantage=advantages.get(rollout_id),
+                weight=group.weight,
+            ),
         )
 
 
