@@ -35,4 +35,6 @@ def test_precisions_differ(scenarios: dict[str, Scenario]) -> None:
     """Otherwise the bfloat16 scenarios would prove nothing."""
     float32 = scenarios["samples_float32"].samples
     bfloat16 = scenarios["samples_bfloat16"].samples
-    assert any((float32[name].logprobs != bfloat16[name].logprobs).any() for name in float32)
+    assert any(
+        (float32[name].tokens.logprobs != bfloat16[name].tokens.logprobs).any() for name in float32
+    )
