@@ -1,4 +1,4 @@
-"""The keys of `algo`: those of all algorithms, and those of each one."""
+"""The keys of `algo`: common ones, and the keys of each algorithm."""
 
 from __future__ import annotations
 
@@ -106,8 +106,8 @@ class EspoSettings(AlgoSettings):
     name: Literal["espo"] = "espo"
     # The clip range per unit of normalized entropy.
     alpha: NotNegative = 0.02
-    # The shares of a response's tokens, by entropy, that form groups. []: no grouping. The limits
-    # are those of the kernel.
+    # The shares of a response's tokens, by entropy, that form groups. []: no grouping. The kernel
+    # sets the limits.
     fractions: list[Annotated[float, Ge(1e-6), Le(1 - 1e-6)]] = field(default_factory=lambda: [0.2])
     # The smallest clip range.
     min_clip: BelowOne = 3e-4

@@ -75,7 +75,7 @@ def check_configuration(
 
     choices: the option chosen for each group of Hydra.
     facts: the machine to check the rules against. With None only types and limits are checked.
-    overrides: those of the command line. recompose: called after a mistake, with some of them.
+    overrides: from the command line. recompose: called after a mistake, with some of them.
 
     Raises `ConfigurationRefused` with all violations of types and limits, or else with all broken
     rules.
@@ -146,13 +146,13 @@ def _algorithm_refusals(algo: Any, algorithm: str, choice: str | None) -> Iterat
     """
     group = (choice or "").partition("_")[0]
     if group in ALGORITHMS and group != algorithm:
-        rule = f"The other keys are those of algo={group}"
+        rule = f"The other keys belong to algo={group}"
         remedy = f"Choose the group: algo={'|'.join(ALGORITHMS)}"
         yield Refusal("algo.name", algo["name"], rule, remedy)
 
 
 def _rule_refusals(c: Configuration, facts: LaunchFacts, keys: Collection[str]) -> list[Refusal]:
-    """Return the broken rules of the configuration, and those of each phase of its curriculum.
+    """Return the broken rules of the configuration and of each phase of its curriculum.
 
     keys: those that the command line sets.
     """

@@ -43,7 +43,7 @@ class PhaseEnd(Section):
 
 @dataclass(frozen=True, kw_only=True)
 class PhaseSettings(Section):
-    """The keys of a phase besides those of the configuration that it changes."""
+    """The keys of a phase, besides the keys of the configuration that it changes."""
 
     name: Name
     # null: the phase lasts until the end of the run.
@@ -61,7 +61,7 @@ class Phase:
     """One phase of a run's curriculum.
 
     changes: the values that this phase sets, by full key.
-    configuration: the whole configuration of the phase, which has its changes and those of all
+    configuration: the whole configuration of the phase, with its changes and the changes of all
     previous phases.
     """
 
@@ -89,7 +89,7 @@ def sized_for_all_phases(c: Configuration) -> Configuration:
 
 
 def sized_for_engines(c: Configuration) -> Configuration:
-    """Return `sized_for_all_phases`, with responses as long as those of evaluations."""
+    """Return `sized_for_all_phases`, with responses as long as in evaluations."""
     whole_run = sized_for_all_phases(c)
     longest = max(whole_run.rollout.max_new_tokens, *c.eval.longest_responses.values(), 0)
     return replace(whole_run, rollout=replace(whole_run.rollout, max_new_tokens=longest))

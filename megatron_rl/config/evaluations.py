@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megatron_rl.config.schema import EvalSettings
 
-# The name of the held-out questions beside those of eval.sets
+# The name of the held-out questions, beside the names in eval.sets
 HELD_OUT = "held_out"
 _METRICS = ("accuracy", "reward", "parseable", "finished")
 

@@ -20,7 +20,7 @@ def parse_override(text: str) -> Override | None:
 
 
 def split_override(text: str) -> tuple[str, str]:
-    """Return key and value of an override as they are written, without the prefix +, ++ or ~.
+    """Return key and value of an override without the prefix +, ++ or ~, otherwise unchanged.
 
     The value is empty where there is none. Text that Hydra cannot parse is split at its first `=`.
     """

@@ -78,7 +78,7 @@ FileFormat = Literal["jsonl", "csv", "parquet", "hf_dataset"]
 
 @dataclass(frozen=True, kw_only=True)
 class SourceSettings(Section):
-    """One source of a mixture, an entry of data.sources. Most of its keys are those of data.*."""
+    """One source of a mixture, an entry of data.sources. Most of its keys exist in data.* too."""
 
     source: Literal[GeneratorName, FileFormat, "reasoning_gym"] | PluginName
     # The source's share of the training prompts, relative to the weights of the others.
@@ -127,7 +127,7 @@ class DataSettings(Section):
     num_eval: Count = 512
     shuffle: bool = True
     seed: Seed = 0
-    # fail: the first unusable row ends the run. skip: unusable rows are left out and counted.
+    # fail: the first unusable row ends the run. skip: unusable rows are skipped and counted.
     on_bad_row: Literal["fail", "skip"] = "fail"
     # Questions with more tokens are unusable. A command line without it takes half of the model's
     # positions, at most 1024.
@@ -183,7 +183,7 @@ class CreditSettings(Section):
     # Groups of correct responses whose length penalties differ. shape: shorter responses get
     # higher advantages.
     tied_correct: Literal["drop", "shape"] = "drop"
-    # Groups of incorrect responses of which some repeat themselves. shape: responses with less
+    # Groups of incorrect responses, if some of them repeat themselves. shape: responses with less
     # repetition get higher advantages.
     tied_incorrect: Literal["drop", "shape"] = "drop"
     # The advantage per nat of entropy of a zvp group. 0 has the same effect as drop.
@@ -224,8 +224,8 @@ class EngineSettings(Section, ServerSettings):
     colocated: bool = False
     # managed only: nodes that share an engine. Each holds an equal part of its tp ranks.
     nodes_per_engine: Annotated[int, Ge(1), Le(1024)] = 1
-    # Rounds the weights that engines get as an engine in this number format would hold them. The
-    # engine's arithmetic stays that of engine.dtype.
+    # Rounds the weights for engines to the values that an engine in this number format would hold.
+    # The engine still computes in engine.dtype.
     fake_quant: Annotated[Literal["off", "bf16", "fp8_blockwise"], Off] = "off"
     # An engine has failed when it answers no request for request_timeout_s plus this for each token
     # of rollout.max_new_tokens.
@@ -372,8 +372,8 @@ class TrainSettings(Section):
     tokens_per_micro_batch: Positive = 8192
     # Rows of logits that are turned into log-probabilities at a time.
     logit_chunk_tokens: Positive = 4096
-    # The routes that training replays. rollout: those that the engines recorded (R3). trainer:
-    # those of the trainer's own pass at the start of the step (R2).
+    # The routes that training replays. rollout: the engines recorded them (R3). trainer: the
+    # trainer's own pass at the start of the step recorded them (R2).
     replay: Annotated[Literal["rollout", "trainer", "off"], Off] = "rollout"
     # Every this many steps an extra pass with live routing measures the effect of replay. 0: never.
     replay_measure_every: Whole = 0
@@ -439,7 +439,7 @@ class EvalSettings(Section):
     max_rejected_share: Share = 0.1
 
     def of_set(self, name: str) -> EvalSettings:
-        """Return the settings of a set: its own, and those of eval.* for the others."""
+        """Return the settings of a set: its own, and the values of eval.* for the others."""
         settings = self.sets[name]
         changes: dict[str, Any] = {
             "every": settings.every,
@@ -543,7 +543,7 @@ class LoggerSettings(Section):
     prometheus_port: Annotated[int, Ge(1), Le(65535)] | None = None
     # The address that this port listens on. 0.0.0.0: other machines can read the metrics.
     prometheus_host: Name = "127.0.0.1"
-    # Steps of which torch.profiler writes a trace to the folder profiles/ of the run.
+    # torch.profiler writes a trace of each of these steps to the folder profiles/ of the run.
     profile_steps: list[Positive] = field(default_factory=list)
     # The ranks that write these traces.
     profile_ranks: list[Whole] = field(default_factory=lambda: [0])
@@ -559,7 +559,7 @@ class SampleSettings(Section):
     every: Whole = 10
     # Groups that a step keeps: those with an extreme response first, then random ones.
     groups: Annotated[int, Ge(1), Le(10**4)] = 8
-    # The largest size of a step's file. Responses beyond it are left out and counted.
+    # The largest size of a step's file. Responses beyond it are not written, but counted.
     max_mb: Annotated[float, Ge(0.1), Le(1024)] = 4.0
 
 

@@ -65,8 +65,8 @@ def account(
     num_applied: number of the plan's optimizer steps that were applied, from the first on.
     generated_tokens: number of tokens that engines sampled during the step.
     stopped_groups: groups that were not extended after a probe.
-    surplus_groups: mixed groups beyond those that the step needed.
-    unused_tokens: by class, those of further groups that the step did not need.
+    surplus_groups: mixed groups that the step did not need.
+    unused_tokens: by class, tokens of further groups that the step did not need.
 
     An empty class is omitted, except `trained/...` and `zero_variance_dropped`. `generated` is the
     number of all tokens. The caller adds the tokens of evaluations to it and to a class of their

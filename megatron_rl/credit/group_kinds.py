@@ -31,8 +31,8 @@ class GroupKind(enum.StrEnum):
     MIXED: the correctness differs. If no rollout has one, as with a reward model, the reward
     differs.
     TIED_CORRECT, TIED_INCORRECT: the correctness is the same for all rollouts, at least 0.5 or
-    below, and an enabled penalty differs by 0.2 or more. The penalty is that of length for correct
-    answers and that of repetition for incorrect ones.
+    below, and an enabled penalty differs by 0.2 or more. The length penalty counts for correct
+    answers, and the repetition penalty for incorrect ones.
     ALL_CORRECT, ALL_INCORRECT: the correctness is the same, and no such penalty differs as much.
     TIED_REWARD: no rollout has a correctness, and all rewards are equal.
     TOO_FEW_VERDICTS: fewer than two rollouts have a verdict.
@@ -62,7 +62,7 @@ class ScoredRollouts:
     def from_group(cls, group: Group) -> ScoredRollouts:
         """Select the rollouts with a finite score and a finite reward.
 
-        If some rollouts have a correctness, those without one are left out.
+        If some rollouts have a correctness, rollouts without one do not count.
         """
         candidates = group.rollouts_with_verdict
         has_correctness = any(rollout.verdict.correctness is not None for rollout in candidates)

@@ -95,11 +95,12 @@ class EngineConnections:
     def store_partials(
         self, idle: Callable[[], None], seconds_to_stop: SecondsToStop
     ) -> StoredPartials:
-        """Stop all responses, store what there is of them until `release_partials`, and go on.
+        """Stop all responses, store their sampled parts until `release_partials`, and go on.
 
         Of a response that an engine does not give back, what it has sampled since its last
-        interruption is not stored: a resumed run samples that again. What a collector has not
-        stored after a minute is left out. If the run has to stop, both have less time.
+        interruption is not stored: a resumed run samples that again. The
+        result has no group that a collector has not stored after a minute. If the run has to stop,
+        both have less time.
 
         idle: called about every half second.
         """

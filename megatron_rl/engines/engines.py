@@ -481,7 +481,7 @@ def collector_template(configuration: Configuration, shape: ModelShape, keys: Ru
 def _share_keys(engine: EngineSettings, job: Job) -> RunKeys:
     """The engine keys of the run, the same on every rank (a collective).
 
-    They are random, or those of the external engines in engine.key_file.
+    They are random, or external engines have them in engine.key_file.
     """
     message = None
     if job.rank == 0:

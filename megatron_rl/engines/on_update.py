@@ -34,7 +34,7 @@ class OnUpdate(Protocol):
     def before_save(
         self, source: StepSource, seconds_to_stop: SecondsToStop
     ) -> Mapping[int, tuple[Group, ...]]:
-        """Return what there is of the groups of open steps, by step, for a checkpoint.
+        """Return the sampled parts of the groups of open steps, by step, for a checkpoint.
 
         seconds_to_stop: called regularly. A run that has to stop has little time.
         """
@@ -46,7 +46,7 @@ class OnUpdate(Protocol):
 
     @property
     def num_uncounted(self) -> int:
-        """The sampled tokens that the next `before_sync` will count, as far as they are known."""
+        """The known number of sampled tokens that the next `before_sync` will count."""
         ...
 
 
@@ -106,7 +106,7 @@ class InterruptResponses:
     def before_save(
         self, source: StepSource, seconds_to_stop: SecondsToStop
     ) -> Mapping[int, tuple[Group, ...]]:
-        """Store what there is of open responses, or complete them if there is time for it."""
+        """Store the sampled parts of open responses, or complete them if there is time for it."""
         if self.stores_partials:
             if not source.open_steps:
                 return {}
@@ -133,8 +133,8 @@ def open_steps_ahead(
 ) -> tuple[StepsAhead, OnUpdate]:
     """Make both parts of sampling ahead from the settings.
 
-    idle: called regularly while responses come to rest. stores_partials: what there is of a rollout
-    can be stored.
+    idle: called regularly while responses come to rest. stores_partials: the
+    sampled part of a rollout can be stored.
     """
     resumes = settings.on_update == "resume"
     steps_ahead = StepsAhead(settings.max_staleness, continues_responses=resumes)

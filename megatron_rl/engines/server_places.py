@@ -26,9 +26,9 @@ def server_places(
 ) -> list[ServerPlace]:
     """One place for each managed engine of this node.
 
-    With GPUs, each engine gets `engine.tp` devices: those of the node's ranks in order if
-    `engine.colocated` is set, else those behind them. Nodes that share engines have equal parts of
-    these devices. Every engine of the run samples with its own
+    With GPUs, each engine gets `engine.tp` devices in order. If `engine.colocated` is set, they are
+    the devices of the node's ranks, else the devices behind them. Nodes that share engines have
+    equal parts of these devices. Every engine of the run samples with its own
     seed, derived from `seed`.
 
     quantization: the `quantization_config` of every engine, None for unquantized ones. Raises

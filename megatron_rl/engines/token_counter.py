@@ -31,10 +31,10 @@ class TokenComparison:
 class TokenCounter:
     """Reads the counters of all engines, from its creation on.
 
-    A comparison needs the counters of all engines. A reading without one is left out: the next
-    comparison covers its tokens too. A counter that went backwards belongs to a server that was
-    started again. Comparisons then begin anew, without this server until `set_engines` names it
-    again: its warm-up samples tokens too.
+    A comparison needs the counters of all engines. If a counter cannot be read, there is none, and
+    the next comparison covers its tokens too. A counter that went backwards belongs to a server
+    that was started again. Comparisons then begin anew, without this server until `set_engines`
+    names it again: its warm-up samples tokens too.
 
     log: writes a line for people. Each problem of an engine is written once.
     """

@@ -28,9 +28,9 @@ class Surrogate(NamedTuple):
 def ratio_through_tokens(log_ratio: torch.Tensor, logprobs: torch.Tensor) -> torch.Tensor:
     """Return s_t = sg[exp(log_ratio_t)] · π_θ(y_t) / sg[π_θ(y_t)], [T].
 
-    GSPO-token (arXiv 2507.18071), Eq. 14: the value is the given ratio, and the gradient is that of
-    the token's probability. |log_ratio| is limited to 10 in the value only, so that tokens with
-    large ratios keep their gradient. Infinite log-ratios give NaN.
+    GSPO-token (arXiv 2507.18071), Eq. 14: the value is the given ratio, and the gradient goes
+    through the token's probability. |log_ratio| is limited to 10 in the value only, so that tokens
+    with large ratios keep their gradient. Infinite log-ratios give NaN.
     """
     return limited_ratio(log_ratio) * torch.exp(logprobs - logprobs.detach())
 

@@ -29,7 +29,7 @@ class Gspo:
         s_it = sg[s_i] · π_θ(y_it) / sg[π_θ(y_it)]
 
     GSPO-token (arXiv 2507.18071), Eq. 13 and 14; B = denominators.sequences. With one advantage per
-    sequence its value and gradient are those of GSPO, Eq. 5 to 7.
+    sequence, its value and gradient equal GSPO's, Eq. 5 to 7.
     """
 
     def __init__(self, settings: GspoSettings) -> None:

@@ -133,7 +133,7 @@ def norm_of_all(
 
     It replaces Megatron-Core 0.16.1's `local_multi_tensor_l2_norm`, which reads the norm of each
     tensor on the host. On CPUs both return the same bits, on GPUs they agree within rounding
-    (tests/mcore/test_gradient_norm.py). The other arguments are those of Apex's function.
+    (tests/mcore/test_gradient_norm.py). The other arguments are as in Apex's function.
     """
     tensors = [tensor for tensors in lists for tensor in tensors]
     norms = torch.stack(torch._foreach_norm(tensors))
@@ -146,7 +146,7 @@ def scale_all(
     """Multiply float32 tensors by a factor in place. `lists` holds the same tensors twice.
 
     It replaces Megatron-Core 0.16.1's `local_multi_tensor_scale`, which copies each product. Both
-    give the same bits. The other arguments are those of Apex's function.
+    give the same bits. The other arguments are as in Apex's function.
     """
     tensors, _ = lists
     torch._foreach_mul_(list(tensors), factor)

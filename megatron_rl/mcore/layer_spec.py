@@ -1,7 +1,7 @@
 """Chooses the modules of a decoder layer.
 
-`local` combines Megatron's own modules with those of `mcore/layers`. `te` uses Transformer Engine's
-modules.
+`local` combines Megatron's own modules with modules of `mcore/layers`. `te` uses Transformer
+Engine's modules.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def decoder_spec(config: TransformerConfig, model: ModelSettings, vp_stage: int 
 
 
 def _replace_modules(spec: Any) -> None:
-    """Replace attention, norms and experts of a local spec by those of `mcore/layers`."""
+    """Replace attention, norms and experts of a local spec by the modules of `mcore/layers`."""
     for layer in spec.layer_specs:
         modules = layer.submodules
         _replace_attention(modules.self_attention.submodules)

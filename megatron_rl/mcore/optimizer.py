@@ -239,7 +239,7 @@ class DistributedAdam:
         return _least_of_all_ranks(torch.full((), verdict, dtype=torch.int32, device=device))
 
     def _clip(self, norm: float) -> None:
-        """Scale all gradients so that their norm is at most that of the settings."""
+        """Scale all gradients so that their norm is at most the limit of the settings."""
         for optimizer in self._optimizer.chained_optimizers:
             if optimizer.config.clip_grad and (parameters := optimizer.get_parameters()):
                 clip_grad_by_total_norm_fp32(parameters, optimizer.config.clip_grad, norm)

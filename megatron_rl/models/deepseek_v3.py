@@ -198,7 +198,7 @@ def _check_groups(config: _Config) -> None:
     if experts % groups or topk_groups > groups or topk > experts_per_group * topk_groups:
         raise ValueError(
             f"n_group={groups}: {topk} experts a token are not possible with {experts} experts in "
-            f"{groups} groups, of which {topk_groups} are selected; {REMEDY}"
+            f"{groups} groups, because {topk_groups} of them are selected; {REMEDY}"
         )
     ranking_experts = topk // topk_groups
     if topk_groups < groups and ranking_experts != 2:

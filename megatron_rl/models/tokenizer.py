@@ -22,7 +22,7 @@ _QUOTE = "\ufdd0"
 # The unknown token of models without one. No vocabulary holds it: they raise, instead of leaving
 # characters out.
 _NO_TOKEN = "\ufdd1"
-# Texts of which one does not merge with what follows
+# At least one of these texts does not merge with what follows
 _ANCHORS = ("\n", "=", ".", "0", "a")
 _REMEDY = "take the file published with the model, or save it again with save_pretrained"
 _OTHER_MODEL = "They belong to different models: use the tokenizer that the model was trained with"
@@ -146,7 +146,7 @@ class Tokenizer:
             raise _unknown_text(characters, f"{text[:80]!r}: {error}") from error
         ids: list[int] = encoding.ids
         if self._unknown_id in ids:
-            # The normalizer may have joined or divided characters. These are those of the text
+            # The normalizer may have joined or divided characters. The spans refer to the text
             spans = {
                 input_text[slice(*offsets)]
                 for token, offsets in zip(ids, encoding.offsets, strict=True)

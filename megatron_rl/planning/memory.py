@@ -61,7 +61,7 @@ class RankMemory:
     activations: what a stage keeps until its backward passes, and the peak of one layer's backward
     pass. logits: what the logits take beyond that peak; they are freed before it.
     export, save: bytes that an export and a save need on the device beyond the activations and
-    logits, which are freed before them. save: beyond those of an export.
+    logits, which are freed before them. save: bytes beyond an export's.
     host_routes, host_save: bytes in the host's memory, for the routes of a batch and while a
     checkpoint is saved or loaded. host_reference: bytes there for the weights of the KL penalty's
     reference. All other fields are on the device.
@@ -375,7 +375,7 @@ def _in_flight(p: ParallelSettings, stage: int) -> float:
 def _activations(
     c: Configuration, shape: ModelShape, rows: int, stage: int, logits_rows: int
 ) -> tuple[int, int]:
-    """Estimate the bytes of the activations, and those of the logits beyond a layer's peak."""
+    """Estimate the bytes of the activations, and of the logits beyond a layer's peak."""
     layer_peak = _layer_peak(c, shape, rows, stage)
     activations = math.ceil(_held_layers(c, shape, rows, stage) + layer_peak)
     return activations, max(0, math.ceil(_logit_bytes(c, shape, logits_rows) - layer_peak))

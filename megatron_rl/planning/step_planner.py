@@ -43,7 +43,7 @@ class StepPlanner:
         """Plan one training step.
 
         Rollouts without a trainable token, or with advantage or weight zero, give no gradient and
-        are left out. The others are shuffled and dealt to `train.optimizer_steps_per_batch`
+        are not in the plan. The others are shuffled and dealt to `train.optimizer_steps_per_batch`
         optimizer steps, or to fewer if there are fewer rollouts. Within an optimizer step, rollouts
         go to data-parallel ranks by token count and into micro-batches of at most
         `train.tokens_per_micro_batch` input tokens. A longer rollout gets its own micro-batch. If

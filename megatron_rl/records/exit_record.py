@@ -24,7 +24,7 @@ class ExitRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """The content of exit.json.
 
     code: the exit code, 0 for a complete run. reason: for people. end_time: in UTC, written as
-    `ended`. log_tail: the last lines of the log of the process that failed, left out if empty.
+    `ended`. log_tail: the last lines of the log of the process that failed; absent if empty.
     """
 
     code: int

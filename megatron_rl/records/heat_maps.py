@@ -85,8 +85,8 @@ class HeatMaps:
 
     The heat map over experts shows the last measured step.
 
-    max_columns: the largest number of steps in a heat map, besides the last step. Beyond it, every
-    other step is left out. None: all steps are shown.
+    max_columns: the largest number of steps in a heat map, besides the last step. If there are
+    more, every other step is omitted. None: all steps are shown.
     """
 
     def __init__(self, max_columns: int | None = None) -> None:

@@ -23,7 +23,7 @@ _record_decoder = msgspec.json.Decoder(Record)
 
 
 class RunUnreadable(Failure):
-    """A directory is not that of a run, or its files are damaged."""
+    """A directory holds no run, or its files are damaged."""
 
     exit_code = ExitCode.REFUSED
 

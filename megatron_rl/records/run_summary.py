@@ -51,7 +51,7 @@ class RunSummary:
         return max(self.evaluations, key=lambda e: (e.accuracy, -e.step), default=None)
 
     def lines(self) -> list[str]:
-        """Return the lines for the end of a run. A line without anything to say is left out."""
+        """Return the lines for the end of a run. Omits a line without anything to say."""
         lines = [self._accuracy_line(), self._token_line(), self._time_line()]
         return [line for line in lines if line]
 
@@ -109,7 +109,7 @@ def summarize(records: Iterable[Record]) -> RunSummary:
 
 
 def sampled_tokens(record: Record) -> float:
-    """Return the tokens that engines sampled for a step, without those of evaluations."""
+    """Return the tokens that engines sampled for a step, without the tokens of evaluations."""
     return (record.get("account/generated") or 0.0) - (record.get("account/evaluation") or 0.0)
 
 

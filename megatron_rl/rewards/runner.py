@@ -59,7 +59,7 @@ class ScorerInThisProcess:
 class RewardRunner:
     """Calls a scorer and checks its results.
 
-    calls: those of the scorer. One that is over its time gives no reward.
+    calls: the calls of the scorer. A call that is over its time gives no reward.
     hide_values: leaves secret values out of the reason for a missing reward.
     """
 

@@ -34,6 +34,6 @@ class Scorer(ABC):
     async def score(self, prompt: Prompt, text: str, finish_reason: FinishReason) -> Verdict:
         """Score the decoded response `text`: a reward and the raw correctness.
 
-        An exception means that there is no reward: the rollout is counted and left out of its
-        group. Its reward does not count as zero.
+        An exception means that there is no reward: the rollout is counted and does not take part in
+        its group. Its reward does not count as zero.
         """

@@ -31,7 +31,7 @@ def record_groups(
 ) -> list[str]:
     """Write groups that are stored on this node (a collective) and return the parts of all nodes.
 
-    groups: (place in the batch, group), those of this node.
+    groups: (place in the batch, group) of this node.
     is_writer: True on one rank of each node. read: reads a rollout of this node.
     """
     names: list[str] = []
@@ -99,7 +99,7 @@ class BatchRecorder:
     ) -> None:
         """Record the rollouts of a planned step in the format of docs/rollouts.md (a collective).
 
-        The plan has no prompts: the recorded ones have an id and tokens, but no answer and no
+        The plan has no prompts, so recorded prompts have an id and tokens, but no answer and no
         task. A group holds the rollouts of one prompt that are stored on one node, by sample index.
 
         read: reads a rollout of this node. It is called on the rank that has `refs_to_record`.

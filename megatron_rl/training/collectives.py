@@ -45,7 +45,7 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
 def send_to_rank_zero(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     """Return every rank's bytes, in rank order, on rank 0, and an empty list on the others.
 
-    Only ranks with bytes send any, and no rank but rank 0 holds those of another.
+    Only ranks with bytes send any, and only rank 0 holds the bytes of other ranks.
     """
     if group is None:
         return [data]

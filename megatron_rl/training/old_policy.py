@@ -32,7 +32,7 @@ class BatchObjective:
 
     response: the trained tokens that the objective was prepared for.
     has_old_policy: False if no pass computed the old policy's values. They are NaN until the
-    micro-batch trains, and then those of the policy that it trained.
+    micro-batch trains, and then come from the policy that it trained.
     observe: called with the current policy's log-probabilities and the result of each update.
     """
 

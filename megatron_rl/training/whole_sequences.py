@@ -15,8 +15,8 @@ class WholeSequences(torch.autograd.Function):
 
     places: int64 [R], the tokens that this rank computed.
 
-    All ranks compute the same loss of whole sequences. A rank's gradient is that of its tokens. The
-    sum over the ranks, which data parallelism computes, is the gradient of the loss.
+    All ranks compute the same loss of whole sequences. A rank has the gradient of its own tokens.
+    The sum over the ranks, which data parallelism computes, is the gradient of the loss.
     """
 
     @staticmethod

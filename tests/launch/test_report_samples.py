@@ -95,7 +95,7 @@ def test_what_cannot_be_shown_is_named(
             reason = "has no samples yet (samples.every=10)"
         case "step":
             arguments += ["--step", "7"]
-            reason = "has no samples of step 7. It has those of 1, 10"
+            reason = "has no samples of step 7. It has samples of 1, 10"
         case "damaged":
             (run / "samples/step-0000010.parquet").write_bytes(b"PAR1")
             reason = "step-0000010.parquet cannot be read"

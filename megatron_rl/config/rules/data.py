@@ -128,7 +128,7 @@ def _check_owners(source: SourceSettings, section: str) -> Iterator[BrokenRule]:
 
 
 def _check_source(data: DataSettings | SourceSettings, section: str) -> Iterator[BrokenRule]:
-    """Yield broken rules about one source. section: that of the keys."""
+    """Yield broken rules about one source. section: the section of its keys."""
     if data.source == "reasoning_gym":
         yield from _check_generator(data, section)
     if data.source in _FILES:

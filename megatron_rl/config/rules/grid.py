@@ -60,8 +60,8 @@ def _check_expert_tensor_parallel(p: ParallelSettings) -> Iterator[BrokenRule]:
     etp = p.etp or p.default_etp
     if p.ep == 1 and etp != p.tp:
         rule = (
-            "With parallel.ep=1 Megatron reduces the gradients of experts like those of other "
-            f"layers, over parallel.tp={p.tp} ranks"
+            "With parallel.ep=1 Megatron reduces the gradients of experts as in other layers, "
+            f"over parallel.tp={p.tp} ranks"
         )
         yield BrokenRule("parallel.etp", rule, "Leave it null, which is parallel.tp")
     elif etp not in (1, p.tp):

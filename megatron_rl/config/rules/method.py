@@ -70,7 +70,7 @@ def _check_algorithm(c: Configuration) -> Iterator[BrokenRule]:
 
 
 def _exact_sum(fractions: Sequence[float]) -> Fraction:
-    """Add fractions as they are written, without the rounding of floats."""
+    """Add fractions with the values that are written, without the rounding of floats."""
     shares = (Fraction(fraction).limit_denominator(_MAX_DENOMINATOR) for fraction in fractions)
     return sum(shares, Fraction(0))
 

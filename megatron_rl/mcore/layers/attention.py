@@ -152,7 +152,7 @@ def length_buckets(bounds: Sequence[int]) -> list[list[tuple[int, int]]]:
     """Group the sequences [start, stop) of cumulative `bounds` by similar length.
 
     In each bucket the longest sequence is at most 25 % longer than the shortest. Empty sequences
-    are left out.
+    are in no bucket.
     """
     spans = sorted(
         ((start, stop) for start, stop in itertools.pairwise(bounds) if stop > start),

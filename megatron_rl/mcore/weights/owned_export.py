@@ -79,7 +79,7 @@ class OwnedWeights:
         """Yield all tensors on rank 0, without holding more than a bucket, and none elsewhere.
 
         A collective. The tensors of one parameter of an engine come in its order: first the stage's
-        tensors outside experts, then those of each expert-parallel rank.
+        tensors outside experts, then the experts of each expert-parallel rank.
         """
         tensors = self._stream_parts()
         return self.complete(tensors) if self.job.rank == 0 else tensors

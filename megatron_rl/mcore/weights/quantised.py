@@ -30,7 +30,7 @@ def fp8_weights_of(engine: EngineSettings, shape: ModelShape) -> Fp8Weights | No
 
 
 def quantize_weights(weights: NamedTensors, names: Fp8Weights) -> NamedTensors:
-    """Yield scales, then codes, of each quantized weight, and other tensors as they are.
+    """Yield scales, then codes, of each quantized weight, and other tensors unchanged.
 
     One tensor is quantized at a time, on its device.
 

@@ -79,9 +79,9 @@ def merge_checkpoints(
     """Merge the sources' tensors, one after the other, and write the result as a checkpoint.
 
     merge: function from one tensor of every source to the merged tensor.
-    dtype: dtype of the result. None: that of the first source.
+    dtype: dtype of the result. None: as in the first source.
 
-    Configuration and tokenizer are those of the first source. Raises `Failure` before
+    Configuration and tokenizer come from the first source. Raises `Failure` before
     writing if the names or shapes of the tensors differ. Removes partial files after a failure.
     """
     with ExitStack() as stack:

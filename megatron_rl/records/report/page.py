@@ -22,7 +22,7 @@ _FAULTS = {
     "train/nonfinite": "no update, because of NaN or Inf",
     "guard/skipped": "an update skipped, because of a spike",
     "rollout/rejected": "rollouts rejected",
-    "rollout/engines_left_out": "engines left out",
+    "rollout/engines_left_out": "engines that failed",
     "reward/no_verdict": "responses without a verdict",
     "sync/audit_mismatches": "weights of an engine differ from those sent",
 }

@@ -284,7 +284,7 @@ def _timeline(run: PastRun) -> Iterator[Chart]:
             f"Timeline of {run.name}",
             _in_words(visible),
             _colours_of(visible),
-            note="Parts below half a percent of the time are left out.",
+            note="Parts below half a percent of the time are not shown.",
         )
 
 

@@ -117,7 +117,7 @@ class SampleTokens:
 
     @property
     def mismatches(self) -> Floats:
-        """Log-probability of the trainer minus that of the engine, float32 [n], nats."""
+        """Log-probability of the trainer minus the engine's, float32 [n], nats."""
         return self.logprobs - self.rollout_logprobs
 
     @property

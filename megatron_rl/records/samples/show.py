@@ -64,7 +64,7 @@ def _one_step(run: Path, step: int | None) -> int:
         )
     if step is not None and step not in steps:
         raise Failure(
-            f"{run} has no samples of step {step}. It has those of {', '.join(map(str, steps))}",
+            f"{run} has no samples of step {step}. It has samples of {', '.join(map(str, steps))}",
             ExitCode.REFUSED,
         )
     return steps[-1] if step is None else step

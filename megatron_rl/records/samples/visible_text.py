@@ -12,7 +12,7 @@ _HIDDEN_CATEGORIES = ("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp")
 def visible_text(text: str, *, keep_newlines: bool = False) -> str:
     r"""Return the text with every character that has no picture as an escape, such as \x1b.
 
-    keep_newlines: leave line feeds as they are.
+    keep_newlines: keep line feeds.
     """
     if text.isprintable():
         return text

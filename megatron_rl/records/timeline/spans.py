@@ -100,7 +100,7 @@ class Timeline:
 
 
 def read_timeline(file: Path) -> Iterator[Span]:
-    """Yield the spans of a file. Lines that a killed run has not finished are left out.
+    """Yield the spans of a file. Skips lines that a killed run has not finished.
 
     Raises OSError.
     """

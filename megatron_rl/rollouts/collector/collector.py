@@ -178,9 +178,9 @@ class Collector:
             await self._send(_problem(error))
 
     async def _store_partials(self, number: int) -> None:
-        """Store what there is of all groups, and report each of them.
+        """Store the sampled parts of all groups, and report each of them.
 
-        As many at a time as there are threads: replies of engines need these, too.
+        It stores as many at a time as there are threads, because replies of engines need these too.
         """
         threads = asyncio.Semaphore(_THREADS)
 
@@ -194,7 +194,7 @@ class Collector:
         await self._send(Partial(number, None))
 
     async def _store_partial(self, number: int, group_id: str) -> Group | None:
-        """Store what there is of a group. Returns None for one that has ended or is evaluated."""
+        """Store the sampled part of a group. Returns None if it has ended or is evaluated."""
         while group_id in self._running:
             request = self._running[group_id].request
             progress = self._running[group_id].progress
@@ -251,7 +251,7 @@ class Collector:
     def _load(self, request: GroupRequest) -> dict[int, Rollout]:
         """Load the rollouts that a checkpoint has of a group, by sample index.
 
-        Those that cannot be read are left out: the checkpoint may have been removed since.
+        It omits rollouts that cannot be read, because the checkpoint may have been removed since.
         """
         rollouts: dict[int, Rollout] = {}
         for saved in request.saved:

@@ -59,10 +59,10 @@ class RejectedRollout:
 class EpisodeProgress:
     """The state of one rollout.
 
-    stored_responses: those of a checkpoint that its environment has not asked for yet.
-    episode: the one that is played, None before it begins. stop: ends its responses that repeat
-    themselves. pieces: of the response that is being sampled. outcome: None until it is scored or
-    rejected.
+    stored_responses: responses from a checkpoint that its environment has not asked for yet.
+    episode: the episode while it is played, None before it begins. stop: ends responses that repeat
+    themselves. pieces: parts of the response that is being sampled. outcome: None until it is
+    scored or rejected.
     """
 
     stored_responses: deque[StoredResponse] = field(default_factory=deque)
@@ -155,7 +155,7 @@ class GroupProgress:
     def is_changing(self) -> bool:
         """True until it is restored, and while an episode takes a response.
 
-        It does not tell then what there is of it.
+        The sampled part of the response cannot be read then.
         """
         is_restored = self._start is None
         return not is_restored or any(p.is_changing for p in self.episodes.values())
@@ -195,7 +195,7 @@ class GroupProgress:
     def open_results(self) -> Iterator[ScoredRollout]:
         """Return the open rollouts that have sampled tokens, as if they had a verdict.
 
-        They are those of now, also if another thread makes them later, one after the other.
+        They show the state at this call, also if another thread makes them later, one by one.
         """
         parts = [self.episodes[index].frozen_copy() for index in self.open_samples()]
         for_each = (_open_result(part, self._sampling) for part in parts)
@@ -242,7 +242,7 @@ def _finished_result(rollout: Rollout, ref: RolloutRef) -> ScoredRollout:
 
 
 def _open_result(progress: EpisodeProgress, sampling: Sampling) -> ScoredRollout | None:
-    """Return what there is of a rollout as if it had a verdict, None before its first token."""
+    """Return the sampled part of a rollout as if it had a verdict, None before its first token."""
     rollout = progress.rollout_so_far(sampling)
     if rollout is None:
         return None

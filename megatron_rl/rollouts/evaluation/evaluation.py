@@ -60,7 +60,7 @@ class Accuracy:
         return f"{self._means()} ({size}, {parseable}{losses}{by_source})"
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics under `eval/`. An unknown accuracy or reward is left out."""
+        """Return the metrics under `eval/`. An unknown accuracy or reward has no entry."""
         means: dict[str, float] = {}
         if self.accuracy is not None:
             means["eval/accuracy"] = self.accuracy
@@ -227,7 +227,7 @@ def split_by_correctness(groups: Sequence[Group]) -> tuple[list[Group], list[Gro
 
 
 def _is_judged(group: Group) -> bool:
-    """Return True for a group with rewards of which none has a correctness."""
+    """Return True for a group whose verdicts have rewards and no correctness."""
     verdicts = [rollout.verdict for rollout in group.rollouts_with_verdict]
     return bool(verdicts) and all(verdict.correctness is None for verdict in verdicts)
 
@@ -247,7 +247,7 @@ def _accuracy_by_source(groups: Sequence[Group], samples: int) -> dict[str, tupl
 
 
 def _mean_reward(groups: Sequence[Group]) -> tuple[float, float] | None:
-    """Return the mean and half width, None without rewards. Missing rollouts are left out."""
+    """Return the mean and half width, None without rewards. Missing rollouts do not count."""
     means = []
     for group in groups:
         rollouts = group.rollouts_with_verdict

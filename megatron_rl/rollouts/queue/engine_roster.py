@@ -75,7 +75,7 @@ class EngineRoster:
         return min(nodes, key=lambda node: (loads[node] / max(self._num_ranks[node], 1), node))
 
     def nodes_to_request_from(self, nodes: Sequence[int]) -> list[int]:
-        """Return those of these nodes that may get requests.
+        """Return the nodes that may get requests, of the given ones.
 
         The nodes that have engines. If there is none: those that can use other engines. If no node
         can use an engine, it returns all nodes: some environments need no engine.

@@ -59,7 +59,8 @@ class _Peer:
 class CollectorHub:
     """Exchanges messages with the collectors that hold the run's key.
 
-    The traffic is encrypted (CURVE). A node has one collector at a time: that of the highest epoch.
+    The traffic is encrypted (CURVE). A node has one collector at a time, the one with the highest
+    epoch.
 
     address: host and port.
     run_key: a secret that a collector needs to connect.

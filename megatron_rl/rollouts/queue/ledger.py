@@ -78,7 +78,7 @@ class GroupEntry:
     is_submitted: False for the rest of a group that nobody has asked for: its collector has begun
     with it.
     group: the answer, from its arrival on. arrival: counts the answers.
-    generated_tokens: that engines sampled for it, as far as they are known. saved_tokens: how many
+    generated_tokens: tokens that engines are known to have sampled for it. saved_tokens: how many
     of these a checkpoint had.
     """
 
@@ -115,7 +115,8 @@ class GroupLedger:
     """The groups that were requested and are not released.
 
     loads: open rollouts by node. num_arrived: answers so far, also the number of the next one.
-    next_attempt: of new requests. Larger than those of all requests whose answer may come late.
+    next_attempt: the attempt of new requests. It is larger than in all requests whose answer may
+    come late.
     """
 
     def __init__(self) -> None:

@@ -353,7 +353,7 @@ class RolloutQueue:
         return num_repeated
 
     def arrived_groups(self, group_ids: Collection[str]) -> list[Group]:
-        """Return those of these groups that nobody has taken yet and that are not lost."""
+        """Return the groups with these ids that have arrived and are neither taken nor lost."""
         self._handle_events()
         return [
             entry.group
@@ -437,9 +437,9 @@ class RolloutQueue:
         has_to_end: Callable[[], bool] = never,
         idle: Callable[[], None] | None = None,
     ) -> list[Group]:
-        """Let collectors store what there is of all requests, until `release_partials`.
+        """Let collectors store the sampled parts of all requests, until `release_partials`.
 
-        What a collector does not store in time is left out. A group is stored whole or not.
+        The result has no group that a collector does not store in time. A group is stored whole.
         has_to_end: asked about every half second. If it returns True, the time is over. idle:
         called as often.
 
@@ -758,7 +758,7 @@ class RolloutQueue:
             f"waiting for rollouts: {num_arrived} of {num_arrived + len(open_entries)} groups "
             f"arrived in {seconds:.0f} s; group {oldest.id}, {place}, has taken "
             f"{time.monotonic() - oldest.since:.0f} s"
-            + (f"; {left_out} engine(s) are left out" if left_out else "")
+            + (f"; {left_out} engine(s) get no requests" if left_out else "")
         )
 
     def _write_log(self, text: str) -> None:

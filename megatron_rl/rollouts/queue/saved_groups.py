@@ -19,7 +19,7 @@ from megatron_rl.rollouts.wire.store import RolloutStore
 class SavedGroup:
     """The state of a group in a checkpoint.
 
-    rollouts: the places of those of `group.rollouts`, in their order.
+    rollouts: where the checkpoint has `group.rollouts`, in their order.
     """
 
     group: Group
@@ -68,7 +68,7 @@ class SavedGroups:
         self._num_misfits = 0
 
     def take(self, request: GroupRequest) -> SavedGroup | None:
-        """Return what there is of a requested group, None for nothing. A group is taken once."""
+        """Return the saved part of a requested group, None if there is none. It is taken once."""
         start = self._groups.pop(request.group_id, None)
         if start is None or start.fits(request):
             return start
@@ -92,7 +92,7 @@ class SavedGroups:
         return num_tokens
 
     def store(self, start: SavedGroup) -> Group | None:
-        """Store what there is of a group in this process.
+        """Store the saved part of a group in this process.
 
         Returns None if its checkpoint was removed meanwhile.
         """

@@ -26,16 +26,15 @@ class RolloutBatch:
     """Groups of one training step.
 
     groups: to be credited, in the order of their prompts.
-    stopped_groups, surplus_groups: sampled and left out (see `SelectionResult`).
+    stopped_groups, surplus_groups: sampled, but not to be credited (see `SelectionResult`).
     generated_tokens: tokens that engines sampled during this step.
-    engines_left_out: number of engines that are left out at the end, because they failed.
+    engines_left_out: number of engines that get no requests at the end, because they failed.
     delivered_ids: ids under which the rollouts have to be released.
     sampling: has the parts of groups that came under these ids, and decides on those that come
     again. None for a recording.
     num_repeated: requests that were sent again, because a collector was gone.
     selection_metrics: of the prompt selection.
-    unused_tokens: those of groups that the step did not need and that are not kept, by their class
-    in the account.
+    unused_tokens: tokens of groups that the step neither needed nor kept, by class in the account.
     """
 
     groups: tuple[Group, ...]
@@ -64,7 +63,7 @@ class RolloutBatch:
         """Seconds of scoring after the last response, on the node where it took longest.
 
         Each node has its own clock. A group whose samples come from several nodes has times of
-        both clocks, and is left out.
+        several clocks, and is not counted.
         """
         groups_by_node: dict[int, list[Group]] = {}
         for group in self.all_groups:

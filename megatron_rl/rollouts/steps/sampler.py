@@ -25,11 +25,11 @@ class RolloutSampler:
     """Samples the rollouts of steps.
 
     A step begins with `begin_step`, which does not wait: its rollouts are sampled while this
-    process does something else. `finish_step` waits for those of the oldest open step.
+    process does something else. `finish_step` waits for the rollouts of the oldest open step.
 
     Only a selector whose choices depend on no rollout may have several open steps. With others, the
-    selection of a step begins after that of the step before has ended. Choices therefore never
-    depend on the time at which groups arrive.
+    selection of a step begins when the step before has selected all its groups. Choices therefore
+    never depend on the time at which groups arrive.
 
     stop_token_ids: tokens that end a response.
     idle: called regularly while this process waits for rollouts.
@@ -129,9 +129,9 @@ class RolloutSampler:
         return num_tokens
 
     def open_groups(self, partials: Sequence[Group]) -> dict[int, tuple[Group, ...]]:
-        """Return what there is of all groups of open steps, finished or not, by step.
+        """Return all groups of open steps by step, unfinished ones with their sampled part.
 
-        partials: what there is of those that are not finished.
+        partials: the sampled parts of unfinished groups.
         """
         return {
             step: self._open_groups(sampling, partials) for step, sampling in self._open.items()

@@ -18,11 +18,11 @@ from megatron_rl.rollouts.wire.messages import extension_id, first_id
 class StepSampling:
     """The requests of one step, and the groups that have arrived.
 
-    Parts of a group come under different ids: those of the first request and of its extension.
+    The two parts of a group come under different ids, of the first request and of its extension.
 
     parts: by the id of their request.
-    generated_tokens: those that engines have sampled. unused_tokens: those of groups that were
-    dropped, by their class in the account.
+    generated_tokens: number of tokens that engines have sampled. unused_tokens: tokens of groups
+    that were dropped, by their class in the account.
     """
 
     step: int

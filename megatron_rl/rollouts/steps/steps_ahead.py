@@ -53,9 +53,9 @@ class StepSource(Protocol):
         ...
 
     def open_groups(self, partials: Sequence[Group]) -> dict[int, tuple[Group, ...]]:
-        """Return what there is of all groups of open steps, finished or not, by step.
+        """Return all groups of open steps by step, unfinished ones with their sampled part.
 
-        partials: what there is of those that are not finished.
+        partials: the sampled parts of unfinished groups.
         """
         ...
 
@@ -170,7 +170,7 @@ class StepsAhead:
         Raises what prevents it, such as `TooManyRejected`, also for a batch that was sampled ahead.
         """
         self._states_before.pop(step, None)
-        # Also of later steps: those of a checkpoint are read before it may be removed
+        # Also in later steps: groups of a checkpoint are read before it may be removed
         self._replace_lost(source)
         batch = self._batches.pop(step, None)
         if step in self._failures:
@@ -233,7 +233,7 @@ class StepsAhead:
             # Also one that cannot be used: `drop` releases its groups
             batch = self._batches[step] = source.replace_lost(old_batch)
             if batch.num_repeated == old_batch.num_repeated:
-                continue  # groups that are only read are those of a usable batch
+                continue  # no group was sampled anew, so the batch is as usable as before
             try:
                 source.require(step, batch)
             except (TooManyRejected, UserClassFailed) as failure:
@@ -242,7 +242,7 @@ class StepsAhead:
     def drop(self, source: StepSource) -> tuple[list[str], int]:
         """Drop all batches and open steps. Their prompts are selected again.
 
-        Those of batches that a checkpoint had are not: their place is unknown.
+        Prompts of batches from a checkpoint are not, because their place is unknown.
 
         Returns the ids of the batches' groups, and the number of tokens that were sampled for all.
         """

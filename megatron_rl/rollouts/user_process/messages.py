@@ -70,7 +70,8 @@ class CancelCall(msgspec.Struct, frozen=True, tag="cancel"):
 class ActionError(msgspec.Struct, frozen=True, kw_only=True):
     """Exception of an action of an episode.
 
-    kind: name of its class. reason: that of a rejection, "" for other exceptions.
+    kind: name of its class. reason: why the rollout is rejected, "" for other
+    exceptions.
     """
 
     kind: str
@@ -91,7 +92,7 @@ class EpisodeState(msgspec.Struct, frozen=True, kw_only=True, tag="state"):
 
 
 class ClassReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
-    """The class is constructed. chat_roles: those of an environment."""
+    """The class is constructed. chat_roles: the roles of an environment."""
 
     chat_roles: tuple[str, ...] = ()
 

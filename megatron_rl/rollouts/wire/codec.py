@@ -98,7 +98,7 @@ def decode(buffer: bytes | bytearray | memoryview) -> Rollout:
 
 
 def select_layers(rollout: Rollout, moe_layers: Sequence[int]) -> Rollout:
-    """Keep only the routes of some layers, such as those of a pipeline stage.
+    """Keep only the routes of some layers, such as the layers of a pipeline stage.
 
     moe_layers: places on the MoE-layer axis, in the order of the result.
     """

@@ -59,7 +59,7 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     first_sample: number of the group's rollouts that earlier requests have sampled.
     evaluation: return verdicts only. No rollout is kept and no routes are requested.
     extension: the collector samples the rest of the group by itself, if this rule says so. None: it
-    does not. attempt: larger than that of earlier requests with its id. The answer repeats it.
+    does not. attempt: larger than in earlier requests with its id. The answer repeats it.
     start: what a checkpoint has of the group. saved: where its rollouts are, in their order.
     """
 
@@ -103,9 +103,9 @@ class Drop(msgspec.Struct, frozen=True, tag="drop"):
 class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
     """The state that the collector is to have, whole: whoever has the last one needs no other.
 
-    engines: those that serve, of all nodes. A collector prefers those of its own node. An engine
-    that was left out is used again once it was missing here. An engine that leaves works on no
-    request any more: others repeat them.
+    engines: the engines of all nodes that serve. A collector prefers engines of its own node. If it
+    has stopped using an engine after failures, it uses the engine again only after a message
+    without it. Requests of an engine that leaves are repeated by others.
     version: the weights that engines hold. Responses of other weights are not used. None: of any.
     is_paused: send no request to an engine. The answer is `Served`, once no engine works on one.
     Rank 0 aborts those that run, and they are continued later. number: the answer repeats it.
@@ -118,7 +118,7 @@ class Serve(msgspec.Struct, frozen=True, kw_only=True, tag="serve"):
 
 
 class Store(msgspec.Struct, frozen=True, tag="store"):
-    """Store what there is of all requests. Each is answered with a `Partial`.
+    """Store the sampled parts of all requests. Each is answered with a `Partial`.
 
     number: the answer repeats it. `Drop` frees each group by its `partial_name`.
     """
@@ -137,7 +137,7 @@ class Alive(msgspec.Struct, frozen=True, tag="alive"):
 class GroupDone(msgspec.Struct, frozen=True, kw_only=True, tag="group"):
     """A group is complete: every rollout has a verdict or was rejected.
 
-    generated_tokens: tokens that engines sampled for it. attempt: that of the request.
+    generated_tokens: tokens that engines sampled for it. attempt: as in the request.
     seconds: since the collector received the request. is_extended: the collector has begun with
     the rest of the group. engines_idle: seconds in which its engines worked on no request since
     its start, as a mean over them.
@@ -185,7 +185,7 @@ class EngineLeftOut(msgspec.Struct, frozen=True, tag="engine_left_out"):
 class Served(msgspec.Struct, frozen=True, tag="served"):
     """No engine works on a request of this collector, which is paused.
 
-    num_sampled: all tokens that this collector has received from engines. number: that of the
+    num_sampled: all tokens that this collector has received from engines. number: as in the
     `Serve` which it answers. engines_idle: as in `GroupDone`.
     """
 
@@ -197,8 +197,8 @@ class Served(msgspec.Struct, frozen=True, tag="served"):
 class Partial(msgspec.Struct, frozen=True, tag="partial"):
     """The state of one request for rollouts to train on.
 
-    number: that of `Store`. group: it may be finished, and its `GroupDone` on its way.
-    None: those of all requests were sent.
+    number: as in `Store`. group: it may be finished, and its `GroupDone` on its way.
+    None: the groups of all requests were sent.
     """
 
     number: Count
@@ -223,7 +223,7 @@ FromCollector = (
 
 
 def partial_name(number: int, group_id: str) -> str:
-    """Return the name under which a collector stores what there is of a group."""
+    """Return the name under which a collector stores the sampled part of a group."""
     return f"partials-{number}/{group_id}"
 
 

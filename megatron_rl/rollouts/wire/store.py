@@ -30,8 +30,9 @@ class RolloutGone(Failure):
 class GroupWriter:
     """Writes the rollouts of one group into shared memory, in any thread.
 
-    It has a descriptor of its own, `stream`: that of the store may be closed meanwhile, and its
-    number be that of another file. fd: the number under which others find the memory.
+    It has a descriptor of its own, `stream`, because the store may close its descriptor meanwhile,
+    and another file may then get the same number. fd: the number under which others find the
+    memory.
     """
 
     def __init__(self, node: int, fd: int, stream: BinaryIO) -> None:

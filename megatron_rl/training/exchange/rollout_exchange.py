@@ -183,7 +183,7 @@ def _swap(
 
 
 def _all_to_all(outgoing: Sequence[bytes], group: dist.ProcessGroup) -> list[memoryview]:
-    """Send one message to each rank and return those of each rank."""
+    """Send one message to each rank and return the messages of each rank."""
     send_sizes = torch.tensor([len(data) for data in outgoing])
     receive_sizes = torch.empty_like(send_sizes)
     dist.all_to_all_single(receive_sizes, send_sizes, group=group)

@@ -29,7 +29,7 @@ def gather_samples(
 
     The first rank of each node reads the tokens of the rollouts that the node stores.
 
-    values: those of this rank, None for a rank that sends none.
+    values: what this rank sends, None if it sends nothing.
     """
     node = receivers[rank].node
     is_reader = rank == min(r for r, receiver in enumerate(receivers) if receiver.node == node)

@@ -234,7 +234,7 @@ def test_a_long_wait_names_the_number_of_engines_that_are_left_out(
     threading.Timer(1.5, lambda: peer.send(group_done("a"))).start()
     assert len(list(queue.as_completed(idle, idle_every_seconds=0.02))) == 1
     assert lines[1].startswith("waiting for rollouts: 0 of 1 groups arrived")
-    assert lines[1].endswith("; 1 engine(s) are left out")
+    assert lines[1].endswith("; 1 engine(s) get no requests")
 
 
 # The queue's version, max_staleness, evaluation, reason to reject a rollout of version 5

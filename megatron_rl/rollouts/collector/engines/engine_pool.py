@@ -1,8 +1,8 @@
 """The engines of a run behind one `generate`, as one node's collector uses them.
 
 Rank 0 alone decides which engines belong to the pool. The pool balances requests over them, and
-repeats failed requests on others. It leaves out an engine that keeps failing, and reports that to
-rank 0.
+repeats failed requests on others. An engine that keeps failing gets no requests, and rank 0 gets a
+report.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class EnginePool:
     async def set_engines(self, engines: Sequence[Engine]) -> None:
         """Use exactly these engines from now on, and repeat requests of others elsewhere.
 
-        An engine that is used already stays as it is. One that was left out stays so until a set
-        without it.
+        An engine that the pool has already keeps its state. If it gets no requests, it must leave
+        the pool and join again to get some.
         """
         await self._members.replace(engines)
 
@@ -107,7 +107,7 @@ class EnginePool:
         """Wait until no engine works on a request.
 
         Requests that an engine aborts during a pause are continued after it. An engine that does
-        not abort them within two minutes is left out, and others continue them.
+        not abort them within two minutes gets no requests, and others continue them.
         """
         if not await self._gate.rests_within(STOP_SECONDS):
             await self._members.leave_out_busy(
@@ -157,9 +157,9 @@ class EnginePool:
         rid: GROUP/ROLLOUT. rejected_tokens: receives the tokens of responses that cannot be used,
         by the reason. The tokens of a request without a reply are unknown.
         is_wanted: if it returns False, nothing more is sent, and this waits until it is cancelled.
-        pieces: what there is of the response already. It receives further pieces as they arrive.
+        pieces: the sampled part of the response. It receives further pieces as they arrive.
         stop: cuts a response off that repeats itself. Its finish reason is then LENGTH.
-        num_known_routes: inputs, from the first, whose routes are left out.
+        num_known_routes: inputs, from the first, whose routes are not requested.
         """
         response = PartialResponse(
             token_ids, sampling, [] if pieces is None else pieces, num_known_routes

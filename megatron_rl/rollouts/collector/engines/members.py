@@ -1,4 +1,4 @@
-"""The engines of a pool: which of them gets a request, and which is left out."""
+"""The engines of a pool: which of them gets a request, and which gets none after failures."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.generation import Generation, GenerationRejected
 
-_MAX_CONSECUTIVE_FAILURES = 3  # an engine with this many is left out
+_MAX_CONSECUTIVE_FAILURES = 3  # an engine with this many gets no requests
 
 _log = logging.getLogger(__name__)
 
@@ -101,8 +101,8 @@ class Members:
     async def replace(self, engines: Sequence[Engine]) -> None:
         """Have exactly these engines.
 
-        An engine that is there already stays as it is, also one that was left out. Running requests
-        of the others are repeated elsewhere.
+        An engine that the pool has already keeps its state, also if it gets no requests. Running
+        requests of engines that leave are repeated elsewhere.
         """
         engine_of = {engine.url: engine for engine in engines}
         removed_members = [
@@ -177,11 +177,11 @@ class Members:
     async def count_failure(
         self, member: Member, failure: RequestFailed | GenerationRejected
     ) -> None:
-        """Count a failure and leave the engine out after too many of them.
+        """Count a failure. After too many of them the engine gets no requests.
 
-        An engine that fell silent is left out at once: the next request would wait as long. The
-        last engine is not left out for responses that cannot be used: with NaN in the weights,
-        those of every engine are, and the batch has to say so.
+        An engine that fell silent gets none at once, because the next request would wait as long.
+        The last engine still gets requests after responses that cannot be used: with NaN in the
+        weights, every engine sends such responses, and the batch has to say so.
         """
         member.failures += 1
         is_silent = isinstance(failure, RequestExpired)
@@ -190,7 +190,7 @@ class Members:
         if _is_unusable_response(failure) and not self.have_others({member}):
             return
         _log.warning(
-            "%s is left out after %d failures in a row: %s",
+            "%s gets no requests after %d failures in a row: %s",
             member.engine.url,
             member.failures,
             failure,
@@ -201,7 +201,7 @@ class Members:
         """Leave out the engines that work on requests, and take these away from them."""
         for member in list(self._members.values()):
             if member.in_flight and not member.is_left_out:
-                _log.warning("%s is left out: %s", member.engine.url, reason)
+                _log.warning("%s gets no requests: %s", member.engine.url, reason)
                 await self._leave_out(member, reason)
                 member.removal.set()
 

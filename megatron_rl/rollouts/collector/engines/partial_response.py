@@ -17,8 +17,8 @@ class PartialResponse:
     """The pieces of a response so far, and the request for the rest of it.
 
     The rest is requested with the same seed. An engine's random numbers follow seed and position,
-    so the joined response equals one without interruption, if the weights are the same. Of the
-    routes, each piece keeps those of its own reading: they decided its tokens.
+    so the joined response equals one without interruption, if the weights are the same. Each piece
+    keeps the routes that its own request read, because they decided its tokens.
 
     num_known_routes: the first inputs of the prompt whose routes are known, and not requested.
     """
