@@ -138,7 +138,7 @@ def test_settings_that_no_family_supports_are_refused(
         (DEEPSEEK, {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers=1.*set it to 0"),
         (DEEPSEEK, {"first_k_dense_replace": 4}, "first_k_dense_replace=4: no layer has experts"),
         (DEEPSEEK, {"n_group": 3}, "n_group=3"),
-        (DEEPSEEK, {"topk_group": 5}, "n_group=4.*5 are selected"),
+        (DEEPSEEK, {"topk_group": 5}, "n_group=4.*5 of them are selected"),
         (DEEPSEEK, {"topk_group": 1}, "topk_group=1 is not supported.*best 4"),
     ],
 )
