@@ -120,9 +120,24 @@ class Episode:
         environment should not catch them.
         """
         self._require_rest()
+        budget = self._budget
+        if budget <= 0 or self.finish_reason is FinishReason.LENGTH:
+            return self._end_empty_turn()
         pending = self._pending = object()
         try:
-            return await self._respond()
+            sampling = msgspec.structs.replace(self._rules.sampling, max_new_tokens=budget)
+            generation = await self._generate(self._builder.tokens, sampling)
+            num_generated = len(generation.output_ids)
+            self.sampled_tokens += num_generated
+            if num_generated > budget:
+                raise RolloutRejected(
+                    "too_long",
+                    f"prompt {self.prompt.id}: the engine sampled {num_generated} tokens, "
+                    f"but the request allowed {budget}",
+                )
+            text = await self._add(generation)
+            self._last_end = generation.finish_reason
+            return self._end_turn(text, generation.finish_reason)
         finally:
             if self._pending is pending:
                 self._pending = None
@@ -130,24 +145,6 @@ class Episode:
     def withdraw(self) -> None:
         """Take back the request for a response, which is being cancelled."""
         self._pending = None
-
-    async def _respond(self) -> Response:
-        budget = self._budget
-        if budget <= 0 or self.finish_reason is FinishReason.LENGTH:
-            return self._end_empty_turn()
-        sampling = msgspec.structs.replace(self._rules.sampling, max_new_tokens=budget)
-        generation = await self._generate(self._builder.tokens, sampling)
-        num_generated = len(generation.output_ids)
-        self.sampled_tokens += num_generated
-        if num_generated > budget:
-            raise RolloutRejected(
-                "too_long",
-                f"prompt {self.prompt.id}: the engine sampled {num_generated} tokens, "
-                f"but the request allowed {budget}",
-            )
-        text = await self._add(generation)
-        self._last_end = generation.finish_reason
-        return self._end_turn(text, generation.finish_reason)
 
     @property
     def num_routes(self) -> int:

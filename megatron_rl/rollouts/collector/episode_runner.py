@@ -131,12 +131,6 @@ class EpisodeRunner:
         Raises `Failure` if a user-defined class cannot be opened again.
         """
         progress = progress or EpisodeProgress()
-        progress.outcome = await self._play(request, index, progress)
-        return progress.outcome
-
-    async def _play(
-        self, request: GroupRequest, index: int, progress: EpisodeProgress
-    ) -> ScoredRollout | RejectedRollout:
         episodes: list[Episode] = []
 
         def open_attempt() -> EpisodeAttempt:
@@ -152,9 +146,13 @@ class EpisodeRunner:
         *lost_episodes, episode = episodes
         episode.rejected_tokens += _tokens_of(lost_episodes)
         episode.rejected_tokens += Counter({NOT_RESTORED: progress.drop_stored()})
-        if outcome.ending is not Ending.RETURNED:
-            return self._reject(episode, *self._describe(outcome), outcome.error)
-        return await self._score(request, episode, subject, is_repetitive=progress.is_repetitive)
+        if outcome.ending is Ending.RETURNED:
+            progress.outcome = await self._score(
+                request, episode, subject, is_repetitive=progress.is_repetitive
+            )
+        else:
+            progress.outcome = self._reject(episode, *self._describe(outcome), outcome.error)
+        return progress.outcome
 
     async def _score(
         self, request: GroupRequest, episode: Episode, subject: str, *, is_repetitive: bool

@@ -67,9 +67,19 @@ class Sampling:
         return self._version if self._steps_ahead.is_used else None
 
     def sample(self, step: int, watch: Stopwatch) -> RolloutBatch:
-        """Return the batch of a step, once it is sampled. Engines then leave their devices."""
+        """Return the batch of a step, once it is sampled. Engines then leave their devices.
+
+        Before and after the wait, it begins the steps that may be sampled with the present weights.
+        """
+        source = self._parts.rollouts
+        last_step = self._last_step(step)
         with watch.section("rollout"), self._checkpoints.abortable_wait():
-            batch = self._take(step)
+            self._steps_ahead.begin_open(step, last_step, source)
+            with self._bad_responses_observed(step):
+                batch = self._steps_ahead.take(step, source)
+            self._steps_ahead.begin_next(step, last_step, source)
+            if self._steps_ahead.is_used:
+                self._num_in_flight = self._holder.count_in_flight()
         self._weights.sleep(watch)
         return batch
 
@@ -191,18 +201,6 @@ class Sampling:
     def _last_step(self, step: int) -> int:
         """The last step whose rollouts may be sampled while `step` trains."""
         return min(self._total_steps, self._observers.last_step(step))
-
-    def _take(self, step: int) -> RolloutBatch:
-        """Begin what may be sampled with the present weights, and wait for the batch of a step."""
-        source = self._parts.rollouts
-        last_step = self._last_step(step)
-        self._steps_ahead.begin_open(step, last_step, source)
-        with self._bad_responses_observed(step):
-            batch = self._steps_ahead.take(step, source)
-        self._steps_ahead.begin_next(step, last_step, source)
-        if self._steps_ahead.is_used:
-            self._num_in_flight = self._holder.count_in_flight()
-        return batch
 
     @contextlib.contextmanager
     def _bad_responses_observed(self, step: int) -> Iterator[None]:
