@@ -189,7 +189,7 @@ def test_an_invariant_without_a_test_is_found() -> None:
 # The present values. A change may lower a limit, and a new offender has to replace one.
 LIMITS = {
     "write pairs": 18,
-    "constructor parameters": 13,
+    "constructor parameters": 12,
     "private constructor parameters": 0,
     "protocols with one implementation": 0,
     "exceptions that nobody catches": 0,
