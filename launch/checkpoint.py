@@ -133,7 +133,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         "--fp8",
         action="store_true",
         help="write FP8 weights with scales for blocks of 128 x 128, as engine.quantization=fp8 "
-        "sends them; --dtype is that of the other tensors",
+        "sends them; the other tensors have --dtype",
     )
     for end in ("first", "last"):
         parser.add_argument(
@@ -170,7 +170,7 @@ def _add_merge(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scale", type=float, help=f"ties: factor of the merged changes (default: {DEFAULT_SCALE})"
     )
-    _add_output(parser, "data type of the result (default: that of the first model)")
+    _add_output(parser, "data type of the result (default: as in the first model)")
 
 
 def _add_output(parser: argparse.ArgumentParser, dtype_help: str) -> None:

@@ -95,7 +95,7 @@ class Check:
 
 
 def read_constraints(*, with_gpus: bool) -> str:
-    """Read the pinned versions. with_gpus: those of the CUDA image replace the others."""
+    """Read the pinned versions. with_gpus: with the versions of the CUDA image."""
     names = ["constraints.txt"]
     if with_gpus:
         names.append("gpu-constraints.txt")

@@ -8,7 +8,7 @@ Examples:
     torchrun ... launch/train_rl.py data=jsonl data.train_path=train.jsonl \\
         data.pass_rates=rates.jsonl data.pass_rate_range=[0.1,0.9]
 
-The settings key=value are those of launch/train_rl.py: data, reward, engines and sampling.
+The settings key=value are the same as for launch/train_rl.py: data, reward, engines and sampling.
 run.resume=DIR uses the weights of a checkpoint of model.path. To continue an interrupted profile,
 run the same command again.
 

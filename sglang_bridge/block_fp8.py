@@ -1,4 +1,4 @@
-"""Block-FP8 weights as they are sent and as SGLang's checksums see them.
+"""Block-FP8 weights: what is sent, and what SGLang's checksums see.
 
 A weight X comes as two tensors: X holds e4m3 codes [M, N], and X_scale_inv float32 scales, one for
 each block of 128 x 128.
@@ -34,7 +34,7 @@ class Part(NamedTuple):
 class Fp8Pairs:
     """Joins the codes and scales of a stream, in which either may come first.
 
-    lists_exactly: the engine lists checksums of codes and scales too, beside that of their values.
+    lists_exactly: the engine lists checksums of codes and scales too, not only of their values.
     compares_values: False if names alone are needed. Then nothing is copied or computed.
     """
 

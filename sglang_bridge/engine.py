@@ -9,7 +9,7 @@ class Engine(msgspec.Struct, frozen=True, kw_only=True):
     """One SGLang server, or several that serve one model from as many nodes.
 
     node: the host whose collector sends requests to it. tp, ep: its tensor- and expert-parallel
-    sizes. gpus: its devices among those of its node, where the run placed it.
+    sizes. gpus: its devices on its node, where the run placed it.
 
     Raises `ValueError` for sizes that no server has.
     """

@@ -44,8 +44,8 @@ class Generation:
 
     output_ids: int32 [r]. logprobs: float32 [r], nats, of the temperature-scaled distribution.
     routes: integers [n-1, layers, topk] of the smallest type that holds them, row t for the model's
-    input t; None if they were not requested, or if an aborted request has none. Rows that the
-    request left out are missing at the beginning. version_spans: oldest first. is_expired: the
+    input t; None if they were not requested, or if an aborted request has none. Rows that were
+    not requested are missing at the beginning. version_spans: oldest first. is_expired: the
     client aborted the request, because the engine was silent.
     """
 
@@ -272,7 +272,7 @@ def _decode_routes(
 def _narrow(routes: npt.NDArray[np.int32]) -> npt.NDArray[np.integer[Any]]:
     """Return routes in the smallest type that holds them: a response may wait for a long time.
 
-    Numbers that are no experts stay as they are, so that a later check finds them.
+    Numbers that are no experts are not changed, so that a later check finds them.
     """
     if not routes.size or routes.min() < 0:
         return routes

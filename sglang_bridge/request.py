@@ -33,8 +33,8 @@ def encode_request(
 
     It samples without top-k and penalties. With top_p=1 the distribution is not truncated.
 
-    first_route_row: routes of earlier inputs are left out. seed: for CPU engines and for engines
-    with `--enable-deterministic-inference`. Others ignore it.
+    first_route_row: routes of earlier inputs are not requested. seed: for CPU engines and for
+    engines with `--enable-deterministic-inference`. Others ignore it.
     """
     body: dict[str, Any] = {
         "rid": rid,

@@ -237,8 +237,8 @@ class RunningOption(NamedTuple):
 def unsupported_options(info: Mapping[str, Any]) -> Iterator[RunningOption]:
     """Yield the unsupported options of a server that somebody else started.
 
-    Left out are options that concern its start, NCCL's settings, which may equal the trainer's, and
-    the runner of experts, of which some record routes.
+    These options are not among them: options that concern its start, NCCL's settings, which may
+    equal the trainer's, and the runner of experts, because some runners record routes.
 
     info: the server's `/server_info`, which holds the value of every option.
     """

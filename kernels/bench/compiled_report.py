@@ -65,7 +65,7 @@ def kernel_table(cases: Mapping[int, Sequence[CompiledCase]]) -> list[str]:
 def case_table(cases: Sequence[CompiledCase]) -> list[str]:
     """A row for each benchmark case: the lines of a table.
 
-    The milliseconds are those of the formula's bytes at the peak bandwidth of the GPU's memory.
+    The milliseconds are for the formula's bytes at the peak bandwidth of the GPU's memory.
     """
     rows = [
         (

@@ -1,6 +1,6 @@
 """Numbers of the GPUs that a rehearsal can assume.
 
-Rates are those of the data sheets. The memory is what nvidia-smi reports.
+Rates come from the data sheets, and the memory from nvidia-smi.
 """
 
 from __future__ import annotations

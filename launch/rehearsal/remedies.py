@@ -26,7 +26,7 @@ Rehearse = Callable[[Sequence[str], Configuration, ModelShape], Measurement]
 class Remedy:
     """A change that may let a rank fit.
 
-    arguments: of the command, which replace those of the same key. cost: in words.
+    arguments: of the command. They replace arguments with the same key. cost: in words.
     """
 
     arguments: tuple[str, ...]

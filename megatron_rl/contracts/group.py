@@ -22,8 +22,8 @@ NEVER_SENT = "version_never_sent"  # the trainer has not sent this weight versio
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """Result of scoring one rollout.
 
-    reward: None if scoring failed or timed out. Such a rollout is counted and left out of its
-    group's statistics. It does not count as a reward of zero.
+    reward: None if scoring failed or timed out. Such a rollout is counted, but not in its group's
+    statistics. It does not count as a reward of zero.
     correctness: raw score from 0 to 1 without shaping terms, used to find zero-variance groups.
     None for every rollout of a prompt without a known answer, such as with a reward model.
     penalty: flaw of the response from 0 to 1, apart from its correctness. It shapes the advantages

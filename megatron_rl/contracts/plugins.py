@@ -1,6 +1,6 @@
 """Plugins: user-defined classes that the configuration names as `package.module:Name`.
 
-Options that name environment variables, such as `${oc.env:JUDGE_KEY}`, stay as they are in the
+Options that name environment variables, such as `${oc.env:JUDGE_KEY}`, keep the name in the
 configuration, in checkpoints and in messages. Each process reads the values when it constructs the
 plugin.
 """
@@ -57,7 +57,7 @@ def user_code(
 
     action: name of the call. The failure's message names it, the exception and the user's line.
     propagate: exceptions that are not converted, because the caller handles them.
-    options: those of the class. The message leaves the values of their environment variables out.
+    options: of the class. The message does not contain the values of their environment variables.
     """
     try:
         yield
@@ -89,8 +89,8 @@ def error_text(error: BaseException) -> str:
 def describe_error(error: BaseException, options: Mapping[str, Any] | None = None) -> str:
     """Return an exception of user-defined code and its location, on one line.
 
-    options: see `user_code`. The values are left out before a long message is cut off, which could
-    leave a part of a value.
+    options: see `user_code`. Values are removed before a long message is cut off, because a cut
+    could leave a part of a value.
     """
     message = " ".join(hide_values(error_text(error), options).split())
     if len(message) > _MAX_MESSAGE_LENGTH:

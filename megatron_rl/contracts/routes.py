@@ -103,7 +103,7 @@ def expand_routes(routes: Routes, shape: RouteShape) -> Routes:
 def round_robin_routes(num_rows: int, num_layers: int, *, num_experts: int, topk: int) -> Routes:
     """Return distinct valid experts for padding rows, spread evenly: [num_rows, num_layers, topk].
 
-    The dtype is that of `validate_routes`.
+    The dtype is as in `validate_routes`.
     """
     rows = (np.arange(num_rows)[:, None] * topk + np.arange(topk)) % num_experts
     return _narrow(np.broadcast_to(rows[:, None], (num_rows, num_layers, topk)), num_experts)

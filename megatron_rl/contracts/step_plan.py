@@ -11,7 +11,7 @@ from megatron_rl.contracts.wire_types import Amount, Count
 
 
 class ExtraRollout(NamedTuple):
-    """A rollout of a zero-variance group, trained or counted in addition to those of mixed groups.
+    """A rollout of a zero-variance group that is trained or counted beside mixed groups.
 
     advantage: 0 for a rollout that only counts in the denominators.
     entropy_advantage: see `StepPlan`. 0 except for rollouts of all-correct or all-incorrect groups

@@ -39,9 +39,9 @@ _MAX_TOKENS_BEFORE_END = 64  # that a template writes between a response and its
 class ChatTurns:
     """Renders the messages that follow a response.
 
-    roles: those of the messages.
+    roles: of the messages.
 
-    Raises `Failure` if the template refuses these roles or leaves out their messages, if
+    Raises `Failure` if the template refuses these roles or ignores their messages, if
     it writes no end-of-sequence token after a response, or renders earlier messages differently
     once others follow them.
     """
@@ -64,7 +64,7 @@ class ChatTurns:
 
         at_most: of a text with more tokens, the first ones are enough, but more than `at_most`.
 
-        Raises ValueError for other roles than those of the environment, and `UnknownText`.
+        Raises ValueError for roles that the environment has not named, and `UnknownText`.
         """
         for message in messages:
             if message.get("role") not in self._roles:
@@ -83,7 +83,7 @@ class ChatTurns:
 
     def _left_out(self, role: str) -> Failure:
         return Failure(
-            f"{self._template.file}: the chat template leaves out messages of the role {role!r}. "
+            f"{self._template.file}: the chat template ignores messages of the role {role!r}. "
             "Use a template that renders them, or add text with episode.observe",
             ExitCode.REFUSED,
         )

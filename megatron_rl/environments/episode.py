@@ -165,8 +165,7 @@ class Episode:
     def rollout_so_far(self, response: Generation | None) -> Rollout | None:
         """Return the rollout up to the last token that was sampled, None before the first one.
 
-        response: the part that there is of the response that is being sampled. It is left out if it
-        cannot be used.
+        response: the sampled part of the open response. It is omitted if it cannot be used.
         """
         if response is not None:
             with contextlib.suppress(RolloutRejected, RouteError):
@@ -181,7 +180,7 @@ class Episode:
     def observe(self, text: str) -> None:
         """Add text that was not sampled, such as a tool's answer. The model reads it as input.
 
-        It receives no loss. The rollout ends with its last response and leaves out text after it.
+        It receives no loss. The rollout ends with its last response, without text after it.
         The names of control tokens in it are text.
         Raises `UnknownText`, and ValueError while a response is pending.
         """

@@ -208,7 +208,7 @@ def _call_questions(key: str, source: Source, settings: DataSettings) -> Iterato
 class _Opener:
     """Opens the questions of one or several sources.
 
-    bad_rows: those of all sources.
+    bad_rows: the bad rows of all sources.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class _Opener:
         self._check_demonstration = check_demonstration
 
     def split(self, settings: DataSettings, section: str) -> Split:
-        """Read or generate the questions of a source. section: that of its keys, for messages."""
+        """Read or generate the questions of a source. section: of its keys, for messages."""
         if settings.source not in FILE_SOURCES:
             questions = generate_questions(settings)
             return split_generator(

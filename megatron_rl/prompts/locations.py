@@ -12,7 +12,7 @@ from megatron_rl.prompts.files.reader import DataLocation
 def settings_of_source(settings: DataSettings, name: str) -> DataSettings:
     """Return the settings of one source of a mixture, as if it were the only source.
 
-    Its pass rates are those of the mixture.
+    The mixture has its pass rates.
     """
     source = settings.sources[name]
     return replace(
@@ -35,7 +35,7 @@ def settings_of_source(settings: DataSettings, name: str) -> DataSettings:
 
 
 def training_data(settings: DataSettings, section: str = "data") -> DataLocation:
-    """Return where the training questions are. section: that of the keys, for messages."""
+    """Return where the training questions are. section: of the keys, for messages."""
     assert settings.train_path is not None, "the configuration's rules require it"
     return DataLocation(
         settings.train_path,
@@ -49,7 +49,7 @@ def training_data(settings: DataSettings, section: str = "data") -> DataLocation
 def held_out_data(settings: DataSettings, section: str = "data") -> DataLocation | None:
     """Return where the held-out questions are, None if train_path reserves them.
 
-    section: that of the keys, for messages.
+    section: of the keys, for messages.
     """
     columns = _columns(settings, section)
     if settings.eval_path is not None:

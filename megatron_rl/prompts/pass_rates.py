@@ -92,7 +92,7 @@ def identity_of(settings: DataSettings) -> dict[str, Any]:
 
 
 def judge_of(settings: RewardSettings | EnvironmentSettings) -> dict[str, Any]:
-    """Return the settings that decide a response's correctness, as they are after JSON.
+    """Return the settings that decide a response's correctness, as JSON would return them.
 
     Timeouts are not part of it.
     """

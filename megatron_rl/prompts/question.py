@@ -92,7 +92,7 @@ class BadRows:
     read_answer: rows that repeat a question with the same answer are not bad.
     count: number of bad rows.
     examples: the first bad rows, as `origin: reason`.
-    messages: the first 10,000 rows that are left out, including repeated ones, as `origin: reason`.
+    messages: the first 10,000 rows that are not used, also repeated ones, as `origin: reason`.
     """
 
     policy: Literal["fail", "skip"]

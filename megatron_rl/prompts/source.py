@@ -46,7 +46,7 @@ class ExcludedRows:
     def __str__(self) -> str:
         reserve = f", {self.num_reserved} reserved for evaluation" if self.num_reserved else ""
         return (
-            f"left out: {self.bad} bad rows, {self.duplicates} duplicates, {self.overlapping} that "
+            f"not used: {self.bad} bad rows, {self.duplicates} duplicates, {self.overlapping} that "
             f"are also held out{reserve}"
         )
 
@@ -67,8 +67,8 @@ class PromptSource:
     train, held_out: all prompts of each side.
     excluded_rows: rows that are in neither side.
     rates: estimated pass rates by prompt id. A pass-rate range excludes prompts from `take` and
-    `offer`. It may change between two steps: the current epoch then leaves out what is outside of
-    it, and the next epoch goes through the prompts in the range alone.
+    `offer`. It may change between two steps: the current epoch then skips what is outside of
+    it, and the next epoch goes only through the prompts in the range.
     initial_beliefs: beliefs of another run from which a new run starts, see `TransferredBeliefs`.
 
     name: of a source in a mixture, whose epochs have an order of their own.

@@ -22,8 +22,8 @@ _MAX_UNUSABLE = 20_000
 class Split:
     """Questions of both sides.
 
-    duplicates: number of rows left out because they repeat a question.
-    overlapping: number of training rows left out because their question is held out.
+    duplicates: number of rows that are not used because they repeat a question.
+    overlapping: number of training rows that are not used because their question is held out.
     reserved: questions that are in neither side, because another data.num_eval holds them out.
     """
 
@@ -39,7 +39,7 @@ def split_generator(
 ) -> Split:
     """Fill both sides from a generator. One identity in eight belongs to the held-out side.
 
-    A question with a repeated text is skipped. section: that of the keys, for messages.
+    A question with a repeated text is skipped. section: of the keys, for messages.
 
     Raises `PromptDataError` if the generator ends, or yields 20,000 unusable questions in a row,
     before both sides are full.
@@ -84,7 +84,7 @@ def hold_out(
     A repeated question is used once. So is a prompt that the chat template writes for several
     questions, which does not change what is reserved. With another answer, it is a bad row.
 
-    section: that of the keys, for messages.
+    section: of the keys, for messages.
 
     Raises `PromptDataError` if fewer than `num_eval` questions are reserved, or if the file has a
     single question.
@@ -140,7 +140,7 @@ def _reserve_size(by_rank: Sequence[Question]) -> int:
 
 
 def keep_apart(train: Sequence[Question], held_out: Sequence[Question], bad_rows: BadRows) -> Split:
-    """Split two files: questions that are held out are left out of the training questions.
+    """Split two files: questions that are held out are not training questions.
 
     A training question that is held out with another answer is a bad row. An id on both sides that
     names two different questions makes the held-out one a bad row.

@@ -111,9 +111,9 @@ def _set_warnings(
         if shared:
             yield (
                 f"eval.sets.{name}={c.eval.sets[name].path}: {shared} of its {len(questions)} "
-                "questions train, too, so its accuracy is not that of unseen questions. Name the "
-                "file in data.eval_path, which leaves them out of training, or remove them from "
-                "one of the files"
+                "questions train, too, so its accuracy does not hold for unseen questions. Name "
+                "the file in data.eval_path, so that they do not train, or remove them from one "
+                "of the files"
             )
 
 

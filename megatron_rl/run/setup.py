@@ -40,5 +40,5 @@ class RunSetup:
 
     @cached_property
     def stop_token_ids(self) -> tuple[int, ...]:
-        """Ids that end a response: those of the tokenizer, the generation and the model config."""
+        """Ids that end a response, from the tokenizer, the generation and the model config."""
         return Tokenizer.from_directory(self.configuration.model.path).eos_ids

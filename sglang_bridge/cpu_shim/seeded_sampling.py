@@ -94,7 +94,7 @@ def token_mask(
 def sample_by_seed(sampler: Any) -> None:
     """Let `sglang.srt.layers.sampler` sample by seed.
 
-    Its own seeded sampling needs a CUDA kernel, or a batch of which no row sets min-p.
+    Its own seeded sampling needs a CUDA kernel, or a batch in which no row sets min-p.
     """
     original = sampler.top_k_top_p_min_p_sampling_from_probs_torch
 

@@ -136,7 +136,7 @@ class DeltaTransport:
         self._store(name, data, width=1 if len(data) % width else width)
 
     def end(self, admins: Sequence[AdminClient], version: int, deadline: float) -> Failures:
-        """Let every node rebuild the weights, and every engine load those of its node."""
+        """Let every node rebuild the weights, and every engine load its node's weights."""
         push = self._push
         manifest = self._manifest(version, push.base, push.files)
         path = self._push_path("push")

@@ -29,7 +29,7 @@ _CPU_ARGS = (
 # does not.
 RECORDING_RUNNER = "triton"
 ROUND_ACTIVATIONS = "SGLANG_BRIDGE_ROUND_ACTIVATIONS"
-"""Environment variable of a CPU server: 0 leaves the inputs of FP8 products as they are."""
+"""Environment variable of a CPU server: with 0, inputs of FP8 products are not rounded."""
 # Without this variable SGLang starts no more ranks on CPUs than the machine has NUMA nodes.
 _THREAD_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 # Without this variable, CUDA graphs keep their memory while an engine sleeps.

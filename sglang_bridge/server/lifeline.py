@@ -52,8 +52,8 @@ def start_supervised(
 
     log: receives stdout and stderr. grace_seconds: time between SIGTERM and SIGKILL.
     scratch: an environment variable, and the directory that it names to the command. The
-    supervisor creates that directory, and removes it at the end. descriptors: those of open files
-    that the command inherits, under the same numbers.
+    supervisor creates that directory, and removes it at the end. descriptors: of open
+    files that the command inherits, under the same numbers.
     """
     scratch_option = [] if scratch is None else [f"--scratch={scratch[0]}={scratch[1]}"]
     supervisor = [

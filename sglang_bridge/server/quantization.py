@@ -114,7 +114,7 @@ def _overrides(engine: Engine, info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _unquantized_modules(configuration: Mapping[str, Any]) -> frozenset[str]:
-    """The modules that a configuration leaves out, without those that nobody quantizes.
+    """The modules that a configuration does not quantize, except modules that nobody quantizes.
 
     SGLang reads the first of two keys, and takes a name with and without "model." in front.
     """

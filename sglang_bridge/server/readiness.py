@@ -226,7 +226,7 @@ def _require_supported_options(
 
 
 def _require_same_model(engine: Engine, info: dict[str, Any], model_path: Path) -> None:
-    """Compare the configurations of both models, if this machine can read that of the engine.
+    """Compare the configurations of both models, if this machine can read the engine's.
 
     Weights are sent and audited, but not the rest: an engine with another base of the rotary
     embedding, for example, takes all weights and computes other probabilities.

@@ -68,7 +68,7 @@ class AuditReport:
 
 
 def audit_engine(admin: AdminClient, expectation: WeightExpectation) -> AuditReport:
-    """Compare the engine's checksums with those of a complete push, which `expectation` observed.
+    """Compare the engine's checksums with a complete push, which `expectation` observed.
 
     SGLang silently skips names that it does not know. Names are therefore compared on every rank,
     and values where possible.

@@ -83,7 +83,7 @@ class WeightExpectation:
         # Our CPU engines list the checksums of codes and scales (`cpu_shim/block_fp8.py`)
         self._pairs = Fp8Pairs(lists_exactly=device == "cpu", compares_values=compares_values)
         self.unknown_splits: list[str] = []
-        """Tensors of which nothing is known about the share of one rank among several."""
+        """Tensors whose share on one rank among several is unknown."""
         self._num_key_value_heads = num_key_value_heads
         # Names are the same on all ranks
         ranks = dict.fromkeys(places) if compares_values else (WHOLE,)
@@ -122,7 +122,7 @@ class WeightExpectation:
                 parameter.add_data(local_slot.index, data.contiguous().view(-1).view(torch.uint8))
 
     def _local_slot(self, slot: Slot, place: RankPlace) -> Slot | None:
-        """The slot among those of a rank; None if it has no part of the tensor."""
+        """The slot among a rank's slots; None if the rank has no part of the tensor."""
         if not slot.is_expert:
             return slot
         each = slot.count // self._num_experts
@@ -132,7 +132,7 @@ class WeightExpectation:
 
     @property
     def first_place(self) -> RankPlace:
-        """The first rank of which something is expected. All have the same parameters, by name."""
+        """The first rank with an expected parameter. All have the same parameters, by name."""
         return next(iter(self._parameters))
 
     def checksums(self, place: RankPlace = WHOLE) -> dict[str, str]:
@@ -169,7 +169,7 @@ class WeightExpectation:
     def tensors_of(self, parameter: str, place: RankPlace = WHOLE) -> tuple[str, ...]:
         """The Hugging Face names that make up an engine parameter of a rank, in its order.
 
-        Empty for a parameter of which nothing was sent.
+        Empty if no part of the parameter was sent.
         """
         if parameter not in self._parameters[place]:
             return ()

@@ -53,7 +53,7 @@ _DOWN_KINDS = ("down_proj", "w2")
 class Slot:
     """Place of one checkpoint tensor in an engine parameter.
 
-    count: the number of slots in the parameter. is_expert: its slots are those of experts.
+    count: the number of slots in the parameter. is_expert: its slots hold experts.
     """
 
     parameter: str
@@ -92,7 +92,7 @@ def update_unit(name: str) -> str:
     """Name the tensors that must reach an engine in one update, because it fuses them.
 
     These are q, k and v; gate and up, also of one expert; and the first projections of latent
-    attention, of which SGLang forgets one that comes alone (0.5.23,
+    attention. SGLang forgets one of these that comes alone (0.5.23,
     `models/deepseek_common/deepseek_weight_loader.py`). A scale belongs to its weight.
     """
     tensor = name.removesuffix("_scale_inv").removesuffix(".weight").removesuffix(".bias")

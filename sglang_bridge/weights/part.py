@@ -51,7 +51,7 @@ class RankPart:
         self._is_everywhere = is_everywhere
         self._free_memory = free_memory
         self._admins: dict[str, AdminClient] = {}  # by connection
-        self._connections: tuple[str, ...] = ()  # those of the last update
+        self._connections: tuple[str, ...] = ()  # in the last update
 
     def follow(self, source: WeightSource) -> None:
         """Take part in one update that rank 0 leads (a collective)."""
@@ -180,7 +180,7 @@ class RankPart:
 
 
 def _add(earlier: Readiness, later: Readiness) -> Readiness:
-    """Add the failures of a rank's later turn to those of earlier ones."""
+    """Add the failures of a rank's later turn to the failures of earlier turns."""
     return msgspec.structs.replace(earlier, failures=later.failures | earlier.failures)
 
 

@@ -140,7 +140,7 @@ def test_a_directory_that_exists_is_not_overwritten(
         (lambda folder: (folder / "tokenizer.json").unlink(), "no tokenizer.json"),
         (
             lambda folder: swap_ids(folder / "tokenizer.json"),
-            "b: its tokenizer assigns other token ids than that of a",
+            "b: its tokenizer assigns other token ids than the tokenizer of a",
         ),
     ],
 )

@@ -122,7 +122,7 @@ def test_every_excluded_row_is_reported_with_its_reason(
         "jsonl", tokenizer, on_bad_row="skip", train_path=path, eval_path=held_out_file
     )
     first, *messages = source.excluded_rows.report().splitlines()
-    assert first == "left out: 1 bad rows, 1 duplicates, 1 that are also held out"
+    assert first == "not used: 1 bad rows, 1 duplicates, 1 that are also held out"
     assert sorted(messages) == [
         f"{path} line 2: the tokenizer has no token for 'Ü'",
         f"{path} line 3: repeats the question of {path} line 1",

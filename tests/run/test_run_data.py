@@ -220,8 +220,8 @@ def test_training_questions_in_an_evaluation_set_are_counted(
     data = read_data(compose([*own, *overrides]))
     expected = [
         f"eval.sets.s={file}: {shared} of its {len(data.sets['s'])} questions train, too, so its "
-        "accuracy is not that of unseen questions. Name the file in data.eval_path, which leaves "
-        "them out of training, or remove them from one of the files"
+        "accuracy does not hold for unseen questions. Name the file in data.eval_path, so that "
+        "they do not train, or remove them from one of the files"
     ]
     assert list(data.warnings) == (expected if shared else [])
 

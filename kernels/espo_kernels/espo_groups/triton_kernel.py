@@ -198,8 +198,8 @@ def _edges(
     NUM_BOUNDS: tl.constexpr,
     PADDED: tl.constexpr,
 ):
-    """[PADDED] of each bound: its key, the tokens with that key before it, and those of the parts
-    before this program's.
+    """[PADDED] of each bound: its key, the tokens with that key before it, and the tokens with that
+    key in the parts before this program's.
     """
     group = tl.arange(0, PADDED)
     edge_key = tl.zeros([PADDED], dtype=tl.uint32)
@@ -435,7 +435,7 @@ def _assign(
 def _find_edges(
     inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor], parts: int, options: dict[str, Any]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Launch the levels of the search. Returns histograms and edges: those of its last levels."""
+    """Launch the levels of the search. Returns histograms and edges of its last levels."""
     tokens = inputs[0].numel()
     num_sequences = inputs[1].numel() - 1
     num_bounds = options["NUM_BOUNDS"]

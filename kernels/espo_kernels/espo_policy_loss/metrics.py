@@ -55,7 +55,7 @@ class EspoMetrics:
         return sums
 
     def maxima(self) -> dict[str, torch.Tensor]:
-        """Scalars whose maximum over parts is that of the whole: `ratio_max` and
+        """Scalars whose maximum over parts is the value of the whole: `ratio_max` and
         `inverse_ratio_max`, 1 / the smallest.
 
         Without tokens they are −inf and 0.

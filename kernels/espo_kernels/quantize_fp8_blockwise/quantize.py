@@ -26,7 +26,7 @@ def quantize_fp8_blockwise(
         fp8 = round_to_nearest_even(w / scale_inv)
 
     so that w ≈ float(fp8) · scale_inv. A code has no rounding error but its own, because the
-    division is that of IEEE 754. NVIDIA ModelOpt's `FP8QTensor` gives the same bits
+    division follows IEEE 754. NVIDIA ModelOpt's `FP8QTensor` gives the same bits
     (`tests/kernels/test_quantize_against_modelopt.py`). Blocks at the right and lower edge may be
     smaller. A block of zeros has scale_inv 1. A scale is never below 2^-126.
 

@@ -37,7 +37,7 @@ def check_order(traces: Sequence[Trace]) -> OrderResult:
 
 
 def programs_of_ranks(grid: Grid, traces: Sequence[Trace]) -> list[Program]:
-    """The program of each rank: its own trace, or that of its class."""
+    """The program of each rank: its own trace, or the trace of its class."""
     trace_of_rank = {trace.rank: trace for trace in traces}
     of_class = {grid.class_of(trace.rank): trace for trace in traces}
     programs: dict[tuple[int, bool], Program] = {}

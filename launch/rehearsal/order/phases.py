@@ -1,5 +1,5 @@
 """The names of phases that only some ranks of a grid have."""
 
-# Phases of which a rank takes one: with its rollouts, or with empty micro-batches alone.
+# A rank takes one of these phases: with its rollouts, or with only empty micro-batches.
 WITH_ROLLOUTS = "uneven step, with rollouts"
 WITHOUT_ROLLOUTS = "uneven step, empty micro-batches"

@@ -25,7 +25,7 @@ _REPORT_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Job:
-    """The ranks of a run. layers_per_stage: 0 for those of the model."""
+    """The ranks of a run. layers_per_stage: 0 for all layers of the model."""
 
     ranks: int
     gpus_per_node: int

@@ -1,4 +1,4 @@
-"""Refuses the files of a split of which a part would be left out without a word."""
+"""Refuses the files of a split if a part of them would silently not be read."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def refuse_missing_parts(files: Iterable[Path], key: str, *, pattern: str = "*")
 def refuse_unreadable(files: Sequence[Path], others: Iterable[Path], key: str) -> None:
     """Raise `PromptDataError` if other files of a split hold data in a format that is not read.
 
-    A JSON file may describe the data. It counts only if its name is that of one of the files, apart
-    from numbers. key: `key=path` of the folder, for messages.
+    A JSON file may describe the data. It counts only if its name equals the name of one of the
+    files, apart from numbers. key: `key=path` of the folder, for messages.
     """
     names = {_name_without_numbers(file) for file in files}
     left_out = sorted(
@@ -57,7 +57,7 @@ def refuse_unreadable(files: Sequence[Path], others: Iterable[Path], key: str) -
     )
     if left_out:
         raise PromptDataError(
-            f"{key}: {_list(left_out)} would be left out, because only Parquet and JSONL files are "
+            f"{key}: {_list(left_out)} would not be read, because only Parquet and JSONL files are "
             "read. Convert them, or move them out of the folder to train without them"
         )
 

@@ -79,7 +79,7 @@ def read_questions(
 
 
 def digest_of(location: DataLocation) -> str:
-    """Return the SHA-256 of a file, or that of the digests of several files.
+    """Return the SHA-256 of a file, or of the digests of several files.
 
     Raises `PromptDataError` if a file cannot be read.
     """

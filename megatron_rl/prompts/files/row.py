@@ -77,7 +77,7 @@ class _Row(msgspec.Struct):
 
 @dataclass(frozen=True)
 class _Conversation:
-    """text: the model's input. response: that of the row, "" without one.
+    """text: the model's input. response: the row's response, "" without one.
 
     demonstration: the response as the model writes it. problem: why there is none.
     identity: as of `Question`.

@@ -34,7 +34,7 @@ def read_parquet(path: Path, key: str, names: Columns) -> Iterator[RowOrProblem]
 
     key: `key=path` of the data, for messages. names: the columns with the keys of a row.
 
-    Raises `PromptDataError` if the file cannot be read, or if its columns are not those of
+    Raises `PromptDataError` if the file cannot be read, or if its columns do not hold
     questions.
     """
     import pyarrow

@@ -20,7 +20,7 @@ class Candidate:
     group_size: number of rollouts of a whole group.
     first_samples: number of rollouts in its first request.
     prediction, first_prediction: predictions of a whole group, and of the first request's rollouts.
-    num_samples: number of rollouts requested so far, 0: those of the first request.
+    num_samples: number of rollouts requested so far, 0 before the first request.
     group: all rollouts that have arrived.
     first_kind: kind of the rollouts of the first request.
     kind: kind of the group.

@@ -47,14 +47,14 @@ def pilot_not_all_correct_probability(scores: Sequence[float], pilot: int) -> fl
 def extension_weight(group: Group, probe: int, *, skip: str) -> float:
     """Return the factor of an extended group's advantages, 1 / P(pilot is extended | scores).
 
-    The expected gradient over all probes of a prompt is then that of whole groups, for every
-    advantage that vanishes if all scores are equal: the order of rollouts is independent of their
-    scores, so every choice of a pilot is equally likely.
+    The expected gradient over all probes of a prompt is then the same as with whole groups, for
+    every advantage that vanishes if all scores are equal: the order of rollouts is independent of
+    their scores, so every choice of a pilot is equally likely.
 
     Only rollouts with a verdict count. If `probe` rollouts gave fewer verdicts, the pilot has as
-    many. For a mixed group the factor is at most the number of its verdicts divided by that of the
-    pilot. The factor is 1 if the pilot has fewer than two of the verdicts, because its scorer found
-    a correctness only later.
+    many. For a mixed group the factor is at most the number of its verdicts divided by the pilot's
+    number. The factor is 1 if the pilot has fewer than two of the verdicts, because its scorer
+    found a correctness only later.
 
     probe: number of rollouts before the extension.
     skip: pilots that are not extended. `zero_variance`: all but mixed pilots. `all_correct`: those
@@ -80,7 +80,7 @@ def stopped_weight(
 
     Given the probe, a whole group would have been equally correct with the probability
     E[p^N] / E[p^n0], and N of its rollouts would have been credited. The expectations are over the
-    belief about p before the probe. So the expected credit is that of whole groups as far as the
+    belief about p before the probe. So the expected credit is the same as with whole groups, if the
     belief is right.
 
     probe_chance, group_chance: E[p^n0] and E[p^N], or the same of 1 - p.

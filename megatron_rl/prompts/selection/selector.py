@@ -118,7 +118,7 @@ class SingleRound:
 class Selector(Protocol):
     """Selects prompts, one step after the other.
 
-    ignores_rollouts: True if a step depends on no rollout, also not on those of the same step.
+    ignores_rollouts: True if a step depends on no rollout, not even of the same step.
     """
 
     @property

@@ -14,8 +14,8 @@ class BestCheckpoint:
 
     Of equal values the earlier one stays. Step 0 has no checkpoint and does not count.
 
-    metric: the metric that should be high. state: that of the checkpoint from which the run
-    resumes. It is dropped if it is of another metric, or if its checkpoint is gone.
+    metric: the metric that should be high. state: from the checkpoint from which the run resumes.
+    It is dropped if it belongs to another metric, or if the best checkpoint is gone.
     """
 
     def __init__(self, metric: str, store: CheckpointStore, state: BestState | None = None) -> None:

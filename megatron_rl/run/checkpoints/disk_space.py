@@ -39,7 +39,7 @@ def required_bytes(
     """The largest number of bytes that a run writes and keeps at one time, by configuration key.
 
     reusable_checkpoints: the checkpoints on the disk that a resumed run will replace.
-    steps_done: the steps before those of a resumed run.
+    steps_done: the steps before a resumed run begins.
     """
     parameters = num_parameters(shape)
     sizes = {"run.root (metrics and logs)": _RECORDS_BYTES}

@@ -46,8 +46,8 @@ class ExportRequest:
     source: directory of a run, or of one checkpoint.
     out: directory to create.
     dtype: data type of the result. None takes `run.save_dtype` or the training data type.
-    fp8: write what an engine with engine.quantization=fp8 loads. `dtype` is then that of the other
-    tensors.
+    fp8: write what an engine with engine.quantization=fp8 loads. The other tensors then have
+    `dtype`.
     unquantized_first, unquantized_last: with fp8, the layers at either end that stay in `dtype`.
     model: start checkpoint. None takes `model.path` of the run.
     bucket_mib: weights that a rank holds at a time, in MiB.

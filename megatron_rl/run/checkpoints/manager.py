@@ -29,9 +29,9 @@ _MIB = 2**20
 class SavePoint:
     """The content of a checkpoint apart from tensors.
 
-    batches: the rollouts that were sampled before their step, by step. open_groups: what there is
-    of the groups of open steps, by step. fallback: the state without both, in case that they are
-    gone. None: there is none.
+    batches: the rollouts that were sampled before their step, by step. open_groups: the sampled
+    parts of the groups of open steps, by step. fallback: the state without both, in case that they
+    are gone. None: there is none.
     """
 
     state: LoopState

@@ -38,7 +38,7 @@ class MergeRequest:
     base: `ties`: the checkpoint that all models were trained from.
     density: `ties`: share of each tensor's changes that is kept, above 0 and at most 1.
     scale: `ties`: factor of the merged changes, above 0.
-    dtype: data type of the result. None takes that of the first model.
+    dtype: data type of the result. None: as in the first model.
     """
 
     method: Literal["linear", "ties"]
@@ -140,8 +140,8 @@ def require_same_model(sources: Sequence[Path]) -> None:
                 )
         if not tokenizer.has_same_ids(first_tokenizer):
             raise Failure(
-                f"{source}: its tokenizer assigns other token ids than that of {first}. Give "
-                "checkpoints of one model",
+                f"{source}: its tokenizer assigns other token ids than the tokenizer of {first}. "
+                "Give checkpoints of one model",
                 ExitCode.REFUSED,
             )
 

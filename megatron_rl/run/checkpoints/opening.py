@@ -41,7 +41,7 @@ def open_checkpoint_manager(
 
 
 def _best_checkpoint(setup: RunSetup) -> BestCheckpoint | None:
-    """Follow the best evaluation, from that of the checkpoint if the run continues."""
+    """Follow the best evaluation, from the checkpoint's best one if the run continues."""
     run = setup.configuration.run
     if run.keep_best is None:
         return None

@@ -243,8 +243,8 @@ def find_resume_point(resume: str, directory: RunDirectory, job: Job) -> ResumeP
 def newest_complete(candidates: Sequence[Path], job: Job) -> tuple[Path | None, tuple[str, ...]]:
     """Find the first checkpoint that is complete and undamaged (a collective).
 
-    candidates: the checkpoints, newest first; those of rank 0 count. Returns the checkpoint, and
-    the earlier candidates with their problems.
+    candidates: the checkpoints, newest first. The list of rank 0 counts. Returns the checkpoint,
+    and the earlier candidates with their problems.
     """
     message = None
     if job.rank == 0:
@@ -262,7 +262,7 @@ def newest_complete(candidates: Sequence[Path], job: Job) -> tuple[Path | None, 
 def open_run_directory(
     directory: RunDirectory, c: Configuration, resume_point: ResumePoint, *, ranks: int = 1
 ) -> None:
-    """Make the directory of a new run, or reopen that of a resumed run. Rank 0 only.
+    """Make the directory of a new run, or reopen the one that is resumed. Rank 0 only.
 
     `claim_directory` must have claimed the directory of a resumed run. Raises `Failure`.
     """

@@ -107,7 +107,7 @@ class CheckpointStore:
         write_synced(record, msgspec.json.format(msgspec.json.encode(content)) + b"\n")
 
     def prune(self, keep: int, *, best_step: int | None = None) -> None:
-        """Remove all checkpoints except the newest `keep` and that of `best_step`.
+        """Remove all checkpoints except the newest `keep` and the checkpoint of `best_step`.
 
         A checkpoint is renamed first, so that a partial one never has the name of a complete one.
         """

@@ -53,10 +53,10 @@ class Observer:
         """Take tokens that `after_quiet` will not get, because the run ends before."""
 
     def after_step(self, values: dict[str, float]) -> None:
-        """Take all metrics of a step but those of its evaluation."""
+        """Take all metrics of a step, before its evaluation."""
 
     def after_evaluation(self, values: dict[str, float]) -> None:
-        """Take all metrics of a step, with those of its evaluation."""
+        """Take all metrics of a step, with the metrics of its evaluation."""
 
     def close_step(self, values: Mapping[str, float]) -> dict[str, float]:
         """Count a step that is over, evaluated or not. Returns metrics."""

@@ -166,7 +166,7 @@ class Sampling:
 
     @property
     def num_uncounted(self) -> int:
-        """The sampled tokens that the next `pause` will count, as far as they are known."""
+        """The known number of sampled tokens that the next `pause` will count."""
         return self._on_update.num_uncounted
 
     def place(self) -> SelectorState:
@@ -182,7 +182,7 @@ class Sampling:
         return self._steps_ahead.batches_after(step)
 
     def before_save(self) -> Mapping[int, tuple[Group, ...]]:
-        """Return what there is of the groups of open steps, by step. Raises `STORE_FAILURES`."""
+        """Return the sampled parts of open groups, by step. Raises `STORE_FAILURES`."""
         return self._on_update.before_save(self._parts.rollouts, self._checkpoints.seconds_to_stop)
 
     def after_save(self) -> None:

@@ -143,7 +143,7 @@ class Saves:
     def _save(
         self, step: int, point: SavePoint | None = None, *, last: bool = True
     ) -> dict[str, float]:
-        """Save a checkpoint of `step` with what there is of later steps; returns its metrics.
+        """Save a checkpoint of `step` with the sampled parts of later steps; returns its metrics.
 
         If open rollouts cannot be stored, the rest is saved before the run ends.
 
@@ -174,7 +174,7 @@ class Saves:
     def _with_open_groups(
         self, point: SavePoint, open_groups: Mapping[int, tuple[Group, ...]]
     ) -> SavePoint:
-        """Return a point that also holds what there is of the groups of open steps, by step."""
+        """Return a point that also holds the sampled parts of open groups, by step."""
         features = self._observers.state_to_save(
             point.state.features,
             has_open_steps=bool(open_groups),

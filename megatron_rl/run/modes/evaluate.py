@@ -99,7 +99,7 @@ def open_evaluation(parts: LoopParts, prompts: tuple[Prompt, ...], name: str = "
 def weights_to_send(parts: LoopParts) -> WeightSync | None:
     """Return the weight sync when a checkpoint is measured.
 
-    None: the weights are those of model.path, which the engines load themselves.
+    None: the engines load the weights of model.path themselves.
     """
     assert parts.connections is not None
     if parts.setup.resume_point.checkpoint is None:
@@ -123,8 +123,8 @@ def send_first(
 def table(results: list[SetResult]) -> list[str]:
     """Return a heading and a line for each set.
 
-    ± is half of a 95 % interval, clustered by question. A dash stands for an unknown value. The
-    column of rewards is left out where every set has a correctness.
+    ± is half of a 95 % interval, clustered by question. A dash stands for an unknown value. There
+    is no column of rewards if every set has a correctness.
     """
     ks = sorted({k for result in results for k in result.passes})
     has_reward = any(result.accuracy.reward is not None for result in results)
@@ -142,7 +142,7 @@ def table(results: list[SetResult]) -> list[str]:
 
 
 def _average_heading(results: list[SetResult]) -> str:
-    """Return avg@n with the number of responses to a question, if it is that of every set."""
+    """Return avg@n with the number of responses to a question, if all sets have the same."""
     counts = {result.accuracy.samples // result.accuracy.questions for result in results}
     return f"avg@{counts.pop()}" if len(counts) == 1 else "avg@n"
 

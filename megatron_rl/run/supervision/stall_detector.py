@@ -117,7 +117,7 @@ class StallDetector:
             yield f"{others} for {'it' if len(causes) == 1 else 'them'}"
 
     def _lines_of_places(self) -> Iterator[str]:
-        """Describe ranks at several places, none of which stands out."""
+        """Describe ranks at several places, if no place stands out."""
         ranks_by_place = self._ranks_by_place()
         if len(ranks_by_place) < 2:
             return

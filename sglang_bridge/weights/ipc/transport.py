@@ -86,7 +86,7 @@ class IpcTransport:
         self._replies: dict[str, Future[None]] = {}
 
     def connect(self, admins: Sequence[AdminClient]) -> Failures:
-        """Bind a socket for the next update, and learn those of all ranks. A collective."""
+        """Bind a socket for the next update, and learn the sockets of all ranks. A collective."""
         self._num_updates += 1
         data = msgspec.msgpack.encode(self._bind())
         parts = self._crew.gather(data)

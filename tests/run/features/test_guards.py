@@ -293,7 +293,7 @@ def test_a_resumed_run_compares_fp8_with_its_bfloat16_steps(tmp_path: Path) -> N
     _, screen = run(resumed_parts, tmp_path, 4, engine=engine, resume_state=state)
     for step in (3, 4):
         assert resumed_parts.metrics[step]["mismatch/bf16/k3_kl"] == 0.002
-    assert screen.count("mismatch/k3_kl 0.011 is 5.5 times that of bfloat16 engines") == 1
+    assert screen.count("mismatch/k3_kl 0.011 is 5.5 times its value with bfloat16 engines") == 1
     assert parts.ranks.states[-1].position.features["alarms"] == state.features["alarms"]
 
 

@@ -1,8 +1,8 @@
 """Kalman filter of pass rates p, in the variable ψ = arcsin √p.
 
 A belief is a Gaussian of ψ. In this variable the observation noise does not depend on p. All
-functions are pure. Predictions are about one prompt, observations about those of a step. Variances
-are those of ψ, in rad².
+functions are pure. Predictions are about one prompt, observations about the prompts of a step.
+Variances are of ψ, in rad².
 """
 
 from __future__ import annotations

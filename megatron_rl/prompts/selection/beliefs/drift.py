@@ -17,7 +17,7 @@ _MAX_RATE = 0.02  # rad per step
 class SharedDrift:
     """Estimate of the drift v, in rad per step, by weighted regression.
 
-    The regression is that of z - μ on h = Δt sin 2μ with weights 1 / (V + R). The sums are
+    z - μ is regressed on h = Δt sin 2μ with weights 1 / (V + R). The sums are
     Σ h (z - μ) / (V + R) and Σ h² / (V + R), with an exponential decay of 2 % per step.
     """
 

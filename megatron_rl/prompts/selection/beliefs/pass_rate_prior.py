@@ -24,7 +24,7 @@ _INFLATED_WEIGHT = 100.0  # weight of an uninformative prior after `inflate_vari
 class PassRatePrior:
     """Initial beliefs from given pass rates.
 
-    The rates, and beliefs of another run, may be those of another model. Their variance therefore
+    The rates, and beliefs of another run, may come from another model. Their variance therefore
     grows by an extra variance, in rad²: by how much first groups miss them beyond the expected
     variance. It is the mean of e² - V - R over the first groups of such prompts, with an
     exponential decay of 1 % per step.
@@ -39,7 +39,7 @@ class PassRatePrior:
     def estimate(self, prompt_id: str) -> tuple[float, float] | None:
         """Return the mean and the variance of ψ by a prompt's rate, or None without a rate.
 
-        They are those of an uninformative belief after one group of as many samples.
+        They equal an uninformative belief after one group of as many samples.
         """
         rate = self.rates.get(prompt_id)
         if rate is None or not rate.samples:

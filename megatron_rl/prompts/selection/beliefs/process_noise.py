@@ -34,7 +34,7 @@ def excess_variance(errors: Floats, expected_variances: Floats, is_mixed: Mask) 
 class ProcessNoise:
     """Estimate of the process noise q of each stratum, by weighted regression.
 
-    The regression is that of e² - V - R on Δt with weights 1 / S², S = V + q Δt + R, over prompts
+    e² - V - R is regressed on Δt with weights 1 / S², S = V + q Δt + R, over prompts
     with earlier groups. The sums are Σ Δt (e² - V - R) / S² and Σ Δt² / S², for each stratum and
     for all together, with an exponential decay of 2 % per step.
     """
@@ -81,7 +81,7 @@ class ProcessNoise:
         }
 
     def state(self) -> ProcessNoiseState:
-        """Return the sums, those of all strata together first."""
+        """Return the sums: first of all strata together, then of each stratum."""
         by_stratum = ((task, tag, sums) for (task, tag), sums in self._sums_by_stratum.items())
         return (("", "", self._shared_sums), *by_stratum)
 

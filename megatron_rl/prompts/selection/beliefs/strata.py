@@ -16,7 +16,7 @@ StrataState = tuple[tuple[str, str, _MomentSums], ...]
 
 _DECAY = 0.99  # factor per step of the weight of past groups
 _MIN_VARIANCE = 0.02
-_SHARED_WEIGHT = 4.0  # weight of the shared prior in that of a stratum, in groups
+_SHARED_WEIGHT = 4.0  # weight of the shared prior in a stratum's prior, in groups
 _UNINFORMATIVE_WEIGHT = 2.0  # weight of the uninformative belief in the shared prior, in groups
 
 
@@ -91,7 +91,7 @@ class Strata:
             moments.decay(factor)
 
     def state(self) -> StrataState:
-        """Return the sums, those of all strata together first."""
+        """Return the sums: first of all strata together, then of each stratum."""
         by_stratum = (
             (task, tag, moments.sums()) for (task, tag), moments in self._moments_by_stratum.items()
         )

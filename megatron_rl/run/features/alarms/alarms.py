@@ -49,7 +49,7 @@ _STOPPED_REMEDY = (
 
 
 class ZeroVarianceBalanceAlarm:
-    """Compares the mean |A_t| of tokens in zero-variance groups with that of all other tokens."""
+    """Compares the mean |A_t| of tokens in zero-variance groups and of all other tokens."""
 
     def __init__(self) -> None:
         self._out_of_range = False
@@ -90,7 +90,7 @@ class MismatchState(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MismatchAlarm:
-    """Compares the mismatch of quantized engines with that of bfloat16 engines.
+    """Compares the mismatches of quantized engines and of bfloat16 engines.
 
     The latter was measured in earlier steps of the same run, before it was resumed with quantized
     engines. `setting` replaces it.
@@ -116,8 +116,8 @@ class MismatchAlarm:
     def observe(self, values: Mapping[str, float]) -> str | None:
         """Read the metrics of one step.
 
-        Returns a warning when mismatch/k3_kl exceeds five times that of bfloat16 engines, and None
-        while it stays above.
+        Returns a warning when mismatch/k3_kl exceeds five times the value with bfloat16 engines,
+        and None while it stays above.
         """
         mismatch = values.get("mismatch/k3_kl")
         if mismatch is None:
@@ -134,8 +134,8 @@ class MismatchAlarm:
         if exceeded_before or not self._exceeds:
             return None
         return (
-            f"warning: mismatch/k3_kl {mismatch:.3g} is {ratio:.3g} times that of bfloat16 engines "
-            f"({self._source()}), above {_MAX_MISMATCH_RATIO:g} times. "
+            f"warning: mismatch/k3_kl {mismatch:.3g} is {ratio:.3g} times its value with bfloat16 "
+            f"engines ({self._source()}), above {_MAX_MISMATCH_RATIO:g} times. "
             "Check sync/audit_mismatches, keep layers unquantized "
             "(engine.unquantized_first_layers, engine.unquantized_last_layers), replay routes "
             "(train.replay=rollout), or use engine.quantization=null"

@@ -82,7 +82,7 @@ class Guards(Observer):
         )
 
     def after_train(self, trained_step: TrainedStep, values: dict[str, float]) -> None:
-        """Take a step and its metrics, and add those of the guards. Raises `StoppedByGuard`."""
+        """Take a step and its metrics, and add the guards' metrics. Raises `StoppedByGuard`."""
         plan = trained_step.plan
         outcome = trained_step.outcome
         self._has_updated = self._has_updated or outcome.optimizer_steps > 0

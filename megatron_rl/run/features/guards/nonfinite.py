@@ -62,7 +62,7 @@ class NonFiniteGuard:
         raise StoppedByGuard(text, plan.step if self.since is None else self.since)
 
     def observe_responses(self, step: int, failure: Exception) -> None:
-        """Take a batch of which too many responses have NaN.
+        """Take a batch in which too many responses have NaN.
 
         step: the engines had the weights from before it, or newer ones. Raises `StoppedByGuard`
         with guard.nonfinite=stop. Otherwise the failure ends the run.

@@ -22,7 +22,7 @@ class SpikeGuard:
     were not applied do not enter the median.
 
     rollouts: the folder that holds the batches with a spike.
-    norms: those of the last applied optimizer steps. skips: consecutive steps with a spike.
+    norms: of the last applied optimizer steps. skips: consecutive steps with a spike.
     """
 
     def __init__(self, settings: GuardSettings, rollouts: Path, progress: Progress) -> None:

@@ -190,7 +190,7 @@ class SampleKeeper(SampleGatherer):
 class _Choice:
     """The samples of a step, and the command that gathers them.
 
-    num_left_out: responses of chosen groups that `samples.max_mb` leaves out.
+    num_left_out: responses of chosen groups that do not fit into `samples.max_mb`.
     """
 
     contexts: tuple[SampleContext, ...]

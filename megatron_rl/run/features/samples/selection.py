@@ -36,7 +36,7 @@ class Choice:
 class Choices:
     """The responses to keep, the most important ones first.
 
-    num_left_out: responses of chosen groups that `samples.max_mb` leaves out.
+    num_left_out: responses of chosen groups that do not fit into `samples.max_mb`.
     """
 
     choices: tuple[Choice, ...]

@@ -1,4 +1,4 @@
-"""Compares the tokens that engines have counted with those of the run, while no engine works."""
+"""Compares the token counts of engines and run, while no engine works."""
 
 from __future__ import annotations
 

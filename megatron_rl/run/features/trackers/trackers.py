@@ -157,7 +157,7 @@ class PrometheusTracker:
 
 
 class Trackers(Observer):
-    """Every tracker of a run. One that fails is named once and left out from then on.
+    """Every tracker of a run. A tracker that fails is named once and not used after that.
 
     log: writes a line for people.
     """
@@ -174,7 +174,7 @@ class Trackers(Observer):
                 self._report(name, error)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Send the metrics of one step, without those of single experts, which are many."""
+        """Send the metrics of one step, except the many metrics of single experts."""
         sent_values = {name: value for name, value in values.items() if not is_expert_share(name)}
         for tracker in list(self._trackers):
             try:
