@@ -80,7 +80,7 @@ def quantize(weights: Weights, model: Path) -> Weights:
     from megatron_rl.mcore import compat
 
     compat.install()
-    from megatron_rl.mcore.weights.quantised import quantize_weights
+    from megatron_rl.mcore.weights.fp8_weights import quantize_weights
 
     names = fp8_weights(read_shape(model))
     return dict(quantize_weights(iter(in_units(weights).items()), names))
@@ -344,7 +344,7 @@ def test_an_engine_that_loads_the_export_equals_the_synced_one(run: Path, tmp_pa
     weights: Weights = {}
     for file in (run / "checkpoints/step-2").glob("*.safetensors"):
         weights |= load_file(file)
-    from megatron_rl.mcore.weights.quantised import quantize_weights
+    from megatron_rl.mcore.weights.fp8_weights import quantize_weights
 
     names = fp8_weights(shape, unquantized_first=1)
     sent_weights = dict(quantize_weights(iter(weights.items()), names))

@@ -18,10 +18,10 @@ from megatron_rl.contracts.run_state import PromptCursor, SelectorState
 from megatron_rl.engines.token_counter import TokenComparison
 from megatron_rl.records.progress import Progress
 from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
+from megatron_rl.run.end_conditions import is_accuracy_reached
 from megatron_rl.run.features.guards.stopped_by_guard import StoppedByGuard
 from megatron_rl.run.features.observer import Observer
 from megatron_rl.run.loop.trained_step import TrainedStep
-from megatron_rl.run.stopping import is_accuracy_reached
 from tests.support.checkpoints import make_state
 from tests.support.failures import fails
 from tests.support.groups import group

@@ -21,12 +21,12 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.mcore.checkpoint.tensor_reader import TensorReader
 from megatron_rl.mcore.model import build_models
 from megatron_rl.mcore.weights.export import NamedTensors, hf_tensors
+from megatron_rl.mcore.weights.fp8_weights import quantize_weights
 from megatron_rl.mcore.weights.parameters import (
     PlacedParameter,
     in_update_order,
     placed_parameters,
 )
-from megatron_rl.mcore.weights.quantised import quantize_weights
 from megatron_rl.mcore.weights.save import open_barrier
 from megatron_rl.models.fp8_weights import Fp8Weights
 from megatron_rl.models.hf_checkpoint.writer import (

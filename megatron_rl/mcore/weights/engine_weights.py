@@ -10,13 +10,13 @@ from megatron_rl.config.schema import EngineSettings
 from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.job import Job
 from megatron_rl.mcore.weights.fake_quant import fake_quantize
-from megatron_rl.mcore.weights.owned_export import OwnedWeights
-from megatron_rl.mcore.weights.quantised import (
+from megatron_rl.mcore.weights.fp8_weights import (
     check_part,
     complete,
     fp8_weights_of,
     quantize_weights,
 )
+from megatron_rl.mcore.weights.owned_export import OwnedWeights
 from megatron_rl.models.shape import ModelShape
 from sglang_bridge.weights.buckets import NamedTensors
 

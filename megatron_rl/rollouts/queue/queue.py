@@ -45,8 +45,7 @@ from megatron_rl.rollouts.wire.messages import (
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineError
 
-# An engine aborts a request within a step. A longer wait would cost more than the surplus.
-# An engine answers an abort with its next step
+# An engine answers an abort with its next step. A longer wait would cost more than the surplus.
 _ABORT_SECONDS = 30.0
 
 
@@ -223,8 +222,8 @@ class RolloutQueue:
         is_wanted: whether to yield the group of an id. Others wait for another call. None: yield
         all.
         A long wait is logged at growing intervals. It ends, because collectors limit the time of
-        every response, environment and scorer, and `idle` limits the time without engines or
-        collectors. Raises `CollectorFailed`, and what `idle` raises.
+        every response (`EnginePool`), environment and scorer, and `idle` limits the time without
+        engines or collectors. Raises `CollectorFailed`, and what `idle` raises.
         """
         ledger = self._ledger
         num_arrived_before = ledger.num_arrived
@@ -767,7 +766,7 @@ class RolloutQueue:
 
     def _try_to_abort(self, url: str, rid: str) -> None:
         if self._abort is not None:
-            with contextlib.suppress(EngineError):  # the collector's deadline ends the request
+            with contextlib.suppress(EngineError):  # `GenerateClient`'s deadline ends it
                 self._abort(url, rid)
 
 

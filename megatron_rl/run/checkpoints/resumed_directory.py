@@ -23,7 +23,7 @@ from megatron_rl.records.past_run import RunUnreadable, read_metrics
 from megatron_rl.records.run_directory import ARCHIVE, STOP_FILE, RunDirectory, is_run_directory
 from megatron_rl.records.run_lock import claim_run
 from megatron_rl.records.samples.files import move_samples
-from megatron_rl.run.stopping import ending_key
+from megatron_rl.run.end_conditions import ending_key
 
 _PATIENCE_SECONDS = 30.0
 _EXIT_RECORD = "exit.json"

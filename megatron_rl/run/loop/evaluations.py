@@ -16,11 +16,11 @@ from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.evaluation.evaluation import Evaluation
 from megatron_rl.rollouts.evaluation.set_result import measure_set
 from megatron_rl.run.checkpoints.manager import CheckpointManager
+from megatron_rl.run.end_conditions import accuracy_unknown, ending_key, is_accuracy_reached
 from megatron_rl.run.features.observer import Observers
 from megatron_rl.run.loop.engine_weights import EngineWeights
 from megatron_rl.run.loop.sampling import Sampling
 from megatron_rl.run.loop.step_parts import StepParts
-from megatron_rl.run.stopping import accuracy_unknown, ending_key, is_accuracy_reached
 from megatron_rl.run.supervision.stop_request import WaitAborted
 from sglang_bridge.errors import EngineError
 

@@ -1,5 +1,8 @@
 """Handles signals, and a file, that ask a run to save a checkpoint and end.
 
+`Watchdog` handles the signals, `Saves.exit_if_requested` saves the checkpoint, and
+`CheckpointManager.raise_if_stop_requested` ends the run with code 75.
+
 SIGTERM and the first SIGINT (Ctrl-C) set a time limit. A second Ctrl-C ends the run at once: its
 ranks receive another SIGINT, or SIGTERM under torchrun.
 SIGUSR1, which Slurm sends as a warning, and the file leave the time until the job's end. Without

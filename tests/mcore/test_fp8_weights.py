@@ -16,7 +16,7 @@ compat.install()
 
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.mcore.weights.fake_quant import fake_quantize
-from megatron_rl.mcore.weights.quantised import (
+from megatron_rl.mcore.weights.fp8_weights import (
     check_part,
     complete,
     fp8_weights_of,
