@@ -240,7 +240,7 @@ def test_nothing_is_added_after_a_response_that_was_cut_off(tmp_path: Path) -> N
     ("template", "words"),
     [
         (DROPS_TOOLS, r"ignores messages of the role 'tool'"),
-        (APPENDS.replace("{{ m.content }}", "{{ m.content | length }}"), "leaves out.*'assistant'"),
+        (APPENDS.replace("{{ m.content }}", "{{ m.content | length }}"), "ignores.*'assistant'"),
         (APPENDS.replace("{{ eos_token }}", "<pad>"), "no end-of-sequence token.*'<pad> tool="),
         (APPENDS.replace("{{ eos_token }}", "ok{{ eos_token }}"), "'ok' after a response"),
     ],
