@@ -62,8 +62,6 @@ class AlgoSettings(Section):
     kl: KlSettings = field(default_factory=KlSettings)
     # The weight of the mean entropy in the objective. 0: no bonus.
     entropy_coef: NotNegative = 0.0
-    # A control experiment: verdicts are shuffled across the batch, so that nothing can be learned.
-    permute_rewards: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

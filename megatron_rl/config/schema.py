@@ -192,17 +192,13 @@ class CreditSettings(Section):
     shaping: Annotated[float, Ge(0), Le(0.5)] = 0.5
     # The length penalty of correct responses. null: none.
     length: Literal["buffer", "excess"] | None = None
-    # length=buffer only: the penalty starts this many tokens before rollout.max_new_tokens. null: a
-    # fifth of rollout.max_new_tokens.
-    length_buffer: Positive | None = None
-    # length=excess only: the penalty starts at this multiple of the median length of the group's
-    # correct responses.
-    length_excess: Annotated[float, Ge(1)] = 1.5
+    # Where the length penalty starts. length=buffer: tokens before rollout.max_new_tokens; null: a
+    # fifth of them. length=excess: a multiple of the median length of the group's correct
+    # responses; null: 1.5.
+    length_start: Annotated[float, Ge(1)] | None = None
     # The n of the repeated n-grams that penalize incorrect responses; 40 is usual. null: no
     # penalty.
     repetition_ngram: Annotated[int, Ge(2), Le(10**4)] | None = None
-    # The largest advantage in a tied group.
-    tied_scale: Annotated[float, Gt(0), Le(0.1)] = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,6 +9,9 @@ Floats = npt.NDArray[np.float64]
 
 _MAX_STRENGTH = 0.5
 _MIN_SPREAD = 0.25
+# The largest advantage of an answer in a tied group: small beside the advantages of mixed groups,
+# because a tied group says nothing about correctness.
+TIED_SCALE = 0.1
 
 
 def group_relative(rewards: Floats, *, normalize_std: bool = True, eps: float = 1e-6) -> Floats:
@@ -60,14 +63,14 @@ def shape_advantages(
     return np.asarray(advantages - reduction)
 
 
-def tied_advantages(penalties: Floats, *, scale: float) -> Floats:
+def tied_advantages(penalties: Floats) -> Floats:
     """Compute small advantages of answers with equal scores, float64 [G].
 
-    A_i = λ clip((s_i - mean(s)) / max(std(s), 1/4), ±1),  s = -penalty, λ = scale
+    A_i = λ clip((s_i - mean(s)) / max(std(s), 1/4), ±1),  s = -penalty, λ = TIED_SCALE
 
     The lower the penalty, the higher the advantage. A standard deviation below 1/4 is not
     normalised to 1, so small differences stay small.
     """
     merits = -penalties
     spread = max(float(merits.std(ddof=1)), _MIN_SPREAD)
-    return np.asarray(scale * np.clip((merits - merits.mean()) / spread, -1.0, 1.0))
+    return np.asarray(TIED_SCALE * np.clip((merits - merits.mean()) / spread, -1.0, 1.0))

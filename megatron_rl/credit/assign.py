@@ -19,7 +19,6 @@ from megatron_rl.credit.advantages import (
     shape_advantages,
     tied_advantages,
 )
-from megatron_rl.credit.controls import permute_rewards
 from megatron_rl.credit.group_kinds import GroupKind, ScoredRollouts, kind_of
 from megatron_rl.credit.penalties import Penalties, scorer_penalties
 
@@ -103,7 +102,6 @@ class Credit:
     The advantages are relative to the group, or 1 for every rollout with a verdict.
 
     settings: treatment of zero-variance groups, and shaping.
-    seed: seed of the control experiment `algo.permute_rewards`.
     max_new_tokens: limit of a response's length, in tokens.
     """
 
@@ -112,15 +110,12 @@ class Credit:
         algo: AlgoSettings,
         settings: CreditSettings | None = None,
         *,
-        seed: int,
         max_new_tokens: int = 1,
     ) -> None:
         settings = settings or CreditSettings()
         self._algo = algo
-        self._seed = seed
         self._penalties = Penalties(settings, max_new_tokens)
         self._strength = float(settings.shaping)
-        self._tied_scale = float(settings.tied_scale)
         treatments = {
             GroupKind.TIED_CORRECT: settings.tied_correct,
             GroupKind.TIED_INCORRECT: settings.tied_incorrect,
@@ -138,24 +133,19 @@ class Credit:
             GroupKind.ALL_INCORRECT: -settings.zvp_alpha,
         }
 
-    def assign(
-        self, step: int, groups: Sequence[Group], stopped_groups: Sequence[Group] = ()
-    ) -> BatchCredit:
+    def assign(self, groups: Sequence[Group], stopped_groups: Sequence[Group] = ()) -> BatchCredit:
         """Select the rollouts of one batch that train, and compute their advantages.
 
         stopped_groups: probes that were not extended. They train, or count in denominators, where
-        whole groups that are all correct or all incorrect do. With permuted rewards they do not.
+        whole groups that are all correct or all incorrect do.
         """
-        if self._algo.permute_rewards:
-            groups = permute_rewards(groups, seed=self._seed * 1_000_003 + step)
         scored_groups = [ScoredRollouts.from_group(group) for group in groups]
         kinds = tuple(kind_of(group, self._penalties) for group in groups)
         group_credits = [
             self._credit_group(group, scored_rollouts, kind)
             for group, scored_rollouts, kind in zip(groups, scored_groups, kinds, strict=True)
         ]
-        if not self._algo.permute_rewards:
-            group_credits += [self._credit_stopped(group) for group in stopped_groups]
+        group_credits += [self._credit_stopped(group) for group in stopped_groups]
         num_with_verdict = sum(len(group.rollouts_with_verdict) for group in groups)
         num_scored = sum(len(scored_rollouts.rollouts) for scored_rollouts in scored_groups)
         return _merge_credits(
@@ -244,7 +234,7 @@ class Credit:
             penalties = self._penalties.length(scored_rollouts.rollouts, is_correct)
         else:
             penalties = self._penalties.repetition(scored_rollouts.rollouts)
-        advantages = tied_advantages(penalties, scale=self._tied_scale)
+        advantages = tied_advantages(penalties)
         size = float(np.abs(advantages).sum())
         pairs = zip(scored_rollouts.rollouts, (weight * advantages).tolist(), strict=True)
         return GroupCredit(

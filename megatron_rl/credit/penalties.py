@@ -13,6 +13,8 @@ from megatron_rl.contracts.group import RolloutRef
 
 Floats = npt.NDArray[np.float64]
 Mask = npt.NDArray[np.bool_]
+# The multiple of the median length from which `credit.length=excess` penalizes a response
+_DEFAULT_MULTIPLE = 1.5
 
 
 @dataclass(frozen=True)
@@ -30,18 +32,19 @@ class Penalties:
 
         is_correct: bool [n], rollouts whose median length `excess` compares with.
 
-        `buffer` is 0 up to the last `length_buffer` tokens before the limit, then linear to 1 at
-        the limit (DAPO, arXiv 2503.14476, Eq. 13). `excess` is 0 up to `length_excess` times the
-        median length, then linear to 1 at twice that length.
+        `buffer` is 0 up to the last `length_start` tokens before the limit, then linear to 1 at the
+        limit (DAPO, arXiv 2503.14476, Eq. 13). `excess` is 0 up to `length_start` times the median
+        length, then linear to 1 at twice that length.
         """
         tokens = np.array([rollout.num_generated for rollout in rollouts], np.float64)
         if self.settings.length is None or not is_correct.any():
             return np.zeros_like(tokens)
         if self.settings.length == "buffer":
-            buffer = self.settings.length_buffer or max(1, self.max_new_tokens // 5)
+            buffer = self.settings.length_start or max(1, self.max_new_tokens // 5)
             return np.clip((tokens - (self.max_new_tokens - buffer)) / buffer, 0.0, 1.0)
         median = max(1.0, float(np.median(tokens[is_correct])))
-        return np.clip(tokens / (self.settings.length_excess * median) - 1.0, 0.0, 1.0)
+        multiple = self.settings.length_start or _DEFAULT_MULTIPLE
+        return np.clip(tokens / (multiple * median) - 1.0, 0.0, 1.0)
 
     def repetition(self, rollouts: Sequence[RolloutRef]) -> Floats:
         """Return the repetition that collectors measured (`RolloutRef.repetition`), float64 [n]."""

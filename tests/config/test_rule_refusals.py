@@ -150,11 +150,6 @@ METHOD = [
     ("algo=sft", "algo.name=sft", "correct or incorrect"),
     ("algo=sft algo.advantages=group", "algo.advantages=group", "no advantages"),
     ("algo=sft algo.correction.kind=tis", "algo.correction.kind=tis", "responses"),
-    (
-        "algo.advantages=one algo.permute_rewards=true",
-        "algo.permute_rewards=true",
-        "no reward",
-    ),
     ("algo.correction.high=3", "algo.correction.high=3.0", NO_EFFECT),
     (
         "algo.correction.kind=tis algo.correction.low=0.5",
@@ -246,9 +241,7 @@ MODES = [
 CREDIT = [
     ("credit.zvp_alpha=0.2", "credit.zvp_alpha=0.2", NO_EFFECT),
     ("credit.zvp_alpha=0.2", "credit.zvp_alpha=0.2", "credit.all_correct=zvp"),
-    ("credit.tied_scale=0.05", "credit.tied_scale=0.05", NO_EFFECT),
-    ("credit.length_buffer=4", "credit.length_buffer=4", NO_EFFECT),
-    ("credit.length_excess=2", "credit.length_excess=2.0", NO_EFFECT),
+    ("credit.length_start=4", "credit.length_start=4.0", NO_EFFECT),
     ("credit.tied_correct=shape", "credit.tied_correct=shape", NO_EFFECT),
     ("credit.tied_incorrect=shape", "credit.tied_incorrect=shape", "repetition_ngram=40"),
     ("credit.length=excess credit.shaping=0", "credit.length=excess", NO_EFFECT),
@@ -258,9 +251,14 @@ CREDIT = [
         "credit.shaping above 0",
     ),
     (
-        "credit.length=buffer credit.length_buffer=33",
-        "credit.length_buffer=33",
+        "credit.length=buffer credit.length_start=33",
+        "credit.length_start=33.0",
         "at most 32",
+    ),
+    (
+        "credit.length=buffer credit.length_start=1.5",
+        "credit.length_start=1.5",
+        "a number of tokens",
     ),
     ("credit.repetition_ngram=32", "credit.repetition_ngram=32", "at most 31"),
     (

@@ -85,8 +85,8 @@ def credit_and_plan(
     groups: list[Group], *, steps: int = 2, **settings: object
 ) -> tuple[BatchCredit, StepPlan]:
     credit_settings = CreditSettings(**settings)  # type: ignore[arg-type]
-    assigner = Credit(GrpoSettings(), credit_settings, seed=0, max_new_tokens=100)
-    credit = assigner.assign(1, groups)
+    assigner = Credit(GrpoSettings(), credit_settings, max_new_tokens=100)
+    credit = assigner.assign(groups)
     train = TrainSettings(total_steps=1, optimizer_steps_per_batch=steps)
     planner = StepPlanner(train, ParallelSettings(), dp_size=2, seed=0)
     plan = planner.plan(
@@ -96,7 +96,7 @@ def credit_and_plan(
 
 
 def sft_credit_and_plan(groups: list[Group]) -> tuple[BatchCredit, StepPlan]:
-    credit = Credit(SftSettings(), seed=0).assign(1, groups)
+    credit = Credit(SftSettings()).assign(groups)
     planner = StepPlanner(TrainSettings(total_steps=1), ParallelSettings(), dp_size=1, seed=0)
     return credit, planner.plan(1, credit.rollouts, credit.advantages)
 

@@ -1,4 +1,4 @@
-"""Credit of batches: which rollouts train, metrics, and the permutation control."""
+"""Credit of batches: which rollouts train, and metrics."""
 
 import math
 
@@ -14,7 +14,7 @@ from tests.support.groups import group, verdict
 
 
 def assign(groups: list[Group], algo: AlgoSettings | None = None) -> BatchCredit:
-    return Credit(algo or GrpoSettings(), seed=0).assign(1, groups)
+    return Credit(algo or GrpoSettings()).assign(groups)
 
 
 def test_rollouts_without_verdict_do_not_affect_advantages() -> None:
@@ -85,20 +85,3 @@ def test_demonstrations_have_advantage_one() -> None:
 def test_advantages_without_normalisation_are_differences_from_the_mean() -> None:
     credit = assign([group(3.0, 1.0, 2.0)], GrpoSettings(normalize_std=False))
     assert credit.advantages == (1.0, -1.0, 0.0)
-
-
-def test_permuted_rewards_are_credited() -> None:
-    groups = [group(1.0, 1.0, 1.0, 1.0, name="a"), group(0.0, 0.0, 0.0, 0.0, name="b")]
-    assert assign(groups).rollouts == ()
-    assert assign(groups, GrpoSettings(permute_rewards=True)).rollouts
-
-
-def permuted_credit(seed: int, step: int) -> BatchCredit:
-    groups = [group(*[float(i % 2)] * 4, name=str(i)) for i in range(16)]
-    return Credit(GrpoSettings(permute_rewards=True), seed=seed).assign(step, groups)
-
-
-def test_permutation_depends_on_seed_and_step_alone() -> None:
-    assert permuted_credit(seed=1, step=2) == permuted_credit(seed=1, step=2)
-    assert permuted_credit(seed=1, step=2) != permuted_credit(seed=1, step=3)
-    assert permuted_credit(seed=1, step=2) != permuted_credit(seed=2, step=2)

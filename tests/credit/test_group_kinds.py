@@ -71,7 +71,7 @@ def make_penalties(**settings: object) -> Penalties:
     return Penalties(CreditSettings(**settings), max_new_tokens=100)  # type: ignore[arg-type]
 
 
-BUFFER_40 = {"length": "buffer", "length_buffer": 40}
+BUFFER_40 = {"length": "buffer", "length_start": 40}
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ BUFFER_40 = {"length": "buffer", "length_buffer": 40}
         # 89 tokens are 29 tokens into the buffer.
         ((1, 1), GroupKind.TIED_CORRECT, BUFFER_40),
         # The median is 50, so the penalty is 89 / 60 - 1.
-        ((1, 1), GroupKind.TIED_CORRECT, {"length": "excess", "length_excess": 1.2}),
+        ((1, 1), GroupKind.TIED_CORRECT, {"length": "excess", "length_start": 1.2}),
         # 89 / 75 - 1 is below 0.2.
         ((1, 1), GroupKind.ALL_CORRECT, {"length": "excess"}),
         ((1, 1), GroupKind.ALL_CORRECT, {"repetition_ngram": 4}),
@@ -109,7 +109,7 @@ def test_length_ties_correct_groups_and_repetition_incorrect_ones(
 def test_penalties_tie_a_group_from_a_difference_of_one_fifth(
     difference: float, correct_kind: GroupKind, incorrect_kind: GroupKind
 ) -> None:
-    penalties = make_penalties(length="buffer", length_buffer=100, repetition_ngram=4)
+    penalties = make_penalties(length="buffer", length_start=100, repetition_ngram=4)
     correct = group(1, 1, num_generated=[0, round(100 * difference)])
     incorrect = group(0, 0, repetition=[0.0, difference])
     assert kind_of(correct, penalties) is correct_kind

@@ -25,12 +25,12 @@ def test_the_default_buffer_of_a_short_limit_is_one_token(max_new_tokens: int) -
 
 
 def test_excess_grows_to_one_at_twice_the_length_and_no_further() -> None:
-    penalties = length_penalties([10, 10, 10, 15, 20, 90], length="excess", length_excess=1.0)
+    penalties = length_penalties([10, 10, 10, 15, 20, 90], length="excess", length_start=1.0)
     assert penalties.tolist() == pytest.approx([0, 0, 0, 0.2, 0.6, 1])
 
 
 def test_the_median_length_counts_as_at_least_one_token() -> None:
-    penalties = length_penalties([0, 0, 0, 1, 2], length="excess", length_excess=1.0)
+    penalties = length_penalties([0, 0, 0, 1, 2], length="excess", length_start=1.0)
     assert penalties.tolist() == [0, 0, 0, 0, 1]
 
 

@@ -8,7 +8,12 @@ from hypothesis import strategies as st
 from megatron_rl.config.algorithms import GrpoSettings
 from megatron_rl.config.schema import CreditSettings
 from megatron_rl.contracts.group import Group, Verdict
-from megatron_rl.credit.advantages import group_relative, shape_advantages, tied_advantages
+from megatron_rl.credit.advantages import (
+    TIED_SCALE,
+    group_relative,
+    shape_advantages,
+    tied_advantages,
+)
 from megatron_rl.credit.assign import BatchCredit, Credit
 from megatron_rl.credit.group_kinds import GroupKind, ScoredRollouts
 from tests.support.groups import group, verdict
@@ -71,10 +76,9 @@ def test_shaping_keeps_signs_and_order(
     credit = Credit(
         GrpoSettings(normalize_std=normalize),
         CreditSettings(**shaping),  # type: ignore[arg-type]
-        seed=0,
         max_new_tokens=100,
     )
-    advantages = credit.assign(1, [make_group(rollouts, weight)]).advantages
+    advantages = credit.assign([make_group(rollouts, weight)]).advantages
     if len(set(scores)) < 2:
         assert advantages == ()
         return
@@ -94,7 +98,7 @@ def test_strength_out_of_range_is_refused(strength: float) -> None:
 
 def assign(*groups: Group, **settings: object) -> BatchCredit:
     credit_settings = CreditSettings(**settings)  # type: ignore[arg-type]
-    return Credit(GrpoSettings(), credit_settings, seed=0, max_new_tokens=100).assign(1, groups)
+    return Credit(GrpoSettings(), credit_settings, max_new_tokens=100).assign(groups)
 
 
 def test_advantages_without_penalties_are_bit_identical_to_group_relative() -> None:
@@ -133,7 +137,7 @@ def test_length_penalises_correct_answers_and_repetition_incorrect_ones() -> Non
     )
     plain = assign(long).advantages
     # 95 tokens are three quarters into the buffer from 80 to 100.
-    by_length = assign(long, length="buffer", length_buffer=20).advantages
+    by_length = assign(long, length="buffer", length_start=20).advantages
     assert by_length == pytest.approx([plain[0], plain[1] * (1 - 0.5 * 0.75), plain[2], plain[3]])
     by_repetition = assign(long, repetition_ngram=4).advantages
     assert by_repetition == pytest.approx([*plain[:3], plain[3] * (1 + 0.5 * 0.5)])
@@ -156,19 +160,17 @@ def test_excess_compares_with_the_median_of_correct_answers() -> None:
 
 def test_tied_advantages_by_hand() -> None:
     """The mean of the negated penalties 0, 0, 1 is -1/3, their standard deviation 0.577."""
-    advantages = tied_advantages(np.array([0.0, 0.0, 1.0]), scale=0.1)
+    advantages = tied_advantages(np.array([0.0, 0.0, 1.0]))
     np.testing.assert_allclose(advantages, [0.057735, 0.057735, -0.1], atol=1e-5)
-    advantages = tied_advantages(np.array([0.0, 0.2]), scale=0.1)
+    advantages = tied_advantages(np.array([0.0, 0.2]))
     np.testing.assert_allclose(advantages, [0.1 * 0.1 / 0.25, -0.1 * 0.1 / 0.25])
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(st.floats(0, 1), min_size=2, max_size=9), st.floats(0.01, 0.1))
-def test_tied_advantages_are_bounded_and_ordered_by_penalty(
-    penalties: list[float], scale: float
-) -> None:
-    advantages = tied_advantages(np.array(penalties), scale=scale)
-    assert np.abs(advantages).max() <= scale
+@given(st.lists(st.floats(0, 1), min_size=2, max_size=9))
+def test_tied_advantages_are_bounded_and_ordered_by_penalty(penalties: list[float]) -> None:
+    advantages = tied_advantages(np.array(penalties))
+    assert np.abs(advantages).max() <= TIED_SCALE
     by_penalty = [advantage for _, advantage in sorted(zip(penalties, -advantages, strict=True))]
     assert by_penalty == sorted(by_penalty)
 

@@ -19,10 +19,9 @@ INCORRECT_PROBE = group(0.0, 0.0, name="i", num_generated=[1, 2], weight=0.25)
 PROBES = [CORRECT_PROBE, INCORRECT_PROBE]
 
 
-def assign(*stopped_groups: Group, permute_rewards: bool = False, **settings: Any) -> BatchCredit:
-    algo = GrpoSettings(permute_rewards=permute_rewards)
-    credit = Credit(algo, CreditSettings(**settings), seed=0, max_new_tokens=10)
-    return credit.assign(1, [MIXED], stopped_groups)
+def assign(*stopped_groups: Group, **settings: Any) -> BatchCredit:
+    credit = Credit(GrpoSettings(), CreditSettings(**settings), max_new_tokens=10)
+    return credit.assign([MIXED], stopped_groups)
 
 
 def plan_of(credit: BatchCredit) -> StepPlan:
@@ -74,11 +73,6 @@ def test_probes_that_are_tied_or_mixed_are_not_credited() -> None:
     settings = {"all_correct": "zvp", "length": "buffer", "tied_correct": "shape"}
     assert assign(tied_group, group(1.0, 0.0, name="x"), **settings).rollouts == MIXED.rollouts
     assert assign(tied_group, **settings).extra_rollouts == ()
-
-
-def test_permuted_rewards_leave_stopped_probes_out() -> None:
-    credit = assign(*PROBES, permute_rewards=True, all_correct="zvp", all_incorrect="zvp")
-    assert credit.extra_rollouts == ()
 
 
 def test_a_weight_of_zero_trains_nothing() -> None:

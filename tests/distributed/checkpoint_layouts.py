@@ -57,7 +57,7 @@ def train(
     store = RolloutStore(node=0)
     rollouts = read_rollouts(directory / "rollouts")[batch * BATCH : (batch + 1) * BATCH]
     groups = judged_groups(rollouts, store_on_rank_0(layout, store, rollouts, batch))
-    batch_credit = Credit(ALGORITHMS[case.algorithm], seed=0).assign(batch, groups)
+    batch_credit = Credit(ALGORITHMS[case.algorithm]).assign(groups)
     planner = make_planner(
         LAYOUTS[case.layout].parallel,
         layout,

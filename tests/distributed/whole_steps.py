@@ -148,7 +148,7 @@ def plan_batches(
     case: LayoutCase, layout: RankLayout, directory: Path, store: RolloutStore
 ) -> Iterator[StepPlan]:
     """Plan the batches one after the other. The rollouts are stored in rank 0's memory."""
-    credit = Credit(algorithm_settings(case, directory), CREDIT, seed=0)
+    credit = Credit(algorithm_settings(case, directory), CREDIT)
     planner = make_planner(
         LAYOUTS[case.layout].parallel,
         layout,
@@ -159,7 +159,7 @@ def plan_batches(
     for batch in range(BATCHES):
         rollouts = all_rollouts[batch * BATCH : (batch + 1) * BATCH]
         locations = store_on_rank_0(layout, store, rollouts, batch)
-        batch_credit = credit.assign(batch, judged_groups(rollouts, locations))
+        batch_credit = credit.assign(judged_groups(rollouts, locations))
         yield planner.plan(
             batch,
             batch_credit.rollouts,

@@ -232,7 +232,7 @@ def _measure(c: Configuration, layout: Any, directory: Path) -> Gaps:
     shape = read_shape(c.model.path)
     worker = build_worker(c, shape, open_loss(c.algo, shape), layout, directory / "rollouts")
     pairs = read_groups(batch_directory(directory / "recorded", 1))
-    credit = Credit(c.algo, seed=c.seed).assign(1, [group for group, _ in pairs])
+    credit = Credit(c.algo).assign([group for group, _ in pairs])
     planner = StepPlanner(c.train, c.parallel, dp_size=1, seed=c.seed)
     plan = planner.plan(1, credit.rollouts, credit.advantages, weights=credit.weights)
     if not plan.rollouts:

@@ -177,7 +177,7 @@ def test_the_comparison_behind_the_table_is_accepted(tmp_path: Path) -> None:
     (options,) = comparisons("measurements.md")
     options.out = tmp_path
     counts = Counter(run.variant for run in plan_runs(options))
-    assert counts == {"espo": 3, "grpo": 3, "gspo": 3, "frozen": 1, "permuted": 1}
+    assert counts == {"espo": 3, "grpo": 3, "gspo": 3, "frozen": 1}
 
 
 @pytest.mark.slow

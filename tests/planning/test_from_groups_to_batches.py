@@ -66,7 +66,7 @@ def test_rollouts_keep_their_tokens_and_advantages(tp: int) -> None:
     rollout_by_id = {rollout.rollout_id: rollout for rollout in rollouts}
     advantage_by_id = advantages_of(groups)
     assert len(set(advantage_by_id.values())) > 20, "equal advantages could be exchanged unnoticed"
-    credit = Credit(GrpoSettings(), seed=0).assign(0, groups)
+    credit = Credit(GrpoSettings()).assign(groups)
     parallel = ParallelSettings(tp=tp, sequence_parallel=tp > 1)
     train = TrainSettings(total_steps=1, optimizer_steps_per_batch=2, tokens_per_micro_batch=120)
     planner = StepPlanner(train, parallel, dp_size=2, seed=0)
@@ -88,7 +88,7 @@ def test_rollouts_keep_the_weights_of_their_groups() -> None:
     _, rollouts, _ = make_batch(shape, 24)
     groups = judged_groups(rollouts)
     rollout_by_id = {rollout.rollout_id: rollout for rollout in rollouts}
-    credit = Credit(GrpoSettings(), seed=0).assign(0, groups)
+    credit = Credit(GrpoSettings()).assign(groups)
     planner = StepPlanner(TrainSettings(total_steps=1), ParallelSettings(), dp_size=2, seed=0)
     plan = planner.plan(0, credit.rollouts, credit.advantages, weights=credit.weights)
     rollouts_of_plan = {i: rollout_by_id[ref.rollout_id] for i, ref in enumerate(plan.rollouts)}

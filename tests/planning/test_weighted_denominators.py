@@ -29,7 +29,7 @@ def plan_of(
     groups: list[Group], *, steps: int = 1, algo: AlgoSettings | None = None, **settings: Any
 ) -> StepPlan:
     credit_settings = CreditSettings(**settings)  # type: ignore[arg-type]
-    credit = Credit(algo or GrpoSettings(), credit_settings, seed=0).assign(1, groups)
+    credit = Credit(algo or GrpoSettings(), credit_settings).assign(groups)
     train = TrainSettings(total_steps=1, optimizer_steps_per_batch=steps)
     planner = StepPlanner(train, ParallelSettings(), dp_size=1, seed=0)
     return planner.plan(

@@ -265,7 +265,7 @@ def assemble(
     """Return parts with real credit and plans. `stand_in` samples and evaluates."""
     return StepParts(
         rollouts=stand_in,
-        credit=Credit(GrpoSettings(), credit, seed=0),
+        credit=Credit(GrpoSettings(), credit),
         planner=StepPlanner(train, ParallelSettings(), dp_size=1, seed=0),
         evaluation=stand_in,
         open_parts=open_parts,

@@ -57,10 +57,6 @@ def _check_algorithm(c: Configuration) -> Iterator[BrokenRule]:
         yield BrokenRule("algo.name", rule, remedy)
     if isinstance(c.algo, SftSettings) and c.algo.advantages == "group":
         yield BrokenRule("algo.advantages", "The loss of algo=sft has no advantages", "Use one")
-    if c.algo.permute_rewards and c.algo.advantages == "one":
-        rule = "With algo.advantages=one no reward is used"
-        remedy = "Remove it, or use algo.advantages=group"
-        yield BrokenRule("algo.permute_rewards", rule, remedy)
     fractions = c.algo.fractions if isinstance(c.algo, EspoSettings) else []
     if _exact_sum(fractions) > 1 or len(fractions) > _MAX_FRACTIONS:
         rule = (

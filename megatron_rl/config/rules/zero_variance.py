@@ -124,15 +124,12 @@ def check_stop_repetition(c: Configuration, keys: Collection[str]) -> Iterator[B
 def _uses_of_credit_keys(credit: CreditSettings) -> list[tuple[str, bool, str]]:
     """Return keys that depend on others: the name, whether it is used, and the keys to use it."""
     has_zvp = "zvp" in (credit.all_correct, credit.all_incorrect)
-    has_shape = "shape" in (credit.tied_correct, credit.tied_incorrect)
     has_length = bool(credit.length)
     has_repetition = bool(credit.repetition_ngram)
     is_shaped = bool(credit.shaping)
     return [
         ("zvp_alpha", has_zvp, "credit.all_correct=zvp or credit.all_incorrect=zvp"),
-        ("tied_scale", has_shape, "credit.tied_correct=shape or credit.tied_incorrect=shape"),
-        ("length_buffer", credit.length == "buffer", "credit.length=buffer"),
-        ("length_excess", credit.length == "excess", "credit.length=excess"),
+        ("length_start", has_length, "credit.length=buffer or excess"),
         (
             "tied_correct",
             has_length,
@@ -154,8 +151,12 @@ def _uses_of_credit_keys(credit: CreditSettings) -> list[tuple[str, bool, str]]:
 
 def _check_lengths(c: Configuration) -> Iterator[BrokenRule]:
     longest = c.rollout.max_new_tokens
+    buffer = c.credit.length_start if c.credit.length == "buffer" else None
+    if buffer is not None and not buffer.is_integer():
+        rule = "With credit.length=buffer it is a number of tokens"
+        yield BrokenRule("credit.length_start", rule, "Give a whole number, or leave it null")
     for name, tokens, limit in (
-        ("length_buffer", c.credit.length_buffer, longest),
+        ("length_start", buffer, longest),
         ("repetition_ngram", c.credit.repetition_ngram, longest - 1),
     ):
         if tokens is not None and tokens > limit:

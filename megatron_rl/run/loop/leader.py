@@ -68,7 +68,7 @@ class Leader:
         batch = self.sampling.sample(step, watch)
         while True:
             with watch.section("credit"):
-                credit = self.parts.credit.assign(step, batch.groups, batch.stopped_groups)
+                credit = self.parts.credit.assign(batch.groups, batch.stopped_groups)
                 plan = self.parts.plan(step, credit)
             outcome = self._train(plan)
             if isinstance(outcome, TrainOutcome):

@@ -25,7 +25,7 @@ class RecordingLeader(Leader):
         with watch.section("rollout"):
             batch = self.parts.rollouts.sample(step)
         with watch.section("account"):
-            values |= batch.metrics() | self.parts.credit.assign(step, batch.groups).metrics()
+            values |= batch.metrics() | self.parts.credit.assign(batch.groups).metrics()
             values |= account_of_recording(
                 batch.all_groups,
                 generated_tokens=batch.generated_tokens,

@@ -48,7 +48,7 @@ def _step_parts(parts: LoopParts, c: Configuration) -> StepParts:
     dp_size = parts.worker.layout.dp_size
     return StepParts(
         rollouts=recording,
-        credit=Credit(c.algo, c.credit, seed=c.seed, max_new_tokens=c.rollout.max_new_tokens),
+        credit=Credit(c.algo, c.credit, max_new_tokens=c.rollout.max_new_tokens),
         planner=StepPlanner(c.train, c.parallel, dp_size=dp_size, seed=c.seed),
         evaluation=None,
         open_parts=partial(_step_parts, parts),

@@ -60,11 +60,11 @@ def credited_shares(*, with_stopped: bool = True, **settings: Any) -> tuple[floa
     """
     rates = pass_rates()
     credit_settings = CreditSettings(all_correct="zvp", all_incorrect="zvp")
-    credit = Credit(GrpoSettings(), credit_settings, seed=0)
+    credit = Credit(GrpoSettings(), credit_settings)
     totals = {True: 0.0, False: 0.0}
     for result in results_of(make_pool(NUM_PROMPTS, tags=3), rates, **settings):
         stopped_groups = result.stopped_groups if with_stopped else ()
-        for extra in credit.assign(1, result.groups, stopped_groups).extra_rollouts:
+        for extra in credit.assign(result.groups, stopped_groups).extra_rollouts:
             totals[extra.entropy_advantage > 0] += extra.weight
     expected_correct = EPOCHS * N * float((rates**N).sum())
     expected_incorrect = EPOCHS * N * float(((1 - rates) ** N).sum())

@@ -198,7 +198,7 @@ def test_unchanged_weights_summary_names_the_most_frequent_kind_of_group() -> No
 
 def test_unchanged_weights_names_the_probes_where_the_selection_stopped_them_all() -> None:
     stopped_probes = [group(1.0, 1.0), group(1.0, 1.0)]
-    metrics = Credit(GrpoSettings(), seed=0).assign(1, [], stopped_probes).metrics()
+    metrics = Credit(GrpoSettings()).assign([], stopped_probes).metrics()
     alarm = UnchangedWeightsAlarm()
     warnings = [alarm.observe(metrics | {"train/samples": 0.0}) for _ in range(3)]
     assert "the selection stopped every probe" in str(warnings[-1])

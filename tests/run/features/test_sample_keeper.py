@@ -98,7 +98,7 @@ def plan_of(credit: BatchCredit) -> StepPlan:
     return planner.plan(7, credit.rollouts, credit.advantages, extra, weights=credit.weights)
 
 
-CREDIT = Credit(GrpoSettings(), seed=0).assign(7, BATCH.groups, BATCH.stopped_groups)
+CREDIT = Credit(GrpoSettings()).assign(BATCH.groups, BATCH.stopped_groups)
 PLAN = plan_of(CREDIT)
 
 
@@ -222,7 +222,7 @@ def test_values_are_gathered_for_kept_responses_alone(tmp_path: Path) -> None:
 def test_a_step_that_trains_nothing_keeps_samples(tmp_path: Path) -> None:
     group: Group = msgspec.structs.replace(GROUPS[4], weight=1.0)
     batch = RolloutBatch(groups=(group,), generated_tokens=0)
-    credit = Credit(GrpoSettings(), seed=0).assign(1, batch.groups)
+    credit = Credit(GrpoSettings()).assign(batch.groups)
     metrics = make_keeper(tmp_path, Ranks()).keep(batch, credit, plan_of(credit), {})
     assert metrics["samples/kept"] == GROUP
     assert all(not sample.training.is_trained for sample in read_samples(tmp_path))
@@ -338,6 +338,6 @@ def test_a_reward_without_correctness_is_kept(tmp_path: Path) -> None:
     batch = RolloutBatch(
         groups=(msgspec.structs.replace(GROUPS[0], rollouts=refs),), generated_tokens=0
     )
-    credit = Credit(GrpoSettings(), seed=0).assign(1, batch.groups)
+    credit = Credit(GrpoSettings()).assign(batch.groups)
     make_keeper(tmp_path, Ranks()).keep(batch, credit, plan_of(credit), {})
     assert [sample.verdict for sample in read_samples(tmp_path)] == [verdict] * GROUP
