@@ -36,6 +36,9 @@ from sglang_bridge.settings import ServerSettings
 
 EvalTemperature = Annotated[float, Ge(0), Le(100)]
 TopP = Annotated[float, Gt(0), Le(1)]
+# A response is looked at for repetition each time that it has this many further tokens: rarely
+# enough that requests which end and continue cost little.
+REPETITION_CHECK_TOKENS = 512
 RecomputeModule = Literal[
     "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"
 ]
@@ -275,9 +278,6 @@ class RolloutSettings(Section):
     # A response is cut off once a larger share of it repeats itself, like one that reaches
     # max_new_tokens. null: none is. See docs/zero_variance.md.
     stop_repetition: Annotated[float, Gt(0), Le(0.97)] | None = None
-    # The tokens of an n-gram, and the number of tokens after which a response is looked at again.
-    stop_repetition_ngram: Positive = 40
-    stop_repetition_every: Positive = 512
     # The largest age of a rollout's tokens in weight versions when a step trains on them. 0: each
     # step samples its own rollouts. From 1 on, the rollouts of the next step are sampled while a
     # step trains.

@@ -272,17 +272,10 @@ SELECTION = [
     ("selection=oversample selection.reweight=10", "selection.reweight=10.0", NOT_READ),
     ("selection.expert.min_filled=1", "selection.expert.min_filled=1.0", NOT_READ),
     ("selection.surplus=abort", "selection.surplus=abort", "selection=oversample"),
-    ("rollout.stop_repetition_ngram=3", "rollout.stop_repetition_ngram=3", "stops no response"),
-    ("rollout.stop_repetition_every=3", "rollout.stop_repetition_every=3", "stops no response"),
     (
         "rollout.stop_repetition=0.5 rollout.max_new_tokens=512",
-        "rollout.stop_repetition_every=512",
-        "at most rollout.max_new_tokens=512",
-    ),
-    (
-        "rollout.stop_repetition=0.5 rollout.stop_repetition_ngram=900 rollout.max_new_tokens=900",
-        "rollout.stop_repetition_ngram=900",
-        "at most rollout.max_new_tokens=900",
+        "rollout.stop_repetition=0.5",
+        "every 512 tokens",
     ),
     (
         "mode=train_only rollout.recording=. rollout.stop_repetition=0.5",

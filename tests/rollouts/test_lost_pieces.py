@@ -2,12 +2,17 @@
 
 import asyncio
 import os
+import random
 from pathlib import Path
 
 import msgspec
 import pytest
 
-from megatron_rl.config.schema import EnvironmentSettings, RolloutSettings
+from megatron_rl.config.schema import (
+    REPETITION_CHECK_TOKENS,
+    EnvironmentSettings,
+    RolloutSettings,
+)
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.environments.environment import Environment
 from megatron_rl.environments.episode import Episode
@@ -16,8 +21,11 @@ from megatron_rl.rollouts.wire.messages import FromCollector, GroupDone, GroupRe
 from tests.support.fake_engine import Reply, configuration, fake_engine, routes, serving
 from tests.support.scripted_model import EOS, PROMPT
 
-PIECE = 4
-SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
+PIECE = REPETITION_CHECK_TOKENS
+LONGEST = 4 * PIECE
+# Tokens of which no 40 repeat
+IDS = random.Random(0).choices(range(5, 45), k=PIECE)
+SAMPLING = Sampling(max_new_tokens=LONGEST, temperature=1.0, stop_token_ids=(EOS,))
 
 
 class FailingEngine:
@@ -39,16 +47,15 @@ class FailingEngine:
             return 400
         if not is_first and self._failure == "hang":
             return None
-        ids = list(range(5, 5 + PIECE))
         is_aborted = body["sampling_params"]["max_new_tokens"] > PIECE
         self.num_sampled += PIECE
         logprob = -0.5 if is_first else None
         return {
-            "output_ids": ids,
+            "output_ids": IDS,
             "meta_info": {
                 "finish_reason": {"type": "abort" if is_aborted else "length"},
                 "weight_version": "3",
-                "output_token_logprobs": [(logprob, token, None) for token in ids],
+                "output_token_logprobs": [(logprob, token, None) for token in IDS],
                 "routed_experts": routes(body, PIECE),
             },
         }
@@ -75,10 +82,8 @@ def collect(engine: FailingEngine, settings: RolloutSettings, environment: str) 
 
 
 SETTINGS = {
-    "aborted": RolloutSettings(max_new_tokens=16),
-    "stop_repetition": RolloutSettings(
-        max_new_tokens=16, stop_repetition=0.5, stop_repetition_ngram=2, stop_repetition_every=PIECE
-    ),
+    "aborted": RolloutSettings(max_new_tokens=LONGEST),
+    "stop_repetition": RolloutSettings(max_new_tokens=LONGEST, stop_repetition=0.5),
 }
 
 

@@ -12,7 +12,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.config.schema import EngineSettings, RolloutSettings
+from megatron_rl.config.schema import (
+    REPETITION_CHECK_TOKENS,
+    EngineSettings,
+    RolloutSettings,
+)
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import FinishReason, Rollout
 from megatron_rl.rollouts.collector.collector import Collector
@@ -28,10 +32,11 @@ from tests.support.saved_groups import save_group
 from tests.support.scripted_model import EOS, PROMPT
 
 FORM = RequestForm(api_key=None, longest_response=40, route_shape=(LAYERS, TOPK), vocab_size=48)
-SETTINGS = RolloutSettings(
-    max_new_tokens=24, stop_repetition=0.4, stop_repetition_ngram=2, stop_repetition_every=4
-)
 LOOP = [5, 6, 7, 8, *[9, 10] * 9, EOS]
+# A response that repeats itself, of a length at which collectors look at it
+SETTINGS = RolloutSettings(max_new_tokens=1100, stop_repetition=0.4)
+LONG_LOOP = [5, 6, 7, 8, *[9, 10] * 400, EOS]
+CUT = REPETITION_CHECK_TOKENS
 
 
 class InterruptedEngine:
@@ -73,10 +78,8 @@ async def ignore(message: FromCollector) -> None:
     """Drop a report."""
 
 
-def stop_of(settings: RolloutSettings = SETTINGS) -> RepetitionStop:
-    stop = RepetitionStop.from_settings(settings)
-    assert stop is not None
-    return stop
+def stop_of(threshold: float = 0.4, every: int = 4) -> RepetitionStop:
+    return RepetitionStop(threshold, ngram=2, every=every)
 
 
 def sample(engine: InterruptedEngine, stop: RepetitionStop | None) -> Generation:
@@ -137,7 +140,7 @@ def test_a_response_that_does_not_repeat_itself_is_whole() -> None:
 
 
 def test_a_response_that_is_too_long_anyway_counts_as_such() -> None:
-    stop = stop_of(replace(SETTINGS, stop_repetition=0.97))
+    stop = stop_of(threshold=0.97)
     generation = sample(InterruptedEngine([9, 10] * 20), stop)
     assert len(generation.output_ids) == 24
     assert generation.finish_reason is FinishReason.LENGTH
@@ -154,7 +157,7 @@ def test_where_a_response_is_cut_off_does_not_depend_on_its_pieces(
 ) -> None:
     """Nor on who aborts its requests in the middle."""
     response = [*tokens, EOS]
-    stop = stop_of(replace(SETTINGS, stop_repetition_every=every))
+    stop = stop_of(every=every)
     length = expected_length(response, stop)
     generation = sample(InterruptedEngine(response, tuple(cuts)), stop)
     assert generation.output_ids.tolist() == response[:length]
@@ -210,13 +213,13 @@ def test_what_was_cut_off_before_a_checkpoint_counts_as_repetitive_after_it(
 ) -> None:
     """A rollout that is cut off stays open until it has a verdict."""
     rollouts: list[Rollout] = []
-    first = collect(InterruptedEngine(LOOP), SETTINGS, rollouts=rollouts)
+    first = collect(InterruptedEngine(LONG_LOOP), SETTINGS, rollouts=rollouts)
     group = msgspec.structs.replace(first.group, open_samples=(0, 1)[:num_open])
     saved_group = save_group(tmp_path, group, rollouts)
-    engine = InterruptedEngine(LOOP)
+    engine = InterruptedEngine(LONG_LOOP)
     answer = collect(engine, SETTINGS, saved_group=saved_group)
     assert [rollout.is_repetitive for rollout in answer.group.rollouts] == [True, True]
-    assert [rollout.num_generated for rollout in answer.group.rollouts] == [12, 12]
+    assert [rollout.num_generated for rollout in answer.group.rollouts] == [CUT, CUT]
     assert engine.num_sampled == 0
 
 
@@ -239,7 +242,9 @@ def collect(
             collector_settings = msgspec.structs.replace(configuration(), rollout=settings)
             collector = Collector(0, collector_settings, outbox.put)
             await collector.handle(serving(url, version=3))
-            sampling = Sampling(max_new_tokens=24, temperature=1.0, stop_token_ids=(EOS,))
+            sampling = Sampling(
+                max_new_tokens=settings.max_new_tokens, temperature=1.0, stop_token_ids=(EOS,)
+            )
             request = GroupRequest(
                 group_id="g",
                 prompt=PROMPT,
@@ -268,18 +273,18 @@ def collect(
 def test_a_rollout_that_was_cut_off_is_marked_and_treated_as_truncated(
     train_truncated: bool,
 ) -> None:
-    engine = InterruptedEngine(LOOP)
+    engine = InterruptedEngine(LONG_LOOP)
     answer = collect(engine, replace(SETTINGS, train_truncated=train_truncated))
     for rollout in answer.group.rollouts:
         assert rollout.is_repetitive and rollout.finish_reason is FinishReason.LENGTH
-        assert rollout.num_generated == 12
-        assert rollout.num_trainable == (12 if train_truncated else 0)
+        assert rollout.num_generated == CUT
+        assert rollout.num_trainable == (CUT if train_truncated else 0)
         assert rollout.verdict.correctness == 0.0
-    assert answer.generated_tokens == engine.num_sampled == 24
+    assert answer.generated_tokens == engine.num_sampled == 2 * CUT
 
 
 def test_evaluations_and_default_settings_cut_nothing_off() -> None:
-    for settings, evaluation in ((SETTINGS, True), (RolloutSettings(max_new_tokens=24), False)):
-        answer = collect(InterruptedEngine(LOOP), settings, evaluation=evaluation)
-        assert [r.num_generated for r in answer.group.rollouts] == [len(LOOP)] * 2
+    for settings, evaluation in ((SETTINGS, True), (RolloutSettings(max_new_tokens=1100), False)):
+        answer = collect(InterruptedEngine(LONG_LOOP), settings, evaluation=evaluation)
+        assert [r.num_generated for r in answer.group.rollouts] == [len(LONG_LOOP)] * 2
         assert not any(rollout.is_repetitive for rollout in answer.group.rollouts)

@@ -8,7 +8,12 @@ from os.path import expanduser
 from pathlib import Path
 
 from megatron_rl.config.rules.broken_rule import BrokenRule
-from megatron_rl.config.schema import Configuration, CreditSettings, SelectionSettings
+from megatron_rl.config.schema import (
+    REPETITION_CHECK_TOKENS,
+    Configuration,
+    CreditSettings,
+    SelectionSettings,
+)
 from megatron_rl.contracts.paths import path_problem
 
 # The keys of `selection` that each selector reads.
@@ -101,24 +106,19 @@ def check_stop_repetition(c: Configuration, keys: Collection[str]) -> Iterator[B
 
     keys: those that the command line sets.
     """
-    name = "rollout.stop_repetition"
-    set_keys = [key for key in keys if key.startswith(name)]
+    key = "rollout.stop_repetition"
     if c.is_measurement or c.mode == "train_only":
-        for key in set_keys:
+        if key in keys:
             rule = f"mode={c.mode} samples no rollouts"
             yield BrokenRule(key, rule, "Remove it, or use mode=train")
         return
     longest = c.rollout.max_new_tokens
-    for key, tokens in (
-        (f"{name}_ngram", c.rollout.stop_repetition_ngram),
-        (f"{name}_every", c.rollout.stop_repetition_every),
-    ):
-        if c.rollout.stop_repetition is None and key in set_keys:
-            rule = f"{name}=null stops no response"
-            yield BrokenRule(key, rule, f"Remove it, or give {name} a share, such as 0.5")
-        elif c.rollout.stop_repetition is not None and tokens >= longest:
-            rule = f"A response has at most rollout.max_new_tokens={longest} tokens"
-            yield BrokenRule(key, rule, f"Give less than {longest}")
+    if c.rollout.stop_repetition is not None and longest <= REPETITION_CHECK_TOKENS:
+        rule = (
+            f"A response is looked at every {REPETITION_CHECK_TOKENS} tokens, and "
+            f"rollout.max_new_tokens={longest}"
+        )
+        yield BrokenRule(key, rule, "Leave it null, or raise rollout.max_new_tokens")
 
 
 def _uses_of_credit_keys(credit: CreditSettings) -> list[tuple[str, bool, str]]:

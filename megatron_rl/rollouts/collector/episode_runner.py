@@ -184,9 +184,10 @@ class EpisodeRunner:
 
     def _open_stop(self, request: GroupRequest) -> RepetitionStop | None:
         """Return what ends responses that repeat themselves. Evaluations measure whole ones."""
-        if request.evaluation:
+        threshold = self._configuration.rollout.stop_repetition
+        if request.evaluation or threshold is None:
             return None
-        return RepetitionStop.from_settings(self._configuration.rollout)
+        return RepetitionStop(threshold)
 
     def _open_episode(
         self,

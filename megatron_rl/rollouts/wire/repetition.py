@@ -8,10 +8,11 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from megatron_rl.config.schema import RolloutSettings
+from megatron_rl.config.schema import REPETITION_CHECK_TOKENS
 from megatron_rl.contracts.rollout import Rollout
 
 ALLOWED_SHARE = 0.02  # of the tokens, because formulas and lists repeat a little
+NGRAM_TOKENS = 40  # longer than the phrases and formulas that a good response repeats
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
 
@@ -49,25 +50,14 @@ class RepetitionStop:
     It looks at a response each time that it has another `every` tokens. What it decides depends on
     the tokens alone, and not on the pieces in which they come.
 
-    threshold: the largest share of repeated n-grams, as `repetition` measures it. has_stopped: True
-    once it has ended a response.
+    threshold: the largest share of repeated n-grams, as `repetition` measures it. ngram: the tokens
+    of an n-gram. has_stopped: True once it has ended a response.
     """
 
     threshold: float
-    ngram: int
-    every: int
+    ngram: int = NGRAM_TOKENS
+    every: int = REPETITION_CHECK_TOKENS
     has_stopped: bool = False
-
-    @classmethod
-    def from_settings(cls, settings: RolloutSettings) -> RepetitionStop | None:
-        """Return a stop with these settings, None if no response is to be ended."""
-        if settings.stop_repetition is None:
-            return None
-        return cls(
-            settings.stop_repetition,
-            settings.stop_repetition_ngram,
-            settings.stop_repetition_every,
-        )
 
     def next_check(self, num_tokens: int) -> int:
         """Return the number of tokens at which a response is looked at again."""
