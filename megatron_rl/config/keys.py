@@ -13,7 +13,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from megatron_rl.config.algorithms import ALGORITHMS, CorrectionSettings, KlSettings
-from megatron_rl.config.schema import Configuration, SelectionExpertSettings, SourceSettings
+from megatron_rl.config.schema import Configuration, SourceSettings
 from megatron_rl.contracts.refusal import Refusal
 from megatron_rl.models.families import read_shape
 
@@ -25,7 +25,6 @@ SECTIONS: dict[str, Any] = {
 INNER_SECTIONS: dict[str, Any] = {
     "algo.correction": CorrectionSettings,
     "algo.kl": KlSettings,
-    "selection.expert": SelectionExpertSettings,
 }
 
 _LONGEST_DEFAULT = 1024  # tokens of a prompt or a response

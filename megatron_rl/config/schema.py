@@ -293,25 +293,6 @@ class RolloutSettings(Section):
 
 
 @dataclass(frozen=True, kw_only=True)
-class SelectionExpertSettings(Section):
-    """Numbers of `selection=belief` that seldom need a change. See docs/selection.md."""
-
-    # A prompt is accepted with probability (chance / acceptance_target) ^ acceptance_exponent,
-    # where `chance` is the probability of a group that `selection.skip` does not name.
-    acceptance_exponent: Annotated[float, Ge(0), Le(100)] = 5.0
-    # From this chance on a prompt is always accepted, and its whole group is sampled at once.
-    acceptance_target: Annotated[float, Gt(0), Le(1)] = 0.6
-    # No prompt is accepted with a smaller probability than this.
-    min_acceptance: Annotated[float, Gt(0), Le(1)] = 0.1
-    # A prompt that was declined in this many successive epochs is accepted at least every other
-    # time.
-    max_age_epochs: Positive = 10
-    # A step samples no further round once it has this share of rollout.prompts_per_step mixed
-    # groups.
-    min_filled: Annotated[float, Gt(0), Le(1)] = 0.9
-
-
-@dataclass(frozen=True, kw_only=True)
 class SelectionSettings(Section):
     """The selector of the prompts of a step. See docs/selection.md."""
 
@@ -326,7 +307,7 @@ class SelectionSettings(Section):
     # belief: prompts to sample less often. all_correct: those whose responses are probably all
     # correct. zero_variance: also those whose responses are probably all incorrect.
     skip: Literal["all_correct", "zero_variance"] = "all_correct"
-    # belief: rollouts that a prompt below expert.acceptance_target gets first. Its group is
+    # belief: rollouts that a prompt gets first if it is probably one of these. Its group is
     # completed unless `skip` names what they show. 0: sample whole groups at once.
     probe_samples: Whole = 4
     # belief: the largest weight of prompts that are sampled less often. A group counts
@@ -335,7 +316,6 @@ class SelectionSettings(Section):
     # belief: the directory of a run, or of one of its checkpoints. A new run starts with the
     # beliefs of that run.
     beliefs_from: Text | None = None
-    expert: SelectionExpertSettings = field(default_factory=SelectionExpertSettings)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -63,7 +63,7 @@ def test_ways_of_reading_a_key() -> None:
     sources = {
         "optimizer.lr": "def f(settings: OptimizerSettings): return settings.lr",
         "rollout.temperature": "def f(stage): return stage.rollout.temperature",
-        "selection.expert.min_filled": "def f(s): return s.expert.min_filled",
+        "algo.kl.coef": "def f(s): return s.kl.coef",
         "algo.alpha": "def f(algo: EspoSettings): return algo.alpha",
         "engine.threads": "def f(settings: ServerSettings): return settings.threads",
         "seed": "def f(c: Configuration): return c.seed",

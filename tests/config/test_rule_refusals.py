@@ -270,7 +270,6 @@ CREDIT = [
 SELECTION = [
     ("selection.probe_samples=2", "selection.probe_samples=2", NOT_READ),
     ("selection=oversample selection.reweight=10", "selection.reweight=10.0", NOT_READ),
-    ("selection.expert.min_filled=1", "selection.expert.min_filled=1.0", NOT_READ),
     ("selection.surplus=abort", "selection.surplus=abort", "selection=oversample"),
     (
         "rollout.stop_repetition=0.5 rollout.max_new_tokens=512",

@@ -39,7 +39,7 @@ SUGGESTIONS = [
     ("+train.total_step=1", "train.total_step=1", "train.total_steps"),
     ("++rollout.max_new_token=1", "rollout.max_new_token=1", "rollout.max_new_tokens"),
     ("+train.replay_routes=false", "train.replay_routes=false", "train.replay"),
-    ("selection.expert.min_fill=1", "selection.expert.min_fill=1", "selection.expert.min_filled"),
+    ("algo.correction.hi=2", "algo.correction.hi=2", "algo.correction.high"),
     ("selection.floor=1", "selection.floor=1", "name, budget, surplus, skip"),
     ("+lr=1", "lr=1", "optimizer.lr"),
     ("trian.total_steps=3", "trian.total_steps=3", "train.total_steps"),
@@ -228,19 +228,6 @@ LIMITS = [
     ("selection.budget=0.5", "selection.budget=0.5", "at least 1"),
     ("selection.reweight=0.5", "selection.reweight=0.5", "at least 1"),
     ("selection.reweight=inf", "selection.reweight=inf", FINITE),
-    ("selection.expert.min_acceptance=0", "selection.expert.min_acceptance=0", "greater than 0"),
-    ("selection.expert.max_age_epochs=0", "selection.expert.max_age_epochs=0", "at least 1"),
-    ("selection.expert.min_filled=nan", "selection.expert.min_filled=nan", FINITE),
-    (
-        "selection.expert.acceptance_target=1.5",
-        "selection.expert.acceptance_target=1.5",
-        "at most 1",
-    ),
-    (
-        "selection.expert.acceptance_exponent=-1",
-        "selection.expert.acceptance_exponent=-1",
-        "at least 0",
-    ),
 ]
 CASES = UNKNOWN_KEYS + SUGGESTIONS + COMPOSITION + TYPES
 

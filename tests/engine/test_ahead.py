@@ -21,11 +21,12 @@ STEPS = 6
 SELECTIONS = {
     "uniform": ("selection=uniform",),
     "oversample": ("selection=oversample",),
-    # Each prompt is sampled, and first with a probe
+    # Groups of four are rarely mixed, so that each prompt is sampled with a probe first
     "belief": (
         "selection=belief",
-        "selection.expert.acceptance_target=1",
-        "selection.expert.acceptance_exponent=0",
+        "selection.skip=zero_variance",
+        "selection.probe_samples=2",
+        "rollout.samples_per_prompt=4",
     ),
 }
 

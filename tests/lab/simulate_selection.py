@@ -50,7 +50,6 @@ import numpy as np
 from megatron_rl.config.schema import (
     DataSettings,
     RolloutSettings,
-    SelectionExpertSettings,
     SelectionSettings,
 )
 from megatron_rl.contracts.exit_codes import ExitCode
@@ -74,13 +73,6 @@ VARIANTS: Mapping[str, SelectionSettings] = {
     "belief, skip=zero_variance": SelectionSettings(name="belief", skip="zero_variance"),
     "belief, skip=zero_variance, no probe": SelectionSettings(
         name="belief", skip="zero_variance", probe_samples=0
-    ),
-    "belief_sharp": SelectionSettings(
-        name="belief",
-        skip="zero_variance",
-        expert=SelectionExpertSettings(
-            acceptance_target=0.92, acceptance_exponent=14, min_acceptance=0.04, max_age_epochs=25
-        ),
     ),
 }
 COLUMNS = (

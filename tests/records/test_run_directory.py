@@ -42,7 +42,6 @@ def test_config_yaml_holds_every_key_and_reads_back() -> None:
     }
     for group in ("correction", "kl"):
         keys |= {f"algo.{group}.{key}" for key in tree["algo"][group]}
-    keys |= {f"selection.expert.{key}" for key in tree["selection"]["expert"]}
     sections = {key.partition(".")[0] for key in declared_keys() if "." in key}
     assert keys | {"seed", "mode", "curriculum"} == declared_keys("gspo").keys() - sections
 

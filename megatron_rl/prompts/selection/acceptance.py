@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import dataclass
 
-from megatron_rl.config.schema import SelectionExpertSettings
-
-# Smallest acceptance probability of a prompt after selection.expert.max_age_epochs epochs
-_MIN_ACCEPTANCE_AFTER_MAX_AGE = 0.5
+# Smallest acceptance probability of a prompt after `Acceptance.max_age_epochs` epochs
+_MINIMUM_AFTER_MAX_AGE = 0.5
 
 
 def coin(seed: int, epoch: int, prompt_id: str) -> float:
@@ -19,20 +18,30 @@ def coin(seed: int, epoch: int, prompt_id: str) -> float:
     return int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") / 2**64
 
 
-def acceptance_probability(
-    probability: float, declines: int, settings: SelectionExpertSettings
-) -> float:
-    """Return the probability with which a step accepts an offered prompt. It is never 0.
+@dataclass(frozen=True)
+class Acceptance:
+    """The probability with which a step accepts an offered prompt. It is never 0.
 
-    max(min_acceptance, min(1, (probability / acceptance_target)^acceptance_exponent))
+    max(minimum, min(1, (chance / target)^exponent))
 
     It is at least 1/2 once the prompt was declined in `max_age_epochs` successive epochs.
 
-    probability: probability of a group that `selection.skip` does not name.
-    declines: how often the prompt was declined since its last group. Each epoch offers it once.
+    The defaults accept a prompt with a pass rate of one tenth at least every other time, whatever
+    the variance of its belief (tests/prompts/selection/test_acceptance.py).
     """
-    ratio = probability / settings.acceptance_target
-    acceptance = max(settings.min_acceptance, min(1.0, ratio**settings.acceptance_exponent))
-    if declines >= settings.max_age_epochs:
-        return max(acceptance, _MIN_ACCEPTANCE_AFTER_MAX_AGE)
-    return acceptance
+
+    target: float = 0.6
+    exponent: float = 5.0
+    minimum: float = 0.1
+    max_age_epochs: int = 10
+
+    def probability(self, chance: float, declines: int) -> float:
+        """Return the probability of a prompt.
+
+        chance: probability of a group that `selection.skip` does not name.
+        declines: how often the prompt was declined since its last group. Each epoch offers it once.
+        """
+        acceptance = max(self.minimum, min(1.0, (chance / self.target) ** self.exponent))
+        if declines >= self.max_age_epochs:
+            return max(acceptance, _MINIMUM_AFTER_MAX_AGE)
+        return acceptance

@@ -22,7 +22,7 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.credit.group_kinds import GroupKind
-from megatron_rl.prompts.selection.acceptance import acceptance_probability, coin
+from megatron_rl.prompts.selection.acceptance import Acceptance, coin
 from megatron_rl.prompts.selection.beliefs.beliefs import Beliefs
 from megatron_rl.prompts.selection.beliefs.calibration import Calibration
 from megatron_rl.prompts.selection.beliefs.group_prediction import GroupPredictions
@@ -32,8 +32,11 @@ from megatron_rl.prompts.selection.importance_weights import effective_share
 from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult
 from megatron_rl.prompts.source import PromptSource
 
+# A step samples no further round once it has this share of rollout.prompts_per_step mixed groups
+_MIN_FILLED = 0.9
 # A step that cannot be filled ends after this many passes over the prompts that can be offered.
 _MAX_PASSES = 8
+_ACCEPTANCE = Acceptance()
 # By `selection.skip`: the probes that become whole groups
 _EXTENDED_KINDS = {
     "all_correct": (GroupKind.MIXED, GroupKind.ALL_INCORRECT),
@@ -55,6 +58,7 @@ class BeliefSelector:
     """Selects prompts by beliefs about their pass rates. See `Selector` and docs/selection.md.
 
     seed: seed of the random acceptance.
+    acceptance: how likely prompts are accepted.
     """
 
     ignores_rollouts = False
@@ -66,11 +70,13 @@ class BeliefSelector:
         settings: SelectionSettings,
         *,
         seed: int,
+        acceptance: Acceptance = _ACCEPTANCE,
     ) -> None:
         self.source = source
         self.rollout = rollout
         self.settings = settings
         self.seed = seed
+        self.acceptance = acceptance
         self.beliefs = Beliefs([prompt.id for prompt in source.train], source.rates)
         if source.initial_beliefs is not None:
             self.beliefs.restore(source.initial_beliefs)
@@ -146,7 +152,7 @@ class BeliefStep:
 
     def next_round(self) -> list[RolloutRequest]:
         num_mixed = sum(candidate.is_mixed for candidate in self._candidates)
-        if num_mixed >= self.selector.settings.expert.min_filled * self._prompts_per_step:
+        if num_mixed >= _MIN_FILLED * self._prompts_per_step:
             return []
         return self._round(self._prompts_per_step - num_mixed)
 
@@ -240,7 +246,7 @@ class BeliefStep:
         usefulness = 1.0 - whole_group.all_correct
         if settings.skip == "zero_variance":
             usefulness = whole_group.mixed_probability
-        acceptance = acceptance_probability(usefulness, beliefs.declines(row), settings.expert)
+        acceptance = self.selector.acceptance.probability(usefulness, beliefs.declines(row))
         self._acceptances.append(acceptance)
         if coin(self.selector.seed, epoch, prompt.id) >= acceptance:
             beliefs.count_decline(row)
@@ -257,7 +263,7 @@ class BeliefStep:
 
     def _count_index(self, usefulness: float) -> int:
         """Return which of `first_counts` applies."""
-        target = self.selector.settings.expert.acceptance_target
+        target = self.selector.acceptance.target
         if usefulness >= target:
             return 0
         return 1 if usefulness >= target / 2 else 2
@@ -309,8 +315,7 @@ class BeliefStep:
     def _num_unfilled(self, num_mixed: int) -> float:
         """Return the number of missing mixed groups, 0 if the step has enough of them."""
         num_missing = self._prompts_per_step - num_mixed
-        min_filled = self.selector.settings.expert.min_filled
-        is_unfilled = num_missing > (1 - min_filled) * self._prompts_per_step
+        is_unfilled = num_missing > (1 - _MIN_FILLED) * self._prompts_per_step
         return float(num_missing) if is_unfilled else 0.0
 
 

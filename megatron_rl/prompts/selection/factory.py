@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron_rl.config.schema import CreditSettings, RolloutSettings, SelectionSettings
+from megatron_rl.prompts.selection.acceptance import Acceptance
 from megatron_rl.prompts.selection.belief_selector import BeliefSelector
 from megatron_rl.prompts.selection.oversample import Oversample
 from megatron_rl.prompts.selection.selector import Selector
@@ -39,7 +40,7 @@ def credit_warning(selection: SelectionSettings, credit: CreditSettings) -> str:
     if keys and selection.reweight is None:
         texts.append(
             "prompts that are sampled less often count less. "
-            f"selection.reweight={1 / selection.expert.min_acceptance:g} lets all count equally"
+            f"selection.reweight={1 / Acceptance.minimum:g} lets all count equally"
         )
     if keys and selection.probe_samples:
         texts.append(

@@ -2,16 +2,13 @@ import math
 
 import pytest
 
-from megatron_rl.config.schema import SelectionExpertSettings
-from megatron_rl.prompts.selection.acceptance import acceptance_probability, coin
+from megatron_rl.prompts.selection.acceptance import Acceptance, coin
 from megatron_rl.prompts.selection.beliefs.arcsine import (
     all_correct_probability,
     all_incorrect_probability,
 )
 
-SETTINGS = SelectionExpertSettings(
-    acceptance_target=0.75, acceptance_exponent=6, min_acceptance=0.02
-)
+ACCEPTANCE = Acceptance(target=0.75, exponent=6, minimum=0.02)
 
 
 @pytest.mark.parametrize(
@@ -19,7 +16,7 @@ SETTINGS = SelectionExpertSettings(
     [(0.75, 1.0), (0.9, 1.0), (0.6, 0.8**6), (0.375, 0.02), (0.0, 0.02)],  # 0.5^6 = 0.0156
 )
 def test_acceptance_by_probability(probability: float, acceptance: float) -> None:
-    assert acceptance_probability(probability, 0, SETTINGS) == pytest.approx(acceptance)
+    assert ACCEPTANCE.probability(probability, 0) == pytest.approx(acceptance)
 
 
 def test_default_accepts_a_pass_rate_of_one_tenth_at_least_every_other_time() -> None:
@@ -30,7 +27,7 @@ def test_default_accepts_a_pass_rate_of_one_tenth_at_least_every_other_time() ->
         mixed_probability = (
             1 - all_correct_probability(*belief) - all_incorrect_probability(*belief)
         )
-        acceptances.append(acceptance_probability(mixed_probability, 0, SelectionExpertSettings()))
+        acceptances.append(Acceptance().probability(mixed_probability, 0))
     # V = 0: exp(-8 x 0.103521) = 0.436837, so u = 0.563160. The minimum is near V = 0.04.
     assert acceptances[0] == pytest.approx((0.56316 / 0.6) ** 5, abs=1e-4)
     assert 0.5 < min(acceptances) < 0.56
@@ -40,13 +37,12 @@ def test_default_accepts_a_pass_rate_of_one_tenth_at_least_every_other_time() ->
 def test_prompts_that_were_declined_in_ten_epochs_are_accepted_at_least_every_other_time(
     declines: int, acceptance: float
 ) -> None:
-    assert acceptance_probability(0.0, declines, SETTINGS) == acceptance
+    assert ACCEPTANCE.probability(0.0, declines) == acceptance
 
 
 def test_age_never_lowers_acceptance() -> None:
-    assert acceptance_probability(0.74, 100, SETTINGS) == pytest.approx((0.74 / 0.75) ** 6)
-    settings = SelectionExpertSettings(max_age_epochs=7, min_acceptance=0.9)
-    assert acceptance_probability(0.0, 7, settings) == 0.9
+    assert ACCEPTANCE.probability(0.74, 100) == pytest.approx((0.74 / 0.75) ** 6)
+    assert Acceptance(max_age_epochs=7, minimum=0.9).probability(0.0, 7) == 0.9
 
 
 def test_coins_are_uniform_and_reproducible() -> None:

@@ -1,7 +1,6 @@
 """Steps of the belief selector against simulated correctness, without engines."""
 
 import random
-from dataclasses import fields
 from typing import Any
 
 import msgspec
@@ -10,7 +9,6 @@ import pytest
 from megatron_rl.config.schema import (
     DataSettings,
     RolloutSettings,
-    SelectionExpertSettings,
     SelectionSettings,
 )
 from megatron_rl.contracts.prompt import Prompt
@@ -18,6 +16,7 @@ from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.credit.group_kinds import GroupKind, kind_of
 from megatron_rl.prompts.pass_rates import PassRate
 from megatron_rl.prompts.question import PromptDataError
+from megatron_rl.prompts.selection.acceptance import Acceptance
 from megatron_rl.prompts.selection.belief_selector import BeliefSelector
 from megatron_rl.prompts.selection.importance_weights import extension_weight
 from megatron_rl.prompts.selection.selector import RolloutRequest
@@ -30,21 +29,29 @@ PROMPTS_PER_STEP = 12
 N = 8
 ROLLOUT = RolloutSettings(max_new_tokens=8, prompts_per_step=PROMPTS_PER_STEP, samples_per_prompt=N)
 DATA = DataSettings(source="column_addition")
-EXPERT_KEYS = {field.name for field in fields(SelectionExpertSettings)}
-ALWAYS_ACCEPT = {"acceptance_exponent": 0}
-ALWAYS_PROBE = {"acceptance_exponent": 0, "acceptance_target": 1.0}
+ALWAYS_ACCEPT = Acceptance(exponent=0)
+ALWAYS_PROBE = Acceptance(exponent=0, target=1.0)
+HIGH_TARGET = Acceptance(target=0.8)
+# Hardly any prompt that is probably useless is accepted
+RARELY_ACCEPT = Acceptance(minimum=1e-9, exponent=100.0, max_age_epochs=10**6)
 
 
 def make_selector(
-    pool: list[Prompt] = POOL, *, seed: int = 0, rollout: RolloutSettings = ROLLOUT, **settings: Any
+    pool: list[Prompt] = POOL,
+    *,
+    seed: int = 0,
+    rollout: RolloutSettings = ROLLOUT,
+    acceptance: Acceptance | None = None,
+    **settings: Any,
 ) -> BeliefSelector:
-    expert = {name: value for name, value in settings.items() if name in EXPERT_KEYS}
-    others = {name: value for name, value in settings.items() if name not in EXPERT_KEYS}
-    selection = SelectionSettings(
-        **{"name": "belief", "skip": "zero_variance"} | others,
-        expert=SelectionExpertSettings(**expert),
+    selection = SelectionSettings(**{"name": "belief", "skip": "zero_variance"} | settings)
+    return BeliefSelector(
+        PromptSource(pool, pool[:1], DATA),
+        rollout,
+        selection,
+        seed=seed,
+        acceptance=acceptance or Acceptance(),
     )
-    return BeliefSelector(PromptSource(pool, pool[:1], DATA), rollout, selection, seed=seed)
 
 
 PASS_RATES = {"0": 0.0, "1": 1.0, "2": 0.15, "3": 0.6}
@@ -137,14 +144,14 @@ def test_a_state_of_other_prompts_is_refused() -> None:
 
 
 def test_probes_come_first_in_a_round() -> None:
-    rounds, _ = play(make_selector(acceptance_target=0.8).select(1), by_tag)
+    rounds, _ = play(make_selector(acceptance=HIGH_TARGET).select(1), by_tag)
     for requests in rounds:
         sizes = [request.samples for request in first_requests([requests])]
         assert sizes == sorted(sizes)
 
 
 def test_mixed_probes_are_extended_with_a_weight() -> None:
-    rounds, result = play(make_selector(acceptance_target=0.8).select(1), by_tag)
+    rounds, result = play(make_selector(acceptance=HIGH_TARGET).select(1), by_tag)
     extension_by_id = {f"g{request.index}": request for request in extensions(rounds)}
     assert extension_by_id
     for group in result.groups:
@@ -159,7 +166,8 @@ def test_mixed_probes_are_extended_with_a_weight() -> None:
 
 
 def test_skip_all_correct_samples_hopeless_prompts_in_full() -> None:
-    selector = make_selector(skip="all_correct", min_acceptance=0.02, max_age_epochs=1000)
+    acceptance = Acceptance(minimum=0.02, max_age_epochs=1000)
+    selector = make_selector(skip="all_correct", acceptance=acceptance)
     play_steps(selector, range(1, 40), by_tag)
     sizes: dict[str, list[int]] = {tag: [] for tag in "0123"}
     for step in range(40, 60):
@@ -172,7 +180,9 @@ def test_skip_all_correct_samples_hopeless_prompts_in_full() -> None:
 
 
 def test_skip_all_correct_stops_only_all_correct_probes() -> None:
-    rounds, result = play(make_selector(skip="all_correct", **ALWAYS_PROBE).select(1), by_tag)
+    rounds, result = play(
+        make_selector(skip="all_correct", acceptance=ALWAYS_PROBE).select(1), by_tag
+    )
     tags = {request.prompt.difficulty for request in extensions(rounds)}
     assert "0" in tags
     assert "1" not in tags
@@ -182,7 +192,7 @@ def test_skip_all_correct_stops_only_all_correct_probes() -> None:
 
 
 def test_calibration_compares_probes_before_their_extension() -> None:
-    selection = make_selector(skip="all_correct", **ALWAYS_PROBE).select(1)
+    selection = make_selector(skip="all_correct", acceptance=ALWAYS_PROBE).select(1)
     _, result = play(selection, lambda prompt, sample: float(sample >= 4))
     assert any(kind_of(group) is GroupKind.MIXED for group in result.groups)
     assert selection.metrics()["select/observed_mixed"] == 0.0
@@ -190,7 +200,7 @@ def test_calibration_compares_probes_before_their_extension() -> None:
 
 
 def test_hardly_useful_prompts_get_half_a_probe() -> None:
-    selector = make_selector(max_age_epochs=2)
+    selector = make_selector(acceptance=Acceptance(max_age_epochs=2))
     play_steps(selector, range(1, 40), by_tag)
     sizes = set()
     for step in range(40, 60):
@@ -200,7 +210,7 @@ def test_hardly_useful_prompts_get_half_a_probe() -> None:
 
 
 def test_probes_are_halved_below_half_of_the_target() -> None:
-    selector = make_selector(make_pool(24), probe_samples=6, **ALWAYS_PROBE)
+    selector = make_selector(make_pool(24), probe_samples=6, acceptance=ALWAYS_PROBE)
     first_rounds, _ = play(selector.select(1), all_incorrect)
     second_rounds, _ = play(selector.select(2), all_incorrect)
     assert {request.samples for request in first_requests(first_rounds)} == {6}, "u = 0.67"
@@ -212,20 +222,30 @@ def one_third_mixed(prompt: Prompt, sample: int) -> float:
 
 
 def test_a_further_round_requests_the_missing_groups() -> None:
-    selection = make_selector(probe_samples=0, **ALWAYS_ACCEPT).select(1)
+    selection = make_selector(probe_samples=0, acceptance=ALWAYS_ACCEPT).select(1)
     rounds, _ = play(selection, one_third_mixed)
     assert len(rounds) > 1
     assert len(rounds[1]) < 0.8 * len(rounds[0])
 
 
-def test_no_further_round_if_the_step_is_filled() -> None:
-    selection = make_selector(probe_samples=0, min_filled=0.25, **ALWAYS_ACCEPT).select(1)
-    rounds, _ = play(selection, one_third_mixed)
-    assert len(rounds) == 1
+@pytest.mark.parametrize(("num_mixed", "is_filled"), [(11, True), (10, False)])
+def test_no_further_round_if_nine_tenths_of_the_step_are_mixed(
+    num_mixed: int, is_filled: bool
+) -> None:
+    selection = make_selector(probe_samples=0, acceptance=ALWAYS_ACCEPT).select(1)
+    mixed_ids: set[str] = set()
+
+    def first_mixed(prompt: Prompt, sample: int) -> float:
+        if len(mixed_ids) < num_mixed:
+            mixed_ids.add(prompt.id)
+        return float(prompt.id in mixed_ids and sample % 2)
+
+    rounds, _ = play(selection, first_mixed)
+    assert (len(rounds) == 1) is is_filled
 
 
 def test_the_budget_holds_if_every_probe_is_extended() -> None:
-    selection = make_selector(budget=1.0, **ALWAYS_PROBE).select(1)
+    selection = make_selector(budget=1.0, acceptance=ALWAYS_PROBE).select(1)
     rounds, _ = play(selection, lambda prompt, sample: float(sample % 2))
     assert num_rollouts(rounds) == PROMPTS_PER_STEP * N
     assert selection.metrics()["select/probes_extended"] == PROMPTS_PER_STEP
@@ -239,7 +259,7 @@ def test_without_probes_every_group_is_whole() -> None:
 
 
 def test_a_step_samples_no_prompt_twice() -> None:
-    selector = make_selector(make_pool(30, tags=4), min_acceptance=1.0)
+    selector = make_selector(make_pool(30, tags=4), acceptance=Acceptance(minimum=1.0))
     for step in range(1, 8):
         rounds, _ = play(selector.select(step), by_tag)
         ids = [request.prompt.id for request in first_requests(rounds)]
@@ -258,14 +278,14 @@ def steps_by_prompt(selector: BeliefSelector, steps: int) -> dict[str, list[int]
 
 @pytest.mark.parametrize("skip", ["all_correct", "zero_variance"])
 @pytest.mark.parametrize(
-    ("min_acceptance", "max_age_epochs"), [(0.1, 10**6), (1e-9, 8)], ids=["minimum", "age"]
+    "acceptance",
+    [Acceptance(minimum=0.1, max_age_epochs=10**6), Acceptance(minimum=1e-9, max_age_epochs=8)],
+    ids=["minimum", "age"],
 )
-def test_every_stratum_is_sampled(skip: str, min_acceptance: float, max_age_epochs: int) -> None:
-    """Either setting alone gives each stratum a share of every pass over the data."""
+def test_every_stratum_is_sampled(skip: str, acceptance: Acceptance) -> None:
+    """Either limit alone gives each stratum a share of every pass over the data."""
     pool = make_pool(64, tags=4)
-    selector = make_selector(
-        pool, skip=skip, min_acceptance=min_acceptance, max_age_epochs=max_age_epochs
-    )
+    selector = make_selector(pool, skip=skip, acceptance=acceptance)
     steps_by_id = steps_by_prompt(selector, 100)
     for tag in "0123":
         counts = [len(steps_by_id[prompt.id]) for prompt in pool if prompt.difficulty == tag]
@@ -275,9 +295,8 @@ def test_every_stratum_is_sampled(skip: str, min_acceptance: float, max_age_epoc
 @pytest.mark.parametrize("skip", ["all_correct", "zero_variance"])
 def test_max_age_limits_the_declines_of_every_prompt(skip: str) -> None:
     """Half of the offers after `max_age_epochs` declines are accepted."""
-    selector = make_selector(
-        make_pool(64, tags=4), skip=skip, min_acceptance=1e-9, max_age_epochs=5
-    )
+    acceptance = Acceptance(minimum=1e-9, max_age_epochs=5)
+    selector = make_selector(make_pool(64, tags=4), skip=skip, acceptance=acceptance)
     largest = 0.0
     for step in range(1, 101):
         selection = selector.select(step)
@@ -290,7 +309,8 @@ def test_long_epochs_do_not_replace_the_filter() -> None:
     """Solved prompts stay rare however many steps an epoch takes, here more than 150."""
     pool = make_pool(1000, tags=2)
     rollout = RolloutSettings(max_new_tokens=8, prompts_per_step=2, samples_per_prompt=N)
-    selector = make_selector(pool, skip="all_correct", rollout=rollout, min_acceptance=0.02)
+    acceptance = Acceptance(minimum=0.02)
+    selector = make_selector(pool, skip="all_correct", rollout=rollout, acceptance=acceptance)
 
     def half_solved(prompt: Prompt, sample: int) -> float:
         return 1.0 if prompt.difficulty == "1" else float(sample % 2)
@@ -326,20 +346,15 @@ def test_a_step_ends_after_eight_passes_over_the_pass_rate_range() -> None:
     pool = make_pool(400)
     rates = {p.id: PassRate(id=p.id, correct=8 * (i < 3), samples=8) for i, p in enumerate(pool)}
     data = DataSettings(source="column_addition", pass_rate_range=[0.9, 1.0])
-    settings = SelectionSettings(
-        name="belief",
-        expert=SelectionExpertSettings(
-            min_acceptance=1e-9, acceptance_exponent=100.0, max_age_epochs=10**6
-        ),
-    )
+    settings = SelectionSettings(name="belief")
     source = PromptSource(pool, pool[:1], data, rates=rates)
-    selector = BeliefSelector(source, ROLLOUT, settings, seed=0)
+    selector = BeliefSelector(source, ROLLOUT, settings, seed=0, acceptance=RARELY_ACCEPT)
     play(selector.select(1), all_correct)
     assert 7 <= source.cursor.epoch <= 8
 
 
 def test_every_step_samples_something() -> None:
-    selector = make_selector(make_pool(3), min_acceptance=1e-9, acceptance_exponent=100.0)
+    selector = make_selector(make_pool(3), acceptance=Acceptance(minimum=1e-9, exponent=100.0))
     for step in range(1, 30):
         rounds, result = play(selector.select(step), all_correct)
         assert rounds
@@ -366,7 +381,7 @@ def test_a_sudden_change_is_reported_as_miscalibration() -> None:
 
 
 def test_metrics_of_a_step_with_a_single_prompt() -> None:
-    selection = make_selector(make_pool(1), min_acceptance=1.0).select(1)
+    selection = make_selector(make_pool(1), acceptance=Acceptance(minimum=1.0)).select(1)
     play(selection, lambda prompt, sample: float(sample % 2))
     metrics = selection.metrics()
     shares = ("acceptance", "accept_rate", "observed_mixed")

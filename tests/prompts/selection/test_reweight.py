@@ -5,14 +5,10 @@ import random
 import numpy as np
 import pytest
 
-from megatron_rl.config.schema import (
-    DataSettings,
-    RolloutSettings,
-    SelectionExpertSettings,
-    SelectionSettings,
-)
+from megatron_rl.config.schema import DataSettings, RolloutSettings, SelectionSettings
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.credit.group_kinds import GroupKind, kind_of
+from megatron_rl.prompts.selection.acceptance import Acceptance
 from megatron_rl.prompts.selection.belief_selector import BeliefSelector
 from megatron_rl.prompts.selection.selector import SelectionResult
 from megatron_rl.prompts.source import PromptSource
@@ -25,9 +21,16 @@ ROLLOUT = RolloutSettings(max_new_tokens=8, prompts_per_step=12, samples_per_pro
 DATA = DataSettings(source="column_addition")
 
 
-def make_selector(pool: list[Prompt] = POOL, **settings: object) -> BeliefSelector:
-    selection = SelectionSettings(name="belief", **settings)  # type: ignore[arg-type]
-    return BeliefSelector(PromptSource(pool, pool[:1], DATA), ROLLOUT, selection, seed=0)
+def make_selector(
+    pool: list[Prompt] = POOL, *, acceptance: Acceptance | None = None, **settings: object
+) -> BeliefSelector:
+    return BeliefSelector(
+        PromptSource(pool, pool[:1], DATA),
+        ROLLOUT,
+        SelectionSettings(name="belief", **settings),  # type: ignore[arg-type]
+        seed=0,
+        acceptance=acceptance or Acceptance(),
+    )
 
 
 def received_shares(
@@ -112,10 +115,8 @@ def test_acceptances_are_reported_whatever_the_weights() -> None:
 
 def test_groups_without_acceptance_have_weight_one() -> None:
     """If no prompt is accepted, the next one is sampled without a coin."""
-    expert = SelectionExpertSettings(
-        min_acceptance=1e-9, acceptance_exponent=100.0, max_age_epochs=10**6
-    )
-    selector = make_selector(make_pool(3), reweight=10.0, expert=expert)
+    acceptance = Acceptance(minimum=1e-9, exponent=100.0, max_age_epochs=10**6)
+    selector = make_selector(make_pool(3), reweight=10.0, acceptance=acceptance)
     for step in range(1, 10):
         _, result = play(selector.select(step), lambda prompt, sample: 1.0)
         assert len(result.groups) + len(result.stopped_groups) >= 1

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from megatron_rl.config.schema import (
     DataSettings,
     RolloutSettings,
-    SelectionExpertSettings,
     SelectionSettings,
 )
 from megatron_rl.contracts.group import Group, sampled_tokens
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.credit.group_kinds import GroupKind, kind_of
+from megatron_rl.prompts.selection.acceptance import Acceptance
+from megatron_rl.prompts.selection.belief_selector import BeliefSelector
 from megatron_rl.prompts.selection.factory import open_selector
 from megatron_rl.prompts.selection.importance_weights import extension_weight
 from megatron_rl.prompts.source import PromptSource
@@ -46,11 +47,12 @@ SELECTIONS = {
             skip=skip,
             probe_samples=3,
             reweight=4,
-            expert=SelectionExpertSettings(acceptance_exponent=1, acceptance_target=1.0),
         )
         for skip in ("all_correct", "zero_variance")
     },
 }
+# Every prompt is probably useless, so that it gets a probe first
+PROBE_ALL = Acceptance(exponent=1, target=1.0)
 EXTENDED_KINDS = {
     "all_correct": {GroupKind.MIXED, GroupKind.ALL_INCORRECT},
     "zero_variance": {GroupKind.MIXED},
@@ -109,7 +111,12 @@ class LossyRun:
 
         self.hub.send = send_and_note  # type: ignore[method-assign]
         source = PromptSource(POOL, POOL[:1], DataSettings(source="column_addition"))
-        selector = open_selector(source, self.settings, SELECTIONS[self.name], seed=0)
+        selection = SELECTIONS[self.name]
+        selector = open_selector(source, self.settings, selection, seed=0)
+        if selection.name == "belief":
+            selector = BeliefSelector(
+                source, self.settings, selection, seed=0, acceptance=PROBE_ALL
+            )
         queue = RolloutQueue(self.hub, self.settings)  # type: ignore[arg-type]
         queue.configure({})
         self.sampler = RolloutSampler(queue, self.settings, selector, (1,), lambda: None)

@@ -15,11 +15,11 @@ from hypothesis import strategies as st
 from megatron_rl.config.schema import (
     DataSettings,
     RolloutSettings,
-    SelectionExpertSettings,
     SelectionSettings,
 )
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.run_state import SelectorState
+from megatron_rl.prompts.selection.acceptance import Acceptance
 from megatron_rl.prompts.selection.belief_selector import BeliefSelector
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
@@ -46,12 +46,12 @@ def open_sampler(hub: ScriptedHub, skip: Skip) -> RolloutSampler:
         name="belief",
         skip=skip,
         probe_samples=3,
-        expert=SelectionExpertSettings(acceptance_exponent=0, acceptance_target=1.0),
     )
     source = PromptSource(POOL, POOL[:1], DataSettings(source="column_addition"))
     queue = RolloutQueue(hub, SETTINGS)  # type: ignore[arg-type]
     queue.configure({})
-    selector = BeliefSelector(source, SETTINGS, selection, seed=0)
+    acceptance = Acceptance(exponent=0, target=1.0)
+    selector = BeliefSelector(source, SETTINGS, selection, seed=0, acceptance=acceptance)
     return RolloutSampler(queue, SETTINGS, selector, (1,), idle)
 
 
