@@ -38,7 +38,7 @@ pytestmark = [
 
 
 def stops(threshold: float | None) -> list[RepetitionStop | None]:
-    """What ends each response: nothing, or a check after every two tokens."""
+    """Return a stop for each response, which looks at it after every two tokens, or None."""
     return [
         None if threshold is None else RepetitionStop(threshold, ngram=1, every=2)
         for _ in range(NUM_PROMPTS)
