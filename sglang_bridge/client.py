@@ -16,7 +16,8 @@ from sglang_bridge.generation import FinishReason, Generation, GenerationRejecte
 from sglang_bridge.request import Sampling, encode_request
 from sglang_bridge.settings import DEFAULT_KEEP_ALIVE_SECONDS
 
-# The answer to an aborted request comes with the engine's next step.
+# The answer to an aborted request comes with the engine's next step. It is not waited for longer
+# than the answer to the request itself.
 _ABORT_SECONDS = 10.0
 # The engine itself takes up to 20 seconds to check its health.
 _HEALTH_SECONDS = 30.0
@@ -173,7 +174,7 @@ class GenerateClient:
         """
         if self._abort is not None:
             await self._abort(self.url, name)
-            await asyncio.wait({answer}, timeout=_ABORT_SECONDS)
+            await asyncio.wait({answer}, timeout=min(_ABORT_SECONDS, self._deadline_seconds))
             if answer.done():
                 return
         raise self._expiry(name)

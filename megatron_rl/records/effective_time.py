@@ -40,12 +40,14 @@ class EffectiveTime:
         return min(1.0, sum(self._seconds_by_step.values()) / age) if age > 0 else math.nan
 
 
-def open_effective_time(directory: Path) -> EffectiveTime | None:
+def open_effective_time(
+    directory: Path, *, clock: Callable[[], float] = time.time
+) -> EffectiveTime | None:
     """Go on with the effective time of a run, None when it has no record of its starts."""
     starts = read_starts(directory)
     if not starts:
         return None
-    effective_time = EffectiveTime(starts[0].time)
+    effective_time = EffectiveTime(starts[0].time, clock=clock)
     with contextlib.suppress(RunUnreadable):
         for record in iterate_metrics(directory):
             effective_time.add(round(record.get("step") or 0), record)

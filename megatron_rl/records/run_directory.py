@@ -150,7 +150,7 @@ def _directory_taken(path: Path, reason: str) -> Failure:
 def _versions() -> dict[str, str]:
     """The versions of everything that influences a run's numbers."""
     versions = {
-        "commit": _commit(),
+        "commit": commit_of(_SOURCE),
         "python": platform.python_version(),
         "platform": platform.platform(),
     }
@@ -162,18 +162,20 @@ def _versions() -> dict[str, str]:
     return versions
 
 
-def _commit() -> str:
-    """The commit of the trainer's source, "unknown" where it is in no repository."""
-    commit = _git("describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=, with changes")
-    is_tracked = bool(_git("ls-files", "--", "."))
+def commit_of(source: Path) -> str:
+    """Return the commit of a folder of source, and if it has changes. "unknown" without git."""
+    commit = _git(
+        source, "describe", "--always", "--exclude=*", "--abbrev=40", "--dirty=, with changes"
+    )
+    is_tracked = bool(_git(source, "ls-files", "--", "."))
     return commit if commit and is_tracked else "unknown"
 
 
-def _git(*arguments: str) -> str:
-    """Return the output of a git command about the source, an empty text if it fails."""
+def _git(source: Path, *arguments: str) -> str:
+    """Return the output of a git command about a folder, an empty text if it fails."""
     # A caller that is a git hook would name its own repository
     environment = {key: text for key, text in os.environ.items() if not key.startswith("GIT_")}
-    command = ["git", "-C", str(_SOURCE), *arguments]
+    command = ["git", "-C", str(source), *arguments]
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         result = subprocess.run(
             command, env=environment, capture_output=True, text=True, timeout=_GIT_SECONDS

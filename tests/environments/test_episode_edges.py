@@ -3,7 +3,10 @@
 import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -33,22 +36,34 @@ def test_rollout_has_the_ids_of_its_episode() -> None:
     assert first.rollout().sample_index == 0
 
 
-@pytest.mark.parametrize(("limits", "num_threads"), [((2, 999), 1), ((4, 999), 0), ((4, 99), 1)])
+class CountingThreads(ThreadPoolExecutor):
+    """Counts what it is given."""
+
+    num_calls = 0
+
+    def submit(self, *arguments: Any, **options: Any) -> Any:
+        self.num_calls += 1
+        return super().submit(*arguments, **options)
+
+
+@pytest.mark.parametrize(
+    ("num_prompt_tokens", "num_tokens", "num_calls"),
+    [(6, 513, 1), (6, 512, 0), (11_000, 4, 1), (10_900, 4, 0)],
+)
 def test_long_responses_and_many_routes_are_checked_in_a_thread(
-    limits: tuple[int, int], num_threads: int, monkeypatch: pytest.MonkeyPatch
+    num_prompt_tokens: int, num_tokens: int, num_calls: int
 ) -> None:
-    """The response has 4 tokens, and 6 + 4 - 1 inputs with 24 bytes of routes each."""
-    module = "megatron_rl.environments.episode"
-    monkeypatch.setattr(f"{module}._SHORT_RESPONSE_TOKENS", limits[0])
-    monkeypatch.setattr(f"{module}._SMALL_ROUTES_BYTES", limits[1])
-    model = ScriptedModel([Turn.saying("046")])
-    with ThreadPoolExecutor(1) as threads:
-        episode = Episode(
-            PROMPT, model.generate, TOKENIZER, RULES, rollout_id="q/0", threads=threads
-        )
+    """An input has 24 bytes of routes: 256 KiB of them belong to 10,922 inputs."""
+    token_ids = (PROMPT.token_ids * num_prompt_tokens)[:num_prompt_tokens]
+    prompt = msgspec.structs.replace(PROMPT, token_ids=token_ids)
+    text = "0" * (num_tokens - 1)
+    rules = replace(RULES, sampling=Sampling(temperature=1.0, max_new_tokens=1024))
+    with CountingThreads(1) as threads:
+        generate = ScriptedModel([Turn.saying(text)]).generate
+        episode = Episode(prompt, generate, TOKENIZER, rules, rollout_id="q/0", threads=threads)
         asyncio.run(_respond(episode))
-        assert len(threads._threads) == num_threads
-    assert episode.text == "046" and not episode.is_adding
+    assert threads.num_calls == num_calls
+    assert episode.text == text and not episode.is_adding
 
 
 async def _respond(episode: Episode) -> None:

@@ -1,7 +1,7 @@
 import sys
 from collections.abc import Iterator
 from itertools import islice
-from types import SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -67,10 +67,11 @@ def failing_items() -> Iterator[dict[str, str]]:
 def test_a_generator_that_fails_is_named(
     monkeypatch: pytest.MonkeyPatch, items: Iterator[dict[str, str]], reason: str
 ) -> None:
-    factory = SimpleNamespace(
-        DATASETS={"sums": None}, create_dataset=lambda task, **settings: items
-    )
-    monkeypatch.setattr(gym, "_factory", lambda: factory)
+    factory: Any = ModuleType("reasoning_gym.factory")
+    factory.DATASETS = {"sums": None}
+    factory.create_dataset = lambda task, **settings: items
+    monkeypatch.setitem(sys.modules, "reasoning_gym", ModuleType("reasoning_gym"))
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
     words = rf"data\.task=sums: .*data\.seed=7.*{reason}.*Choose another"
     with pytest.raises(PromptDataError, match=words):
         list(gym.ReasoningGym("sums", {}).questions(7))

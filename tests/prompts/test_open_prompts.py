@@ -200,20 +200,18 @@ def test_answers_that_the_scorer_refuses_are_bad_rows(
         (["1", "2"], ["x"], 512, r"data\.eval_path=.*e\.jsonl: .*held-out prompt.*bad rows: 1.*x'"),
         (["x"], ["1"], 512, r"data\.train_path=.*t\.jsonl: .*training prompt.*bad rows: 1.*x'"),
         (["1"], ["1"], 512, r"data\.train_path=.*training prompt.*held out, too: 1\)"),
-        (["1", "x", "2"], None, 1, r"data\.num_eval=1: .*held-out prompt.*bad rows: 1"),
+        (["3", "x", "6"], None, 1, r"data\.num_eval=1: .*held-out prompt.*bad rows: 1"),
     ],
 )
 def test_a_side_without_usable_prompt_is_named(
     tokenizer: Tokenizer,
     tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
     train: list[str],
     held_out: list[str] | None,
     num_eval: int,
     words: str,
 ) -> None:
-    # The smallest rank is held out: give it to the row whose answer the scorer refuses.
-    monkeypatch.setattr("megatron_rl.prompts.split._rank", lambda identity: int(identity != "x+0="))
+    """Of 3+0=, x+0= and 6+0=, the one is held out whose answer the scorer refuses."""
 
     def write_answers(path: Path, answers: list[str]) -> str:
         rows = [{"prompt": f"{answer}+0=", "answer": answer} for answer in answers]

@@ -37,9 +37,8 @@ def test_a_resumed_run_counts_kept_steps_and_all_time_since_its_first_start(
     with MetricsLog(directory, effective_time=EffectiveTime(0.0)) as metrics:
         for seconds in (999.0, 100.0):  # of a step that was recorded twice, the last record counts
             metrics.write(1, {"time/step": seconds})
-    effective_time = open_effective_time(tmp_path)
+    effective_time = open_effective_time(tmp_path, clock=lambda: 1400.0)
     assert effective_time is not None
-    effective_time._clock = lambda: 1400.0
     with MetricsLog(directory, effective_time=effective_time) as metrics:
         metrics.write(2, {"time/step": 100.0})
     assert read_metrics(tmp_path)[-1]["run/effective_time"] == 0.5

@@ -13,12 +13,13 @@ import pytest
 from omegaconf import OmegaConf
 from pydantic import TypeAdapter
 
+from megatron_rl import records
 from megatron_rl.config import schema
 from megatron_rl.config.cli import compose
 from megatron_rl.config.keys import declared_keys
 from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.records.exit_record import write_exit_record
-from megatron_rl.records.run_directory import RunDirectory, run_directory_path, to_yaml
+from megatron_rl.records.run_directory import RunDirectory, commit_of, run_directory_path, to_yaml
 from megatron_rl.records.run_lock import claim_run, mark_run_alive, run_is_alive
 from tests.support.past_runs import make_run_directory
 
@@ -70,13 +71,10 @@ def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
 def test_versions_hold_the_commit_of_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def commit_in(source: Path) -> str:
-        config = compose([f"run.root={tmp_path}/runs", f"run.name={source.name}"])
-        monkeypatch.setattr("megatron_rl.records.run_directory._SOURCE", source)
-        versions = make_run_directory(config).path / "versions.json"
-        commit: str = json.loads(versions.read_text())["commit"]
-        return commit
-
+    config = compose([f"run.root={tmp_path}/runs", "run.name=a"])
+    versions = make_run_directory(config).path / "versions.json"
+    commit = json.loads(versions.read_text())["commit"]
+    assert commit == commit_of(Path(records.__file__).parents[1])
     repository = tmp_path / "repository"
     package = repository / "package"
     package.mkdir(parents=True)
@@ -86,15 +84,15 @@ def test_versions_hold_the_commit_of_the_trainer(
     subprocess.run([*git, "add", "."], check=True)
     subprocess.run([*git, "commit", "--quiet", "-m", "x"], check=True)
     head = subprocess.check_output([*git, "rev-parse", "HEAD"], text=True).strip()
-    assert commit_in(package) == head
+    assert commit_of(package) == head
     (package / "code.py").write_text("x = 2\n")
-    assert commit_in(repository) == f"{head}, with changes"
+    assert commit_of(repository) == f"{head}, with changes"
     outside = tmp_path / "installed"
     outside.mkdir()
-    assert commit_in(outside) == "unknown"
+    assert commit_of(outside) == "unknown"
     monkeypatch.setenv("PATH", str(tmp_path))
     (tmp_path / "without_git").mkdir()
-    assert commit_in(tmp_path / "without_git") == "unknown"
+    assert commit_of(tmp_path / "without_git") == "unknown"
 
 
 def create_again(
@@ -151,10 +149,7 @@ def test_a_directory_that_cannot_be_removed_leaves_the_name_of_the_run(
     assert not first.path.exists(), "half a directory must not have the name of a run"
 
 
-def test_the_other_ranks_join_the_process_that_claimed_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("megatron_rl.records.run_lock._TIMEOUT_SECONDS", 0.1)
+def test_the_other_ranks_join_the_process_that_claimed_the_run(tmp_path: Path) -> None:
     directory = create_again(tmp_path).path
     claim = claim_run(directory)
     assert claim is not None

@@ -235,9 +235,10 @@ def test_long_replies_are_decoded_checked_and_stored_in_threads(
     are_long: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A long response has tens of megabytes. On the event loop it would delay the heartbeat."""
-    if are_long:
-        monkeypatch.setattr("sglang_bridge.client._SMALL_REPLY_BYTES", 0)
-        monkeypatch.setattr("megatron_rl.environments.episode._SHORT_RESPONSE_TOKENS", 0)
+    text = "0" * 1000 if are_long else "046"
+    group_request = msgspec.structs.replace(
+        request(1), sampling=msgspec.structs.replace(SAMPLING, max_new_tokens=1024)
+    )
     thread_names: dict[str, str] = {}
     functions = (
         "sglang_bridge.client.decode_generation",
@@ -257,7 +258,7 @@ def test_long_replies_are_decoded_checked_and_stored_in_threads(
             return original(*args, **rest)
 
         monkeypatch.setattr(name, record_thread)
-    collect(lambda n, body: reply(body, "046"), request(1), lambda message, collector: None)
+    collect(lambda n, body: reply(body, text), group_request, lambda message, collector: None)
     assert len(thread_names) == 3
     in_threads = {name for name, thread in thread_names.items() if thread.startswith("replies")}
     assert in_threads == (
@@ -265,11 +266,8 @@ def test_long_replies_are_decoded_checked_and_stored_in_threads(
     )
 
 
-def test_requests_of_a_silent_engine_are_aborted_and_go_to_the_next_one(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_requests_of_a_silent_engine_are_aborted_and_go_to_the_next_one() -> None:
     """Rank 0 names the next engine once it serves."""
-    monkeypatch.setattr("sglang_bridge.client._ABORT_SECONDS", 0.05)
     messages: list[FromCollector] = []
 
     async def run() -> None:

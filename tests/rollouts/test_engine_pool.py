@@ -76,12 +76,6 @@ async def pool_of(
             await pool.close()
 
 
-@pytest.fixture(autouse=True)
-def quick_aborts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Do not wait for aborts, which these engines do not support."""
-    monkeypatch.setattr("sglang_bridge.client._ABORT_SECONDS", 0.05)
-
-
 async def generate_many(
     pool: EnginePool, count: int, rejected_tokens: Counter[str] | None = None
 ) -> Counter[str]:

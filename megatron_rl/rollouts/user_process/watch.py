@@ -49,6 +49,7 @@ class ProcessWatch:
         self._end = end
         self._warn = warn
         self._task: asyncio.Task[None] | None = None
+        self._last_check: float | None = None
         self._named_call = 0
         self._next_line = FIRST_SECONDS
         self._last_log = self._last_report = -math.inf
@@ -68,18 +69,24 @@ class ProcessWatch:
         if isinstance(message, Heartbeat):
             self.slowest = message
 
+    def check(self, now: float) -> bool:
+        """Look at the process once. Call it a few times a second.
+
+        now: `time.monotonic()`. Returns False once the process is ended.
+        """
+        # While this process itself was suspended, it could hear nothing.
+        if self._last_check is not None:
+            self.silence_seconds += min(now - self._last_check, 2 * _CHECK_SECONDS)
+        self._last_check = now
+        if self.silence_seconds > self._max_silence_s:
+            self._end(f"it answered nothing for {self.silence_seconds:.0f} s")
+            return False
+        self._name_slow_calls(now)
+        return True
+
     async def _work(self) -> None:
-        last = time.monotonic()
-        while True:
+        while self.check(time.monotonic()):
             await asyncio.sleep(_CHECK_SECONDS)
-            now = time.monotonic()
-            # While this process itself was suspended, it could hear nothing.
-            self.silence_seconds += min(now - last, 2 * _CHECK_SECONDS)
-            last = now
-            if self.silence_seconds > self._max_silence_s:
-                self._end(f"it answered nothing for {self.silence_seconds:.0f} s")
-                return
-            self._name_slow_calls(now)
 
     def _name_slow_calls(self, now: float) -> None:
         """Say at growing intervals for which call everything waits."""

@@ -232,10 +232,11 @@ def test_a_rollout_of_a_process_equals_one_of_an_environment_in_the_collector(
         return reply(body, ("047", "46")[n % 2])
 
     _, (in_process,), _ = collect("UsesEverything", answer)
+    settings = EnvironmentSettings(name="own_environments:UsesEverything")
     monkeypatch.setattr(
-        user_classes.UserClasses,
-        "_start_environment",
-        lambda self, settings: user_classes.EnvironmentInThisProcess(open_environment(settings)),
+        user_classes,
+        "EnvironmentInProcess",
+        lambda remote_class: user_classes.EnvironmentInThisProcess(open_environment(settings)),
     )
     _, (in_collector,), _ = collect("UsesEverything", answer)
     assert contents(in_process) == contents(in_collector)

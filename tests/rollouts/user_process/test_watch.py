@@ -46,13 +46,13 @@ def test_a_slow_call_is_named_after_ten_seconds_and_at_growing_intervals() -> No
     named_at = []
     for second in range(130):
         watch.hear(Heartbeat(1, float(second)))
-        watch._name_slow_calls(now=1000.0 + second)
+        watch.check(now=1000.0 + second)
         if lines:
             named_at.append(second)
             lines.pop()
     assert named_at == [10, 20, 40, 80]
     watch.hear(Heartbeat(2, 12.0))
-    watch._name_slow_calls(now=5000.0)
+    watch.check(now=5000.0)
     text = "reward.name=m:C: group i, rollout 0 takes 12 s; 2 calls run or wait"
     assert lines == [f"rank 0: {text}"]
 
@@ -61,7 +61,7 @@ def test_slow_calls_are_not_named_more_often_than_once_a_minute() -> None:
     watch, lines = open_watch({1: call_of("group g")})
     for second in range(0, 119):
         watch.hear(Heartbeat(1, 12.0 if second % 2 else 0.0))
-        watch._name_slow_calls(now=float(second))
+        watch.check(now=float(second))
     assert [line.partition(":")[0] for line in lines] == ["rank 0", "log"]
 
 
@@ -72,7 +72,7 @@ def test_slow_calls_are_not_named_more_often_than_once_a_minute() -> None:
 def test_a_silent_process_is_named_with_the_call_whose_code_runs(current: int, place: str) -> None:
     watch, lines = open_watch({7: call_of("group g, rollout 3")}, current=current)
     watch.silence_seconds = 11.0
-    watch._name_slow_calls(now=0.0)
+    watch.check(now=0.0)
     assert lines == [
         f"rank 0: reward.name=m:C: {place} answers nothing for 11 s; 1 calls run or wait"
     ]
