@@ -51,7 +51,7 @@ def start_ranks(
 class FakeLocalRanks(LocalRanks):
     """Local ranks whose deaths a test decides.
 
-    dead: the dead ranks. torchrun_is_dead: set `__dict__["torchrun_is_dead"]` to kill torchrun.
+    dead: the dead ranks. torchrun_is_dead: their torchrun was killed.
     """
 
     def __init__(
@@ -60,12 +60,13 @@ class FakeLocalRanks(LocalRanks):
         count: int = 2,
         *,
         dead: tuple[int, ...] = (),
+        torchrun_is_dead: bool = False,
         folder: Path | None = None,
     ) -> None:
         file = folder / str(rank) / "error.json" if folder is not None else None
         super().__init__(rank=rank, local_rank=rank, count=count, agent=1, error_file=file)
         object.__setattr__(self, "dead", set(dead))
-        object.__setattr__(self, "torchrun_is_dead", False)
+        object.__setattr__(self, "torchrun_is_dead", torchrun_is_dead)
 
     @property
     def is_orphaned(self) -> bool:

@@ -69,16 +69,26 @@ def test_the_time_of_routes_adds_up() -> None:
 
 
 def test_measurements_are_summed_over_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank counts one row more of everything."""
     group: Any = object()
+    num_sums = 0
 
-    def sum_with_a_rank_that_counts_the_same(counts: torch.Tensor, ranks: Any) -> torch.Tensor:
+    def sum_with_another_rank(counts: torch.Tensor, ranks: Any) -> torch.Tensor:
+        nonlocal num_sums
+        num_sums += 1
         assert ranks is group
-        return 2 * counts
+        return 2 * counts + 1
 
-    monkeypatch.setattr(replay_effect, "sum_counts", sum_with_a_rank_that_counts_the_same)
-    counts = {"load": torch.tensor([[1, 2], [3, 4]]), "disagreement": torch.tensor([5])}
-    sums = replay_effect._sum_over_ranks(counts, group)
-    assert {name: part.tolist() for name, part in sums.items()} == {
-        "load": [2, 4, 6, 8],
-        "disagreement": [10],
-    }
+    monkeypatch.setattr(replay_effect, "sum_counts", sum_with_another_rank)
+    monkeypatch.setattr(replay_effect, "run_schedule", lambda *arguments, **options: [])
+    disagreements = iter([{0: (1, 4), 2: (0, 4)}, {0: (1, 4), 2: (3, 4)}])
+    replay = SimpleNamespace(
+        layer_disagreement=lambda: next(disagreements),
+        layer_load=lambda: {0: (3, 1), 2: (2, 2)},
+    )
+    policy: Any = SimpleNamespace(replay=replay, models=[])
+    shape: Any = SimpleNamespace(moe_layers=(0, 2), num_experts=2)
+    values = replay_effect.measure_replay(policy, [], [], shape, group, MetricSums())
+    names = ("disagreement/layer_0", "live_disagreement/layer_2", "load/layer_0/expert_0")
+    assert [values[f"routes/{name}"] for name in names] == [3 / 9, 7 / 9, 7 / 10]
+    assert num_sums == 1, "one collective for all of them"

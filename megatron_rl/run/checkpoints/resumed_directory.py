@@ -34,18 +34,18 @@ class _Step(msgspec.Struct):
     step: int
 
 
-def claim_directory(path: Path) -> IO[bytes] | None:
+def claim_directory(path: Path, *, patience_seconds: float = _PATIENCE_SECONDS) -> IO[bytes] | None:
     """Wait until no process of the run is alive, and mark the run as alive. Rank 0 only.
 
     Look for its checkpoints after this: a dying process may still save one and remove others.
     Returns the open lock file; None when there is no run to resume. Raises `Failure`
-    when a process is still alive after 30 seconds.
+    when a process is still alive after `patience_seconds`.
     """
     if not path.exists():
         return None
     if not is_run_directory(path):
         raise _cannot_resume(path, "it is not the directory of a run. Choose another run.name")
-    deadline = time.monotonic() + _PATIENCE_SECONDS
+    deadline = time.monotonic() + patience_seconds
     lock = claim_run(path)
     while lock is None:
         if time.monotonic() > deadline:

@@ -19,7 +19,6 @@ from megatron_rl.run.modes.mode import Lead, LoopParts, Mode
 from megatron_rl.run.setup import RunSetup
 from megatron_rl.training.dispatcher import Dispatcher
 
-_CHUNK = 256  # prompts: an interrupted profile loses the responses of one chunk at most
 _MAX_LABELS = 20  # lines of the table besides the first
 
 
@@ -43,7 +42,11 @@ def open_profile(setup: RunSetup) -> Mode:
 
 @dataclass(frozen=True)
 class PassRateProfile:
-    """The loop of rank 0. weights: sent to the engines first; None where they hold them already."""
+    """The loop of rank 0.
+
+    weights: sent to the engines first; None where they hold them already. chunk_size: prompts whose
+    responses an interrupted profile may lose.
+    """
 
     evaluation: Evaluation
     file: PassRateFile
@@ -51,6 +54,7 @@ class PassRateProfile:
     dispatcher: Dispatcher
     connections: EngineConnections
     records: RunRecords
+    chunk_size: int = 256
 
     def lead(self) -> None:
         """Sample every prompt that has no rate, write the rates and log a table; end every rank."""
@@ -78,8 +82,8 @@ class PassRateProfile:
         if num_known:
             total = num_known + len(prompts)
             progress.log(f"{num_known} of {total} prompts have rates from an earlier attempt")
-        for first in range(0, len(prompts), _CHUNK):
-            chunk = prompts[first : first + _CHUNK]
+        for first in range(0, len(prompts), self.chunk_size):
+            chunk = prompts[first : first + self.chunk_size]
             last = first + len(chunk)
             evaluation = replace(self.evaluation, prompts=chunk)
             groups = evaluation.sample(f"profile-{num_known + first}")

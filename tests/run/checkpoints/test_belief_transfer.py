@@ -1,8 +1,6 @@
 """`selection.beliefs_from`: from the checkpoint of another run to the selector of a new run."""
 
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import msgspec
 import numpy as np
@@ -15,19 +13,13 @@ from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.selection.belief_selector import BeliefSelector
 from megatron_rl.prompts.selection.factory import open_selector
-from megatron_rl.records.run_directory import RunDirectory
-from megatron_rl.run import open_run
 from megatron_rl.run.checkpoints.belief_transfer import read_transferred_beliefs
-from megatron_rl.run.checkpoints.resume import ResumePoint
 from megatron_rl.run.checkpoints.state_file import read_state
 from megatron_rl.run.checkpoints.store import CheckpointStore
-from megatron_rl.run.data import RunData, read_data
 from megatron_rl.run.prompts import build_prompts
 from tests.support.answers import play_steps
 from tests.support.checkpoints import make_state, save_checkpoint
-
-NOTHING: Any = None
-JOB: Any = SimpleNamespace(rank=0, world_size=1, control_group=None)
+from tests.support.openings import open_up_to_engines
 
 
 def make_configuration(
@@ -78,10 +70,11 @@ def test_a_damaged_checkpoint_is_skipped_with_a_warning(
         save_checkpoint(other_store, step, selection=selection)
     file = other_store.path(2) / "state.json"
     file.write_bytes(file.read_bytes().replace(b'"step": 2', b'"step": 3'))
-    c = make_configuration(f"selection.beliefs_from={tmp_path}")
-    beliefs = read_transferred_beliefs(c)
-    assert beliefs is not None
-    [warning] = open_run._warnings(c, RunDirectory(tmp_path), ResumePoint(), beliefs)
+    c = make_configuration(
+        f"selection.beliefs_from={tmp_path}", f"run.root={tmp_path}/runs", "run.name=a"
+    )
+    with open_up_to_engines(c) as lines:
+        (warning,) = (line for line in lines if "skipping a damaged" in line)
     assert "warning: skipping a damaged checkpoint" in warning
     assert "iter_0000002: state.json has changed" in warning
     with pytest.raises(Failure, match=r"selection\.beliefs_from=.*complete checkpoint.*sha256"):
@@ -114,10 +107,10 @@ def test_beliefs_about_another_data_set_are_refused(store: CheckpointStore, tmp_
         "data.num_eval=6",
         "rollout.prompts_per_step=8",
     )
-    c = make_configuration(f"selection.beliefs_from={store.folder.parent}", data=data)
-    data = read_data(c)
-    with pytest.raises(PromptDataError, match="another data set"):
-        open_run._restore_data(c, data, ResumePoint())
+    beliefs = f"selection.beliefs_from={store.folder.parent}"
+    c = make_configuration(beliefs, f"run.root={tmp_path}/runs", data=data)
+    with pytest.raises(PromptDataError, match="another data set"), open_up_to_engines(c):
+        pass
 
 
 def test_a_run_that_resumes_keeps_its_own_beliefs(store: CheckpointStore, tmp_path: Path) -> None:
@@ -130,18 +123,12 @@ def test_a_run_that_resumes_keeps_its_own_beliefs(store: CheckpointStore, tmp_pa
         read_transferred_beliefs(c, make_state(3))
 
 
-def test_no_directory_is_made_when_beliefs_cannot_be_read(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(open_run, "require_disk_space", lambda *_: None)
-    monkeypatch.setattr(open_run, "broadcast_bytes", lambda data, group: data)
+def test_no_directory_is_made_when_beliefs_cannot_be_read(tmp_path: Path) -> None:
     c = make_configuration(
         f"selection.beliefs_from={tmp_path}", f"run.root={tmp_path}/runs", "run.name=a"
     )
-    with pytest.raises(Failure):
-        open_run._open_directory(
-            c, RunData(), NOTHING, JOB, ResumePoint(), RunDirectory(tmp_path / "runs/a"), NOTHING
-        )
+    with pytest.raises(Failure, match=r"selection\.beliefs_from"), open_up_to_engines(c):
+        pass
     assert not (tmp_path / "runs").exists()
 
 

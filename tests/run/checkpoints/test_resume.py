@@ -14,13 +14,12 @@ from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.mcore import checkpoint
+from megatron_rl.prompts.selection.factory import open_selector
 from megatron_rl.records.durable_files import write_synced
 from megatron_rl.records.past_run import read_metrics
-from megatron_rl.records.progress import Progress
 from megatron_rl.records.run_directory import RunDirectory, is_run_directory, run_directory_path
 from megatron_rl.records.run_lock import claim_run, mark_run_alive
 from megatron_rl.rewards import Scorer
-from megatron_rl.run import open_run
 from megatron_rl.run.checkpoints import resume
 from megatron_rl.run.checkpoints.manifest import Manifest, hash_file, write_manifest
 from megatron_rl.run.checkpoints.resume import (
@@ -33,12 +32,14 @@ from megatron_rl.run.checkpoints.resume import (
 )
 from megatron_rl.run.checkpoints.state_file import read_state
 from megatron_rl.run.checkpoints.store import CheckpointStore
-from megatron_rl.run.supervision.open_parts import OpenParts
+from megatron_rl.run.prompts import build_prompts
 from tests.support.checkpoints import flip_bit, make_state, save_checkpoint
+from tests.support.openings import open_up_to_engines
 from tests.support.past_runs import make_run_directory
 from tests.support.thread_ranks import broadcast_bytes, gather_bytes, run_on_ranks
 
 JOB: Any = SimpleNamespace(rank=0, world_size=1, control_group=None)
+SMALL = "data.num_train=100"
 
 
 def make_configuration(root: Path, *overrides: str) -> Configuration:
@@ -202,25 +203,25 @@ def test_the_resume_point_is_found_after_the_previous_processes_ended(
 ) -> None:
     """A dying process can still save a checkpoint and remove others."""
     lock = mark_run_alive(store.folder.parent)
-    c = make_configuration(tmp_path, "run.resume=auto")
+    c = make_configuration(tmp_path, "run.resume=auto", SMALL)
+    selector = open_selector(build_prompts(c), c.rollout, c.selection, seed=c.seed)
 
     def die() -> None:
-        save_checkpoint(store, 20, flat_configuration(c))
+        save_checkpoint(store, 20, flat_configuration(c), selection=selector.state())
         store.prune(1)
         lock.close()
 
     death = threading.Timer(0.5, die)
     death.start()
-    parts = OpenParts()
-    supervision: Any = SimpleNamespace(progress=Progress(1, is_enabled=False), parts=parts)
-    resume_point = open_run._find_resume_point(
-        "auto", RunDirectory(tmp_path / "job"), JOB, supervision
-    )
-    assert resume_point.checkpoint == store.path(20)
+    with open_up_to_engines(c) as lines:
+        assert f"resuming after step 20, from {store.path(20)}" in lines
+        # This process holds the claim now
+        assert claim_run(store.folder.parent) is None
     death.join()
-    # This process holds the claim now
-    assert claim_run(store.folder.parent) is None
-    parts.close()
+
+
+def warnings_of(lines: list[str]) -> list[str]:
+    return [line for line in lines if line.startswith("warning: ")]
 
 
 @pytest.mark.parametrize(
@@ -229,18 +230,20 @@ def test_the_resume_point_is_found_after_the_previous_processes_ended(
 def test_resume_auto_without_checkpoints_is_warned_about(
     tmp_path: Path, overrides: tuple[str, ...], is_warned: bool
 ) -> None:
-    c = make_configuration(tmp_path, "run.resume=auto", *overrides)
-    warnings = list(open_run._warnings(c, RunDirectory(tmp_path / "job"), ResumePoint(), None))
-    assert any("run.checkpoint_every=0" in warning for warning in warnings) == is_warned
+    c = make_configuration(tmp_path, "run.resume=auto", SMALL, *overrides)
+    with open_up_to_engines(c) as lines:
+        assert any("warning: run.resume=auto" in line for line in lines) == is_warned
 
 
-def test_records_without_checkpoints_are_warned_about(tmp_path: Path) -> None:
-    c = make_configuration(tmp_path, "run.resume=auto", "run.checkpoint_every=2")
-    directory = make_run_directory(c)
-    assert list(open_run._warnings(c, directory, ResumePoint(), None)) == []
-    directory.metrics_file.write_text('{"step": 1}')
-    [warning] = open_run._warnings(c, directory, ResumePoint(), None)
-    assert "starts again from step 0" in warning
+@pytest.mark.parametrize(("records", "is_warned"), [("", False), ('{"step": 1}', True)])
+def test_records_without_checkpoints_are_warned_about(
+    tmp_path: Path, records: str, is_warned: bool
+) -> None:
+    c = make_configuration(tmp_path, "run.resume=auto", SMALL, "run.checkpoint_every=2")
+    make_run_directory(c).metrics_file.write_text(records)
+    with open_up_to_engines(c) as lines:
+        warnings = warnings_of(lines)
+    assert ["starts again from step 0" in warning for warning in warnings] == [True] * is_warned
 
 
 @pytest.mark.parametrize(("tokens", "is_warned"), [(1, True), (63, True), (64, False)])
@@ -249,11 +252,13 @@ def test_micro_batches_of_one_rollout_are_warned_about(
 ) -> None:
     c = make_configuration(
         tmp_path,
+        SMALL,
         f"train.tokens_per_micro_batch={tokens}",
         "data.max_prompt_tokens=32",
         "rollout.max_new_tokens=32",
     )
-    warnings = list(open_run._warnings(c, RunDirectory(tmp_path / "job"), ResumePoint(), None))
+    with open_up_to_engines(c) as lines:
+        warnings = warnings_of(lines)
     assert [f"tokens_per_micro_batch={tokens}," in warning for warning in warnings] == (
         [True] if is_warned else []
     )

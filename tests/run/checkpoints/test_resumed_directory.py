@@ -187,16 +187,15 @@ def test_a_run_without_a_checkpoint_starts_again_in_its_directory(tmp_path: Path
     assert (directory.path / "resumed/001/tensorboard").is_dir()
 
 
-def test_a_living_run_cannot_be_claimed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_living_run_cannot_be_claimed(tmp_path: Path) -> None:
     directory = write_steps(tmp_path, 5)
-    monkeypatch.setattr("megatron_rl.run.checkpoints.resumed_directory._PATIENCE_SECONDS", 0.1)
     with mark_run_alive(directory.path), pytest.raises(Failure, match="still alive"):
-        claim_directory(tmp_path / "job")
+        claim_directory(tmp_path / "job", patience_seconds=0.1)
     lock = claim_directory(tmp_path / "job")
     assert lock is not None
     # Of two processes that resume a run at the same time, one is refused
     with lock, pytest.raises(Failure, match="still alive"):
-        claim_directory(tmp_path / "job")
+        claim_directory(tmp_path / "job", patience_seconds=0.1)
 
 
 def test_there_is_nothing_to_claim_for_a_new_run(tmp_path: Path) -> None:

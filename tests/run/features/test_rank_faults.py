@@ -87,7 +87,7 @@ def test_an_error_in_a_part_takes_its_place(monkeypatch: pytest.MonkeyPatch, fau
     values = make_values()
     update(values)
     if faulty == "values":
-        monkeypatch.setattr(token_values, "_to_bytes", fail)
+        monkeypatch.setattr(TokenValues, "part", fail)
     else:
         monkeypatch.setattr(gathering, "encode_tokens", fail)
     parts = gather(values, monkeypatch)

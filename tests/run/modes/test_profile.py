@@ -67,7 +67,9 @@ class ScriptedEvaluation:
         return msgspec.structs.replace(full_group, prompt=prompt)
 
 
-def run(path: Path, *, failing_id: str = "") -> tuple[list[str], dict[str, float], str]:
+def run(
+    path: Path, *, failing_id: str = "", chunk_size: int = 256
+) -> tuple[list[str], dict[str, float], str]:
     """Profile the prompts; returns the requested prompts, the metrics and the screen."""
     requests: list[str] = []
     screen = io.StringIO()
@@ -79,7 +81,7 @@ def run(path: Path, *, failing_id: str = "") -> tuple[list[str], dict[str, float
     parts: Any = SimpleNamespace(finish=lambda: None, stop=lambda: None, fleet=fleet)
     evaluation: Any = ScriptedEvaluation(PROMPTS, requests, failing_id)
     file = PassRateFile(path, HEADER)
-    profile.PassRateProfile(evaluation, file, None, parts, parts, records).lead()
+    profile.PassRateProfile(evaluation, file, None, parts, parts, records, chunk_size).lead()
     return requests, values, screen.getvalue()
 
 
@@ -120,11 +122,10 @@ def test_table_has_a_line_for_each_label(tmp_path: Path) -> None:
     assert lines[3].startswith("hard 1 0.000 100.0%")
 
 
-def test_an_interrupted_profile_continues(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "_CHUNK", 1)
+def test_an_interrupted_profile_continues(tmp_path: Path) -> None:
     file = tmp_path / "rates.jsonl"
     with fails(ExitCode.ENGINE_FAILED):
-        run(file, failing_id="b")
+        run(file, failing_id="b", chunk_size=1)
     assert not file.exists()
     requests, _, screen = run(file)
     assert requests == ["b", "c"]

@@ -195,8 +195,7 @@ def test_a_consequence_is_reported_when_no_other_rank_reports(
 
 
 def test_a_killed_torchrun_is_the_cause(tmp_path: Path, capsys: Capture) -> None:
-    reporter = make_reporter(0, tmp_path)
-    reporter._ranks.__dict__["torchrun_is_dead"] = True
+    reporter = make_reporter(0, tmp_path, torchrun_is_dead=True)
     reporter.report_signal(signal.SIGTERM)
     assert reporter.exit_code == 143
     assert "torchrun (process 1) was killed" in capsys.readouterr().err

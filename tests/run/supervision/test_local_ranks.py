@@ -7,6 +7,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_rl.run.supervision.local_ranks import LocalRanks
@@ -74,14 +75,14 @@ def test_a_rank_that_is_being_started_is_not_dead(
     """The kernel shows the environment of a forked process once its program is loaded."""
     with start_ranks(3, tmp_path) as jobs:
         ranks = LocalRanks(rank=1, local_rank=1, count=3, agent=os.getpid())
-        read_environment = process_table._environment
+        read_environment = psutil.Process.environ
         failures = {jobs[0].pid: 3}
 
-        def fail_at_first(pid: int) -> dict[str, str]:
-            failures[pid] = failures.get(pid, 0) - 1
-            return {} if failures[pid] >= 0 else read_environment(pid)
+        def fail_at_first(process: psutil.Process) -> dict[str, str]:
+            failures[process.pid] = failures.get(process.pid, 0) - 1
+            return {} if failures[process.pid] >= 0 else read_environment(process)
 
-        monkeypatch.setattr(process_table, "_environment", fail_at_first)
+        monkeypatch.setattr(psutil.Process, "environ", fail_at_first)
         # The agent of these ranks is this process, not its parent
         monkeypatch.setattr(LocalRanks, "is_orphaned", False)
         assert ranks.dead_ranks() == []
@@ -102,12 +103,11 @@ def test_a_killed_rank_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_a_process_that_ends_is_not_one_that_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither has an environment, and a process that frees much memory takes seconds to end."""
-    monkeypatch.setattr(process_table, "_environment", lambda pid: {})
+    monkeypatch.setattr(psutil.Process, "environ", lambda process: {})
     assert process_table.is_starting(os.getpid())
-    flags = process_table._flags(os.getpid())
-    assert flags is not None
-    monkeypatch.setattr(process_table, "_flags", lambda pid: flags | 0x4)
-    assert not process_table.is_starting(os.getpid())
+    with subprocess.Popen([sys.executable, "-c", ""]) as process:
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert not process_table.is_starting(process.pid)
 
 
 def test_the_lowest_living_rank_changes_when_rank_0_dies(tmp_path: Path) -> None:
