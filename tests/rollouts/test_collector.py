@@ -282,7 +282,7 @@ def test_requests_of_a_silent_engine_are_aborted_and_go_to_the_next_one() -> Non
             )
             await collector.handle(serving(url))
             await collector.handle(request(2))
-            # No longer than the deadline of half a second, and then as long for the abort
+            # The deadline is half a second, and the abort gets no more
             messages.extend([await asyncio.wait_for(outbox.get(), 8) for _ in range(3)])
             assert outbox.empty()
             await collector.handle(serving(next_url))
