@@ -211,7 +211,7 @@ def test_a_side_without_usable_prompt_is_named(
     num_eval: int,
     words: str,
 ) -> None:
-    """Of 3+0=, x+0= and 6+0=, the one is held out whose answer the scorer refuses."""
+    """The file of the last case holds x+0= out, whose answer the scorer refuses."""
 
     def write_answers(path: Path, answers: list[str]) -> str:
         rows = [{"prompt": f"{answer}+0=", "answer": answer} for answer in answers]
