@@ -7,8 +7,11 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+import msgspec
+
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.commands import Command, Train
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.run.loop.step_parts import StepParts
 from megatron_rl.run.loop.trained_step import TrainedStep
 from megatron_rl.training.dispatcher import CommandTable
@@ -201,5 +204,14 @@ class Observers(Observer):
         return {name: state for name, state in states.items() if state}
 
     def restore(self, state: dict[str, Any]) -> None:
+        """Let each observer go on where a run was saved. Raises `Failure` for a damaged state."""
         for observer in self._observers:
-            observer.restore(state.get(observer.name, {}))
+            try:
+                observer.restore(state.get(observer.name, {}))
+            except msgspec.ValidationError as error:
+                raise Failure(
+                    f"state.json of the checkpoint: features.{observer.name}: {error}. Use the "
+                    "version that saved it, or another checkpoint: run.resume=PATH under another "
+                    "run.name",
+                    ExitCode.BAD_DATA,
+                ) from error

@@ -10,8 +10,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import msgspec
+import pytest
 
 from megatron_rl.contracts.commands import Command, Poll, Sync, Train
+from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.records.progress import Progress
 from megatron_rl.records.timeline.spans import TIMELINE_FILE, Timeline, read_timeline
@@ -67,6 +69,24 @@ def test_each_feature_goes_on_with_the_state_under_its_name() -> None:
     counters[1].count = 9
     Observers(counters).restore(state | {"deleted": {"x": 1}})
     assert [counter.count for counter in counters] == [0, 0, 1]
+
+
+class CountState(msgspec.Struct):
+    count: int = 0
+
+
+class StrictCounter(Counter):
+    """A counter that converts its state, as features do."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self.count = msgspec.convert(state, CountState).count
+
+
+def test_a_damaged_state_of_a_feature_names_the_feature_and_the_remedy() -> None:
+    observers = Observers([Counter("a"), StrictCounter("b")])
+    with pytest.raises(Failure, match=r"features\.b: .*`int`.*run\.resume=PATH") as caught:
+        observers.restore({"b": {"count": "many"}})
+    assert caught.value.exit_code is ExitCode.BAD_DATA
 
 
 def test_a_checkpoint_holds_the_states_of_features(tmp_path: Path) -> None:
