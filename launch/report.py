@@ -54,7 +54,7 @@ response.
     python launch/report.py samples runs/NAME --step 10 --kind most-clipped
     python launch/report.py samples runs/NAME --step 10 --kind all --json
 
-The samples are those that samples.every keeps, of the newest step unless --step names another.
+It shows samples of the newest step that keeps some (samples.every), unless --step names another.
 docs/samples.md describes the files.
 
 Outputs: texts for a terminal of 80 columns or more, or one JSON object a line. Control characters

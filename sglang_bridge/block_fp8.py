@@ -21,7 +21,7 @@ class Part(NamedTuple):
     """Contribution of a tensor to the checksum of one parameter.
 
     name: the tensor's. weight: the one whose slot it takes. suffix: follows the parameter's name.
-    dtype: the one that is hashed, None for the engine's.
+    dtype: of the hashed values, None for the engine's.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Settings with which a server is started, and the ones that are refused."""
+"""Settings with which a server is started, and settings that are refused."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def _algorithm_refusals(algo: Any, algorithm: str, choice: str | None) -> Iterat
 def _rule_refusals(c: Configuration, facts: LaunchFacts, keys: Collection[str]) -> list[Refusal]:
     """Return the broken rules of the configuration and of each phase of its curriculum.
 
-    keys: those that the command line sets.
+    keys: keys that the command line sets.
     """
     refusals = list(broken_rules(c, facts, keys))
     for phase in phases_of(c):

@@ -533,7 +533,7 @@ class SampleSettings(Section):
 
     # Steps between kept samples. The first step keeps samples, too. 0: keep none.
     every: Whole = 10
-    # Groups that a step keeps: those with an extreme response first, then random ones.
+    # Groups that a step keeps. Groups with an extreme response come first, then random ones.
     groups: Annotated[int, Ge(1), Le(10**4)] = 8
     # The largest size of a step's file. Responses beyond it are not written, but counted.
     max_mb: Annotated[float, Ge(0.1), Le(1024)] = 4.0

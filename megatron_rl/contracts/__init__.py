@@ -1,1 +1,4 @@
-"""Typed records that modules and processes exchange. No module here imports torch."""
+"""Typed records that modules and processes exchange, used in every process of a run.
+
+No module here imports torch.
+"""

@@ -82,7 +82,7 @@ class Save(msgspec.Struct, frozen=True, tag="save"):
 
 
 class BatchAhead(msgspec.Struct, frozen=True, kw_only=True):
-    """The rollouts of a step that is not trained yet. Each node writes those that it stores.
+    """The rollouts of a step that is not trained yet. Each node writes the rollouts that it stores.
 
     groups: credited ones first, then `num_stopped` stopped and `num_surplus` surplus ones.
     generated_tokens, engines_left_out, num_repeated, selection_metrics, unused_tokens: as in

@@ -1,1 +1,1 @@
-"""Credit assignment: the kind of each group and the advantages of its rollouts."""
+"""Rank 0: the kind of each group, the advantages of its rollouts, and the account of tokens."""

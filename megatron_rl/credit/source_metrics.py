@@ -15,7 +15,7 @@ def source_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
     reward, accuracy: means over rollouts with a verdict, missing without one. accuracy is the mean
     correctness. zero_variance_rate: share of the groups with at least two verdicts, 0 without such
-    groups. prompt_share: share of the step's prompts. tokens: those that engines sampled.
+    groups. prompt_share: share of the step's prompts. tokens: tokens that engines sampled.
     """
     metrics: dict[str, float] = {}
     for name, members in groups_by_source(groups).items():

@@ -124,7 +124,7 @@ class EngineConnections:
         self.queue.release_partials()
 
     def proceed(self) -> None:
-        """Let engines work on requests again, also on those that were interrupted."""
+        """Let engines work on requests again, also on interrupted ones."""
         self.queue.proceed()
 
     def _abort_all(self) -> None:

@@ -31,7 +31,7 @@ class ProbeResult:
 
 @dataclass
 class _Probe:
-    """The probes of one engine. epoch: the one that is probed. due: the time of the next probe."""
+    """The probes of one engine. epoch: of the probed server. due: the time of the next probe."""
 
     epoch: int
     due: float

@@ -56,7 +56,7 @@ class Fleet:
     """The engines and collectors of a run, as rank 0 sees and changes them.
 
     members: the engines. It may lack engines that `urls` names. board: None without managed
-    processes. nodes: those that report. urls: the list of external engines that changes during the
+    processes. nodes: nodes that report. urls: the list of external engines that changes during the
     run, if any. open_counter: opens the client that reads an engine's count of tokens.
     """
 
@@ -93,7 +93,7 @@ class Fleet:
         self._problems: dict[str, str] = {}  # the last one that was written, by name
         self._orders: dict[int, NodeOrders] = {}
         self._collectors_given_up: dict[int, str] = {}
-        self._num_events = Counter[int]()  # those that were printed, by node
+        self._num_events = Counter[int]()  # printed events, by node
         self._out_since: float | None = None
         self._has_started = False
 

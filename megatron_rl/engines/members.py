@@ -98,9 +98,9 @@ class Members:
         return next((m for m in self if m.url == url and m.state is not MemberState.GONE), None)
 
     def add(self, name: str, engine: Engine) -> Member:
-        """Add an engine that does not answer yet. One that is gone may be added again.
+        """Add an engine that does not answer yet. An engine that is gone may be added again.
 
-        Raises `ValueError` for one that belongs to the run already.
+        Raises `ValueError` for an engine that belongs to the run already.
         """
         earlier = self._members.get(name)
         if earlier is not None and earlier.state is not MemberState.GONE:
@@ -154,7 +154,7 @@ class Members:
         return True
 
     def begin_update(self, version: int) -> list[Member]:
-        """Begin to send all engines new weights. Returns those that have to receive them.
+        """Begin to send all engines new weights. Returns the engines that have to receive them.
 
         None of them serves until it is admitted. Raises ValueError for a version that is not new.
         """

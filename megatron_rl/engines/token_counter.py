@@ -1,4 +1,4 @@
-"""Compares the tokens that engines count with those that the run counts.
+"""Compares the token counts of engines and run.
 
 The run knows the tokens of replies alone. An engine also counts what it sampled for requests whose
 reply was lost, or that expired.
@@ -20,7 +20,7 @@ _MAX_THREADS = 16
 class TokenComparison:
     """The tokens between two readings.
 
-    engine_tokens: those that the engines count. uncounted_tokens: how many more these are than the
+    engine_tokens: tokens that the engines count. uncounted_tokens: how many more these are than the
     run counts. Negative: the run counts more.
     """
 

@@ -78,7 +78,7 @@ class WeightSync:
     first prompt. An engine that does not take the weights, or holds others afterwards, is out. It
     may join again later. Only the first sync requires that all engines take them.
 
-    members: the engines of the run. Only those that hold the sent weights serve afterwards.
+    members: the engines of the run. Only engines that hold the sent weights serve afterwards.
     make_expectation: makes an empty record of the weights that engines must hold, for one audit.
         Its argument is False if names alone are compared.
     open_admin: opens the control client of an engine. log: writes a line for people. measure:

@@ -1,4 +1,7 @@
-"""Environments: an environment plays one episode for each rollout of a prompt."""
+"""Environments: an environment plays one episode for each rollout of a prompt.
+
+Built-in ones run in a node's collector, user-defined ones in a process of their own.
+"""
 
 from megatron_rl.environments.environment import Environment, open_environment
 from megatron_rl.environments.episode import Episode, Response

@@ -123,7 +123,7 @@ class RolloutBuilder:
     ) -> Rollout:
         """Return everything up to the last token of `generation`, which is not added.
 
-        generation: the part that there is of a response. None: everything up to the last response.
+        generation: the sampled part of a response. None: everything up to the last response.
         Raises `RolloutRejected` and `RouteError`.
         """
         builder = self.copy()

@@ -1,4 +1,4 @@
-"""Losses: pure functions of log-probabilities, selected by `algo=`."""
+"""Losses: pure functions of log-probabilities, selected by `algo=`. They run on every rank."""
 
 from megatron_rl.losses.corrections import Correction
 from megatron_rl.losses.interface import (

@@ -1,1 +1,1 @@
-"""Everything that the trainer needs from Megatron-Core."""
+"""Everything that the trainer needs from Megatron-Core. It runs on every rank."""

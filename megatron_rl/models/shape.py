@@ -53,8 +53,8 @@ class Router:
 
     normalizes_weights: whether the weights of the selected experts are normalised.
     scaling: factor of the weights. Normalised weights add up to it.
-    groups, group_topk: number of expert groups, and of those in which a token's experts may be.
-    bias: whether each expert has a frozen number that counts for the selection only.
+    groups, group_topk: number of expert groups, and how many of them may hold the experts of a
+    token. bias: whether each expert has a frozen number that counts for the selection only.
     """
 
     score: Literal["softmax", "sigmoid"] = "softmax"

@@ -1,1 +1,1 @@
-"""Sources of prompts: files, embedded tasks, generators, and mixtures of them."""
+"""Rank 0: sources of prompts, which are files, embedded tasks, generators, and mixtures of them."""

@@ -1,4 +1,7 @@
-"""Scoring of responses: scorers share one interface, and a runner calls them."""
+"""Scoring of responses: scorers share one interface, and a runner calls them.
+
+Built-in scorers run in a node's collector, user-defined ones in a process of their own.
+"""
 
 from megatron_rl.rewards.exact_match import ExactMatch
 from megatron_rl.rewards.opening import open_answer_reader, open_scorer

@@ -1,1 +1,1 @@
-"""One run from its configuration to its exit code."""
+"""One run from its configuration to its exit code. `main.py` runs on every rank."""

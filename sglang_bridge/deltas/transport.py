@@ -60,7 +60,7 @@ class DeltaTransport:
     directory: on a file system that all nodes share. scratch: on this node's own disk; it holds the
     complete weights twice while a push is written. config_from: a checkpoint whose config.json is
     copied. timeout_seconds: of each engine's loading.
-    nodes: those that hold a copy of the weights. rebuild: lets nodes rebuild the weights of a push,
+    nodes: nodes that hold a copy of the weights. rebuild: lets nodes rebuild the weights of a push,
     and waits for an answer of each.
     """
 

@@ -1,1 +1,1 @@
-"""Sends new weights to engines and audits that they arrived."""
+"""Sends new weights from every rank to engines, and audits on rank 0 that they arrived."""

@@ -20,7 +20,7 @@ class Target(msgspec.Struct, frozen=True):
 
 
 class Order(msgspec.Struct, frozen=True):
-    """Rank 0 begins an update. old_connections: those that no rank needs
+    """Rank 0 begins an update. old_connections: connections that no rank needs
     any more."""
 
     version: int

@@ -48,7 +48,7 @@ from sglang_bridge.settings import server_device
 def broken_rules(c: Configuration, facts: LaunchFacts, keys: Collection[str]) -> Iterator[Refusal]:
     """Yield a refusal for every rule that the configuration breaks on this machine.
 
-    keys: those that the command line sets.
+    keys: keys that the command line sets.
     """
     for key, rule, remedy in _broken_rules(c, facts, keys):
         yield Refusal(key, _value_of(c, key), rule, remedy)

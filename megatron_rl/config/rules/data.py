@@ -60,7 +60,7 @@ def check_data(c: Configuration, keys: Collection[str]) -> Iterator[BrokenRule]:
     """Yield broken rules about keys of the data source and the number of its questions.
 
     The number of questions of a file or a generator is known only when it is read. The prompt
-    source then holds the same rules. keys: those that the command line sets.
+    source then holds the same rules. keys: keys that the command line sets.
     """
     data = c.data
     for name, owners in _OWNERS.items():

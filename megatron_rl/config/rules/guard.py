@@ -9,7 +9,7 @@ from megatron_rl.config.schema import Configuration, GuardSettings
 
 
 def check_guard(c: Configuration, keys: Collection[str]) -> Iterator[BrokenRule]:
-    """Yield broken rules about keys of `guard`. keys: those that the command line sets."""
+    """Yield broken rules about keys of `guard`. keys: keys that the command line sets."""
     yield from _check_effect(c.guard, keys)
     if c.guard.entropy != "off" and c.guard.min_entropy is None:
         rule = f"guard.entropy={c.guard.entropy} compares the entropy with it"

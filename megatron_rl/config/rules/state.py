@@ -33,7 +33,7 @@ _OTHER_RULES = ("eval.stop_at", "eval.sets")
 def check_unread_keys(c: Configuration, keys: Collection[str]) -> Iterator[BrokenRule]:
     """Yield a broken rule for each key of the command line that requests something in vain.
 
-    Keys of an experiment's file may go unread. keys: those that the command line sets.
+    Keys of an experiment's file may go unread. keys: keys that the command line sets.
     """
     for key in sorted(keys):
         if key in _CHECKPOINT_KEYS and not c.run.checkpoint_every and _requests(c, key):

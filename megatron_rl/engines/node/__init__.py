@@ -1,1 +1,1 @@
-"""The processes of a node besides its ranks, and what the node reports about them."""
+"""Local rank 0 of each node: the processes beside the ranks, and reports about them."""

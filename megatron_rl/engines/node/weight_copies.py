@@ -28,7 +28,7 @@ _ORDER = "copies/order"
 class CopyOrder(msgspec.Struct, frozen=True, kw_only=True):
     """An order to rebuild the weights of a push.
 
-    number: counts the orders from 1. nodes: those that it is for.
+    number: counts the orders from 1. nodes: nodes that it is for.
     """
 
     number: Count
@@ -91,7 +91,7 @@ class WeightCopyKeeper:
 class RemoteWeightCopies:
     """The copies on all nodes, as rank 0 orders them.
 
-    nodes: those that hold a copy. timeout_seconds: of an answer. log: writes
+    nodes: nodes that hold a copy. timeout_seconds: of an answer. log: writes
     a line for people about long waits.
     """
 

@@ -1,1 +1,4 @@
-"""Readers of files of questions: Parquet files, data set folders, and the rows of all formats."""
+"""Rank 0: readers of files of questions.
+
+They read Parquet files, data set folders, and rows of all formats.
+"""

@@ -1,1 +1,1 @@
-"""Prompt selection: which prompts a step samples, and how many rollouts of each."""
+"""Rank 0: which prompts a step samples, and how many rollouts of each."""

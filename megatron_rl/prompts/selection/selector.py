@@ -37,7 +37,7 @@ class SelectionResult:
 
     groups: groups to be credited.
     stopped_groups: groups that were not extended after a probe.
-    surplus_groups: mixed groups beyond those that the step needed.
+    surplus_groups: mixed groups that the step did not need.
     """
 
     groups: tuple[Group, ...]

@@ -68,7 +68,7 @@ class SampleTraining:
     """The part of a sample in the update of its step.
 
     group_kind: kind of the group, such as "mixed"; "stopped" and "surplus" for groups that the
-    selection of prompts left out.
+    selection of prompts did not use.
     is_trained: whether the step's update was planned to train on it.
     advantage: of the response, with penalties and the weight of its group; None without one.
     weight: of its group.

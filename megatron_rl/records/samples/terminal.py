@@ -94,7 +94,7 @@ class _Console(Console):
 def to_json(sample: Sample) -> dict[str, Any]:
     """Return a sample as JSON values. NaN and infinities become null.
 
-    The names are those of the columns, and of the fields of `Verdict`.
+    Columns and fields of `Verdict` keep their names.
     """
     values = to_row(sample)
     del values["num_tokens"]

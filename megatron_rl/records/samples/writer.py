@@ -13,7 +13,7 @@ from megatron_rl.records.samples.sample import Sample
 
 
 def write_samples(file: Path, samples: Sequence[Sample], max_bytes: int) -> int:
-    """Write samples, replacing the file, and return the number of those that fit.
+    """Write samples, replacing the file, and return the number of samples that fit.
 
     samples: the most important ones first. If the file would be larger than `max_bytes`, it does
     not contain the last ones. The file has them by group.

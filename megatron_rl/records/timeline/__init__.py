@@ -1,1 +1,1 @@
-"""The timeline of a run: its file, its trace and its picture."""
+"""The timeline of a run: its file, which rank 0 writes, and the trace and picture made from it."""

@@ -29,7 +29,7 @@ class Span(msgspec.Struct, frozen=True, omit_defaults=True):
     """Something that took time.
 
     start, end: in seconds since 1970. step: the training step that it belongs to,
-    -1 without one. tokens: those that engines sampled for a group.
+    -1 without one. tokens: tokens that engines sampled for a group.
     """
 
     lane: Lane

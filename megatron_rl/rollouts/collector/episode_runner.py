@@ -125,7 +125,7 @@ class EpisodeRunner:
     ) -> ScoredRollout | RejectedRollout:
         """Run one episode and return its rollout with a verdict, or why there is none.
 
-        request: one that was announced. Once it is forgotten, its episode gets no response.
+        request: a request that was announced. Once it is forgotten, its episode gets no response.
         index: place of the rollout in its group. progress: follows the episode, and has what a
         checkpoint had of it.
         Raises `Failure` if a user-defined class cannot be opened again.

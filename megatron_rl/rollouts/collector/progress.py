@@ -213,7 +213,7 @@ class GroupProgress:
     def restore(self, rollouts: Mapping[int, Rollout], shape: RouteShape | None) -> None:
         """Take over what the checkpoint had of it.
 
-        rollouts: by sample index. Those that are missing are sampled anew, and their tokens are
+        rollouts: by sample index. Missing ones are sampled anew, and their tokens are
         counted as `NOT_RESTORED`. shape: of the engines' routes.
         """
         start = self._start
@@ -253,5 +253,5 @@ def _open_result(progress: EpisodeProgress, sampling: Sampling) -> ScoredRollout
 
 
 def is_unfinished(generation: Generation) -> bool:
-    """Return True for the part that there is of a response."""
+    """Return True for the sampled part of an open response."""
     return generation.finish_reason is FinishReason.ABORT

@@ -13,7 +13,7 @@ from sglang_bridge.generation import Generation, VersionSpan
 
 @dataclass(frozen=True)
 class StoredResponse:
-    """A response, or the part that there is of the last one.
+    """A response, or the sampled part of the last one.
 
     input_ids: everything before it. generation: finish reason ABORT if more of it is to follow.
     is_repetitive: it was cut off, because it repeated itself.

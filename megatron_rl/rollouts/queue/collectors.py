@@ -30,7 +30,7 @@ class Collectors:
         self.epochs: dict[int, int] = {}
 
     def configure(self, configurations: Mapping[int, Configure]) -> None:
-        """Set the configuration of each node's collector, for those that connect later."""
+        """Set the configuration of each node's collector, also for later connections."""
         self._configurations = configurations
 
     def set_version(self, version: int) -> None:

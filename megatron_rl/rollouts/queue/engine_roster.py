@@ -70,15 +70,15 @@ class EngineRoster:
     def choose_node(self, nodes: Sequence[int], loads: Counter[int]) -> int:
         """Return the node with the fewest open rollouts for each rank of its engines.
 
-        nodes: at least one, those that may get a request. loads: open rollouts by node.
+        nodes: at least one node that may get a request. loads: open rollouts by node.
         """
         return min(nodes, key=lambda node: (loads[node] / max(self._num_ranks[node], 1), node))
 
     def nodes_to_request_from(self, nodes: Sequence[int]) -> list[int]:
         """Return the nodes that may get requests, of the given ones.
 
-        The nodes that have engines. If there is none: those that can use other engines. If no node
-        can use an engine, it returns all nodes: some environments need no engine.
+        These are the nodes that have engines. If there is none: nodes that can use other engines.
+        If no node can use an engine, it returns all nodes: some environments need no engine.
         """
         own_nodes = [node for node in nodes if node in self._num_ranks]
         return own_nodes or [node for node in nodes if self.engines_for(node)] or list(nodes)

@@ -147,7 +147,7 @@ class GroupLedger:
     def add(self, entry: GroupEntry, state: GroupState, node: int | None = None) -> None:
         """Add a group. node: of the collector that samples it, if one does.
 
-        Raises RuntimeError for an id that is there.
+        Raises RuntimeError if the table has the id already.
         """
         if entry.id in self._entries:
             raise RuntimeError(f"group {entry.id} is there already: please report it")

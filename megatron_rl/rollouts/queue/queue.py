@@ -112,7 +112,7 @@ class RolloutQueue:
     # What collectors shall do
 
     def configure(self, configurations: Mapping[int, Configure]) -> None:
-        """Set the configuration of each node's collector, also of those that connect later."""
+        """Set the configuration of each node's collector, also for later connections."""
         self._collectors.configure(configurations)
         self._handle_events()
 
@@ -339,7 +339,7 @@ class RolloutQueue:
     def request_again(self, group_ids: Sequence[str]) -> int:
         """Request delivered groups again, under the same ids. Their rollouts are released.
 
-        Those that are still in a checkpoint are read there. Returns how many are sampled again.
+        Groups that are still in a checkpoint are read there. Returns how many are sampled again.
         """
         entries = [self._ledger[group_id] for group_id in group_ids]
         starts = [e.start if e.state is GroupState.SAVED else None for e in entries]
@@ -426,7 +426,7 @@ class RolloutQueue:
         return self._pause.count_new_tokens(self._collectors.epochs)
 
     def proceed(self) -> None:
-        """Let collectors send requests again, and continue those that were interrupted."""
+        """Let collectors send requests again, and continue interrupted ones."""
         self._collectors.set_paused(False)
 
     def store_partials(

@@ -1,1 +1,4 @@
-"""Batches of rollouts on disk: the documented format, its writer and reader, training on them."""
+"""Batches of rollouts on disk: the documented format, its writer and its reader.
+
+Every process that has rollouts uses it.
+"""

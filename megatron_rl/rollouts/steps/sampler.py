@@ -259,7 +259,7 @@ class RolloutSampler:
     def _repeat(self, batch: RolloutBatch, part_ids: Sequence[str]) -> RolloutBatch:
         """Request parts of groups again and put them into the batch.
 
-        Those that are still in a checkpoint are read from there, and do not count as repeated.
+        Groups that are still in a checkpoint are read from there, and do not count as repeated.
         Under other weights, the others may differ. The selection extends, uses and weights their
         groups as if they had come like that at first, but requests no further prompts. The tokens
         of the lost ones are in the batch's count already. Engines have sampled both.

@@ -30,7 +30,7 @@ class StepSampling:
     parts: dict[str, Group] = field(default_factory=dict)
     generated_tokens: int = 0
     unused_tokens: Mapping[str, int] = field(default_factory=dict)
-    # By id. Those with a part have their answer
+    # By id. Requests with a part have their answer
     _requests: dict[str, RolloutRequest] = field(default_factory=dict, init=False)
 
     @classmethod

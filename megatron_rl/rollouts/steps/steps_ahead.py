@@ -80,8 +80,8 @@ class StepsAhead:
     """The batches that are sampled before their step is trained. Rank 0 only.
 
     A step t begins before step t - max_staleness trains, at the earliest. The weights that train on
-    a token have therefore at most `max_staleness` versions more than those that sampled it. Steps
-    are taken whole and in order.
+    a token have therefore at most `max_staleness` versions more than the weights that sampled it.
+    Steps are taken whole and in order.
 
     max_staleness: 0 samples nothing ahead.
     continues_responses: responses go on under new weights, so that any number of steps may be open.
@@ -96,7 +96,7 @@ class StepsAhead:
         # By step with a batch: the place among the prompts before it, if it is known
         self._states_before: dict[int, SelectorState] = {}
         self._failures: dict[int, Failure] = {}  # by step
-        self._saved_steps: frozenset[int] = frozenset()  # those that were open in a checkpoint
+        self._saved_steps: frozenset[int] = frozenset()  # steps that were open in a checkpoint
 
     @property
     def max_staleness(self) -> int:
@@ -138,7 +138,7 @@ class StepsAhead:
     ) -> None:
         """Continue with the batches of a checkpoint. Their rollouts are there until `take`.
 
-        open_steps: those that were open there. last_step: of the run, no later one is sampled.
+        open_steps: steps that were open there. last_step: of the run, no later one is sampled.
         """
         self._batches = dict(batches)
         self._saved_steps = frozenset(step for step in open_steps if step <= last_step)
@@ -230,7 +230,7 @@ class StepsAhead:
         """Replace lost groups of all batches. A batch that cannot be used fails its own step."""
         for step in sorted(self._batches.keys() - self._failures.keys()):
             old_batch = self._batches[step]
-            # Also one that cannot be used: `drop` releases its groups
+            # Also a batch that cannot be used: `drop` releases its groups
             batch = self._batches[step] = source.replace_lost(old_batch)
             if batch.num_repeated == old_batch.num_repeated:
                 continue  # no group was sampled anew, so the batch is as usable as before

@@ -21,7 +21,7 @@ class OpenClass(msgspec.Struct, frozen=True, kw_only=True, tag="open"):
 
     search_path: where modules are looked up, as in the collector.
     reward, environment: settings of the class. One of them is None.
-    grace_s: seconds from the cancellation of a call until it counts as one that goes on.
+    grace_s: seconds from the cancellation of a call until it counts as a call that goes on.
     """
 
     search_path: tuple[str, ...]

@@ -119,7 +119,8 @@ class RemoteClass:
         if self._opening is None:
             self._opening = self._keep(self._open())
         process = await asyncio.shield(self._opening)
-        # One that is lost by now counts: a class whose process never stays would open it for ever.
+        # A process that is lost by now counts: a class whose process never stays would open it for
+        # ever.
         return await process.make(open_attempt(), subject)
 
     def _forget_lost_process(self) -> None:

@@ -191,7 +191,7 @@ class UserClassServer:
         task.add_done_callback(lambda task: self._finish(number, task))
 
     def _finish(self, number: int, task: asyncio.Task[FromProcess]) -> None:
-        """Report the end of a call, unless it was reported as one that goes on."""
+        """Report the end of a call, unless it was reported as a call that goes on."""
         error = None if task.cancelled() else task.exception()
         call = self._calls.pop(number, None)
         if call is None:

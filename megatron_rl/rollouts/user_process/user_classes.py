@@ -24,7 +24,7 @@ from megatron_rl.rollouts.user_process.messages import OpenClass
 from megatron_rl.rollouts.user_process.remote_class import RemoteClass
 from megatron_rl.rollouts.wire.messages import Configure, FromCollector, Problem
 
-# From the cancellation of a call until it counts as one that goes on
+# From the cancellation of a call until it counts as a call that goes on
 _GRACE_SECONDS = 5.0
 
 OpenAttempt = Callable[[], EpisodeAttempt]

@@ -28,7 +28,7 @@ class Warn(Protocol):
 class ProcessWatch:
     """Ends a process that is silent for too long, and names slow calls.
 
-    calls: those that the process has, by number. max_silence_s: seconds without a message.
+    calls: calls that the process has, by number. max_silence_s: seconds without a message.
     end: ends the process, given the reason.
     """
 

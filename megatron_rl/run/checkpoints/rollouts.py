@@ -1,4 +1,4 @@
-"""The rollouts in a checkpoint: those that were sampled before their step, and open ones."""
+"""The rollouts in a checkpoint: sampled before their step, or still open."""
 
 from __future__ import annotations
 

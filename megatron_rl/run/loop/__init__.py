@@ -1,1 +1,1 @@
-"""The training loop of rank 0 and what it owns: rollouts, engine weights, evaluations, saves."""
+"""Rank 0: the training loop, and what it owns: rollouts, engine weights, evaluations, saves."""

@@ -47,7 +47,7 @@ class RolloutHolder(Protocol):
     def set_version(self, version: int) -> None: ...
 
     def refresh(self) -> None:
-        """Take in what has changed about those that sample, before they get other weights."""
+        """Learn what has changed about engines and collectors, before they get other weights."""
         ...
 
     def can_sample(self) -> bool:

@@ -1,1 +1,1 @@
-"""Modes of rank 0: train, train only, evaluate, profile, record."""
+"""Rank 0: what a run does, by `mode`: train, train only, evaluate, profile, record."""

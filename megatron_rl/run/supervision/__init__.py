@@ -1,1 +1,1 @@
-"""Supervision of a rank's process: signals, watchdog, exit reasons and shutdown."""
+"""Supervision of each rank's process: signals, watchdog, exit reasons and shutdown."""

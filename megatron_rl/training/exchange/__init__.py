@@ -1,1 +1,1 @@
-"""Exchange of rollouts between ranks: the transfer plan and its execution."""
+"""Exchange of rollouts between all ranks: the transfer plan and its execution."""

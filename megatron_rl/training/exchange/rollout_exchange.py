@@ -30,7 +30,7 @@ _MAX_PROBLEMS_IN_MESSAGE = 4
 class RolloutsLost(Failure):
     """Rollouts are gone with their collector. They can be sampled again.
 
-    rollout_ids: those that some rank could not read.
+    rollout_ids: rollouts that some rank could not read.
     """
 
     def __init__(self, message: str, rollout_ids: Sequence[str]) -> None:
@@ -60,7 +60,7 @@ def exchange_rollouts(
 
     receivers: all ranks in order.
     read: reads a rollout that is stored on this node. keep: keeps one readable. It is called first,
-    with `kept_refs`: those that this rank reads later too.
+    with `kept_refs`: rollouts that this rank reads later too.
     Raises `Failure` on all ranks, and `RolloutsLost` where that is the only problem.
     """
     buffer = _ExchangeBuffer(plan, receivers[rank].moe_rows)
@@ -150,7 +150,7 @@ def _decode(data: memoryview, ref: RolloutRef) -> Rollout:
 
 
 def _check(rollout: Rollout, ref: RolloutRef, num_moe_rows: int) -> None:
-    """Raise ValueError if a rollout is not the one that was planned with."""
+    """Raise ValueError if a rollout differs from the one in the plan."""
     num_trainable = sum(len(segment.tokens) for segment in rollout.segments if segment.trainable)
     if (rollout.num_tokens - 1, num_trainable) != (ref.num_inputs, ref.num_trainable):
         raise ValueError(

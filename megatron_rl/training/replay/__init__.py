@@ -1,1 +1,1 @@
-"""Replayed routes in a training step: their choice, their cost and their effect."""
+"""Replayed routes in a training step, on every rank: their choice, their cost and their effect."""

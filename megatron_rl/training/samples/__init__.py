@@ -1,1 +1,1 @@
-"""Values of single tokens of a step, and their way to rank 0."""
+"""Values of single tokens of a step: every rank sends its values to rank 0."""

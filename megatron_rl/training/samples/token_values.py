@@ -129,7 +129,7 @@ def describe(error: Exception) -> str:
 
 
 def _larger(left: tuple[float, int], right: tuple[float, int]) -> tuple[float, int]:
-    """Return the pair with the larger value, and of equal ones that with the smaller index.
+    """Return the pair with the larger value. If they are equal, the smaller index wins.
 
     NaN on the right is never larger.
     """

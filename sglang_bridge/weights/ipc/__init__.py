@@ -1,1 +1,1 @@
-"""Hands weights to engines on the same devices, in memory that both processes map."""
+"""Hands weights from ranks to engines on the same devices, in memory that both processes map."""

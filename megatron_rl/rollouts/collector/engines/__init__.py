@@ -1,1 +1,1 @@
-"""The collector's engines behind one `generate`."""
+"""The collector's engines behind one `generate`: which one gets a request, and what is repeated."""

@@ -27,7 +27,7 @@ from sglang_bridge.settings import DEFAULT_KEEP_ALIVE_SECONDS, MANAGED_KEEP_ALIV
 
 # Requests in flight for each that an engine can run at a time, so that the next one is waiting.
 QUEUE_PER_SLOT = 2
-# An engine aborts a request after its forward pass. One that takes so long hangs.
+# An engine aborts a request after its forward pass. An engine that takes so long hangs.
 STOP_SECONDS = 120.0
 
 

@@ -67,7 +67,7 @@ class _Attempts:
         self._num_lost_engines += 1
 
     def may_abort_again(self) -> bool:
-        """Note an abort without a token. Returns False if it was the last one that is allowed."""
+        """Note an abort without a token. Returns False if no further one is allowed."""
         self._num_empty_aborts += 1
         return self._num_empty_aborts < _MAX_EMPTY_ABORTS
 
@@ -133,7 +133,7 @@ class ResponseSampler:
         it ask again and again.
         """
         try:
-            # One that a checkpoint had may end here, and needs no slot
+            # A response from a checkpoint may end here, and needs no slot
             if await self._repeats_itself():
                 return self._cut_off()
             async with self._members.slots:

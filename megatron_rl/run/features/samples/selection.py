@@ -49,7 +49,7 @@ def choose_samples(
     settings: SampleSettings,
     seed: str,
 ) -> Choices:
-    """Choose whole groups: those with an extreme response first, then random ones.
+    """Choose whole groups: first groups with an extreme response, then random ones.
 
     The extremes are chosen before the other responses of their groups, as far as `samples.max_mb`
     allows.

@@ -13,7 +13,7 @@ from megatron_rl.run.features.parts import FeatureParts
 
 
 class AuditState(msgspec.Struct, frozen=True, kw_only=True):
-    """uncompared_tokens: those that the engines had sampled for the record of the next step."""
+    """uncompared_tokens: tokens that engines had sampled for the record of the next step."""
 
     uncompared_tokens: Count = 0
 

@@ -145,7 +145,7 @@ class PrometheusTracker:
         return int(self._server.server_port)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Replace the metrics. Those that this step has not measured keep their values."""
+        """Replace the metrics. Metrics that this step has not measured keep their values."""
         latest = self._latest | {"step": float(step)} | dict(values)
         self._latest = {name: value for name, value in latest.items() if math.isfinite(value)}
 
