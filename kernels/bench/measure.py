@@ -18,9 +18,6 @@ from bench.implementation import Run
 
 # OpenMP's threads spin for a while after a parallel region, at the cost of the next run.
 _QUIET_SECONDS = 0.1
-# The smallest copy does not fit a cache, and no copy is faster than the largest.
-_SMALLEST_COPY_BYTES = 1 << 28
-_LARGEST_COPY_BYTES = 1 << 31
 # A graph holds so many runs that launching it takes no share of the time.
 _GRAPH_SECONDS = 2e-3
 _MOST_RUNS_OF_A_GRAPH = 20
@@ -49,12 +46,14 @@ def seconds(runs: dict[str, Run], device: torch.device, repeats: int) -> dict[st
     }
 
 
-def copy_run(device: torch.device, num_bytes: int) -> tuple[Run, int]:
+def copy_run(
+    device: torch.device, num_bytes: int, *, smallest: int = 1 << 28, largest: int = 1 << 31
+) -> tuple[Run, int]:
     """(a copy of about `num_bytes`, too many for a cache; the bytes it reads and writes).
 
-    At most 2 GiB are copied.
+    smallest: bytes that do not fit a cache. largest: no larger copy is faster.
     """
-    size = min(max(num_bytes, _SMALLEST_COPY_BYTES), _LARGEST_COPY_BYTES) // 4
+    size = min(max(num_bytes, smallest), largest) // 4
     source = torch.ones(size, dtype=torch.float32, device=device)
     target = torch.empty_like(source)
 

@@ -10,10 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-# The temporary tensors of an update have at most this many elements. A multiple of the width of
-# vector instructions, because the elements after the last full vector may be rounded differently.
-_CHUNK_ELEMENTS = 2**24
-
 
 class _Piece(NamedTuple):
     """A part of a parameter with its gradient and moments."""
@@ -39,6 +35,9 @@ class FusedLayoutAdam(torch.optim.Optimizer):
 
     params: tensors or parameter groups, as `torch.optim.Optimizer` takes them.
     adam_w_mode: False adds weight_decay * p to g instead of scaling p.
+    chunk_elements: the temporary tensors of an update have at most this many elements. A multiple
+        of the width of vector instructions, because the elements after the last full vector may be
+        rounded differently.
     Further arguments of fused Adams are accepted and ignored.
     """
 
@@ -50,12 +49,14 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         eps: float = 1e-8,
         weight_decay: float = 0.0,
         adam_w_mode: bool = True,
+        chunk_elements: int = 2**24,
         **_: Any,
     ) -> None:
         super().__init__(
             params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         )
         self.adam_w_mode = int(adam_w_mode)
+        self._chunk_elements = chunk_elements
 
     def initialize_state(self, param: torch.Tensor, *_: Any) -> None:
         """Add zero moments to the state of a parameter that has none."""
@@ -79,7 +80,7 @@ class FusedLayoutAdam(torch.optim.Optimizer):
                 if param.grad is not None
                 for piece in self._pieces(param, param.grad)
             ]
-            for chunk in _chunks(pieces):
+            for chunk in _chunks(pieces, self._chunk_elements):
                 self._update(group, chunk)
 
     def _pieces(self, param: torch.Tensor, grad: torch.Tensor) -> Iterable[_Piece]:
@@ -87,9 +88,9 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         self.initialize_state(param)
         state = self.state[param]
         whole = _Piece(param, grad, state["exp_avg"], state["exp_avg_sq"])
-        if param.numel() <= _CHUNK_ELEMENTS or not all(t.is_contiguous() for t in whole):
+        if param.numel() <= self._chunk_elements or not all(t.is_contiguous() for t in whole):
             return [whole]
-        parts = [tensor.detach().view(-1).split(_CHUNK_ELEMENTS) for tensor in whole]
+        parts = [tensor.detach().view(-1).split(self._chunk_elements) for tensor in whole]
         return map(_Piece, *parts)
 
     def _update(self, group: dict[str, Any], pieces: Sequence[_Piece]) -> None:
@@ -114,12 +115,12 @@ class FusedLayoutAdam(torch.optim.Optimizer):
         torch._foreach_addcdiv_(params, mean, denominator, -lr / (1 - beta1**step))
 
 
-def _chunks(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    """Group pieces in their order into chunks of at most `_CHUNK_ELEMENTS`, or of one piece."""
+def _chunks(pieces: Iterable[_Piece], max_elements: int) -> Iterator[list[_Piece]]:
+    """Group pieces in their order into chunks of at most `max_elements`, or of one piece."""
     chunk: list[_Piece] = []
     size = 0
     for piece in pieces:
-        if chunk and size + piece.param.numel() > _CHUNK_ELEMENTS:
+        if chunk and size + piece.param.numel() > max_elements:
             yield chunk
             chunk = []
             size = 0

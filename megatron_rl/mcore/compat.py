@@ -37,18 +37,19 @@ _APEX = ("apex", "amp_C", "fused_weight_gradient_mlp_cuda")
 
 
 def install() -> bool:
-    """Prepare torch and Megatron-Core for this machine. A second call changes nothing.
+    """Prepare torch and Megatron-Core for this machine, and silence warnings without action.
 
     Without CUDA it replaces parts of `torch.cuda`, and hides Transformer Engine and Apex, whose
     functions take CUDA tensors only. It also hides a Transformer Engine that does not run on this
     GPU. Where both libraries are missing or hidden, it replaces what Megatron takes from them. On
-    GPUs it makes the additions of the MoE permutation deterministic.
+    GPUs it makes the additions of the MoE permutation deterministic. A second call only silences
+    the warnings again.
 
     Returns True if `torch` itself was changed, which is only the case without CUDA.
     """
+    _ignore_expected_warnings()
     if is_patched():
         return False
-    _ignore_expected_warnings()
     if torch.cuda.is_available():
         if transformer_engine_fault():
             hide_modules(_TRANSFORMER_ENGINE)

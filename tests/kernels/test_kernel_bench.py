@@ -165,8 +165,12 @@ def test_a_case_needs_nine_times_the_logits_and_keeps_nothing(
     The copies and the chunks of a comparison are as much smaller here as the logits.
     """
     scale = ROWS * VOCABULARY / (16_384 * 151_936)
-    monkeypatch.setattr(measure, "_SMALLEST_COPY_BYTES", 4)
-    monkeypatch.setattr(measure, "_LARGEST_COPY_BYTES", int(measure._LARGEST_COPY_BYTES * scale))
+    copy_of_gpu_size = measure.copy_run
+
+    def copy_run(device: torch.device, num_bytes: int) -> tuple[Run, int]:
+        return copy_of_gpu_size(device, num_bytes, smallest=4, largest=int((1 << 31) * scale))
+
+    monkeypatch.setattr(measure, "copy_run", copy_run)
     monkeypatch.setattr(compare, "CHUNK_ELEMENTS", int(compare.CHUNK_ELEMENTS * scale))
     monkeypatch.setattr(
         logprob_cases, "torch_compile", lambda *_: peers.Peer("torch.compile", None)

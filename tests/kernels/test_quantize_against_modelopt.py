@@ -52,6 +52,13 @@ def weight_of(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
     return weight.to(dtype)
 
 
+def codes_of(tensor: Any) -> torch.Tensor:
+    """Return the codes of a tensor of ModelOpt, uint8."""
+    from modelopt.torch.quantization.qtensor import QTensorWrapper
+
+    return QTensorWrapper(tensor).data.view(torch.uint8)
+
+
 def assert_same_bits(modelopt: Any, weight: torch.Tensor) -> None:
     fp8, scale_inv = quantize_fp8_blockwise(weight)
     amax = modelopt.reduce_block_amax(modelopt.reduce_block_padding(weight, BLOCKS), BLOCKS)
@@ -60,7 +67,7 @@ def assert_same_bits(modelopt: Any, weight: torch.Tensor) -> None:
     )
     assert scale_inv.dtype == their_scales.dtype == torch.float32
     assert torch.equal(scale_inv, their_scales)
-    assert torch.equal(fp8.view(torch.uint8), theirs._quantized_data.view(torch.uint8))
+    assert torch.equal(fp8.view(torch.uint8), codes_of(theirs))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -94,7 +101,7 @@ def test_scales_from_float32_weights_need_no_help(modelopt: Any) -> None:
     fp8, scale_inv = quantize_fp8_blockwise(weight)
     theirs, their_scales = modelopt.FP8QTensor.quantize(weight, block_sizes=BLOCKS)
     assert torch.equal(scale_inv, their_scales)
-    assert torch.equal(fp8.view(torch.uint8), theirs._quantized_data.view(torch.uint8))
+    assert torch.equal(fp8.view(torch.uint8), codes_of(theirs))
 
 
 def test_a_product_with_the_reciprocal_gives_other_codes() -> None:

@@ -1,7 +1,8 @@
 """Kernels are launched on the device of their tensors, wherever the caller is."""
 
 import ast
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,27 @@ from espo_kernels.triton_launches import launch
 PACKAGE = Path(espo_kernels.__file__).parent
 
 
+class TensorOnGpu:
+    """A tensor of which only the place is known."""
+
+    def __init__(self, device: int) -> None:
+        self.device = device
+
+
 class Cuda:
     """The current device of a process, as torch changes it."""
 
     def __init__(self) -> None:
         self.device = 0
 
-    def exchange(self, device: int) -> int:
+    @contextmanager
+    def device_of(self, tensor: TensorOnGpu) -> Iterator[None]:
         before = self.device
-        self.device = device if device >= 0 else before
-        return before
+        self.device = tensor.device
+        try:
+            yield
+        finally:
+            self.device = before
 
 
 class Kernel:
@@ -40,23 +52,12 @@ class Kernel:
         return run
 
 
-class TensorOnGpu:
-    is_cuda = True
-
-    def __init__(self, device: int) -> None:
-        self._device = device
-
-    def get_device(self) -> int:
-        return self._device
-
-
 @pytest.mark.parametrize(("tensor", "place"), [(TensorOnGpu(1), 1), (TensorOnGpu(0), 0)])
 def test_the_device_of_the_first_tensor_is_the_current_one_in_a_launch(
     tensor: Any, place: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cuda = Cuda()
-    monkeypatch.setattr(torch.cuda, "_exchange_device", cuda.exchange)
-    monkeypatch.setattr(torch.cuda, "_maybe_exchange_device", cuda.exchange)
+    monkeypatch.setattr(torch.cuda, "device_of", cuda.device_of)
     kernel = Kernel(cuda)
     launch(kernel, (3, 2), tensor, 7, BLOCK=4)
     assert kernel.launches == [(place, (3, 2), (7,), {"BLOCK": 4})]

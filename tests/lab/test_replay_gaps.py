@@ -67,38 +67,45 @@ def test_the_measurement_has_the_same_settings_without_engines(tmp_path: Path) -
     assert configuration.model.dtype == "float32"
 
 
+def encode_gaps(*names: str) -> bytes:
+    """Encode gaps for these ways to replay routes."""
+    from megatron_rl.mcore import compat
+
+    compat.install()
+    from tests.lab.policy_gaps import Gap, Gaps
+
+    gaps = {name: Gap(0.01 * i, 0.5, 1e-4, 2e-3) for i, name in enumerate(names, start=1)}
+    return msgspec.json.encode(Gaps(51234, gaps, gaps, 0.0123 if len(names) > 1 else None))
+
+
 def test_processes_are_the_main_job_and_this_module(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     commands = []
+    case = plan_case(tmp_path, *KIND, *COMMON)
 
     class Ended:
         returncode = 0
 
     def run(command: list[str], *, check: bool) -> Ended:
         commands.append(command)
+        if "--measure" in command:
+            case.result.write_bytes(encode_gaps("off"))
         return Ended()
 
     monkeypatch.setattr("tests.lab.replay_gaps.subprocess.run", run)
-    case = plan_case(tmp_path, *KIND, *COMMON)
-    assert replay_gaps.generate(case) == replay_gaps._measure_in_process(case) == 0
-    assert commands[0][1] == str(ROOT / "launch/train_rl.py")
-    assert commands[1][1:4] == ["-m", "tests.lab.replay_gaps", "--measure"]
+    assert replay_gaps.main(["--out", str(tmp_path), MODEL, *KIND, *COMMON]) == 0
+    generation, measurement = commands
+    assert generation[1:] == [str(ROOT / "launch/train_rl.py"), *generation_overrides(case)]
+    assert measurement[1:4] == ["-m", "tests.lab.replay_gaps", "--measure"]
+    assert measurement[4:] == [str(case.directory), *measurement_overrides(case)]
+    assert "| moe | fp8 |" in (tmp_path / "table.md").read_text()
 
 
 def test_the_table_has_a_row_for_each_way_to_replay(tmp_path: Path) -> None:
-    from megatron_rl.mcore import compat
-
-    compat.install()
-    from tests.lab.policy_gaps import Gap, Gaps
-
-    def encode(*names: str) -> bytes:
-        gaps = {name: Gap(0.01 * i, 0.5, 1e-4, 2e-3) for i, name in enumerate(names, start=1)}
-        return msgspec.json.encode(Gaps(51234, gaps, gaps, 0.0123 if len(names) > 1 else None))
-
     cases = [GapCase(f"{model} | fp8", tmp_path / model, ()) for model in ("moe", "dense")]
-    cases[0].result.write_bytes(encode("off", "trainer", "rollout"))
-    cases[1].result.write_bytes(encode("off"))
+    cases[0].result.write_bytes(encode_gaps("off", "trainer", "rollout"))
+    cases[1].result.write_bytes(encode_gaps("off"))
     head, _, *rows = replay_gaps.table(cases)
     assert all(row.count("|") == head.count("|") for row in rows)
     names = [row.split(" | ")[4] for row in rows]

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from tests.mcore.replayed_models import build
-from tests.mcore.test_optimizer import adam, snapshot, step_with_gradient
+from tests.mcore.test_optimizer import adam, save_and_load, snapshot, step_with_gradient
 
 DOCKERFILE = Path(__file__).resolve().parents[2] / "Dockerfile"
 # apex/optimizers/fused_adam.py at this commit. After a change of it, read the file again.
@@ -106,7 +106,7 @@ def test_steps_equal_those_of_this_projects_adam(
         if not use_apex:
             monkeypatch.undo()
         optimizer = adam(models, **changes)
-        inner = optimizer._optimizer.chained_optimizers[0].optimizer
+        inner = optimizer.scheduler.optimizer.chained_optimizers[0].optimizer
         assert isinstance(inner, ApexInterface) is use_apex
         for gradient in (0.5, -0.2, 0.1):
             step_with_gradient(models, optimizer, gradient)
@@ -117,13 +117,11 @@ def test_steps_equal_those_of_this_projects_adam(
 
 
 def test_moments_for_a_checkpoint_before_the_first_step_are_apexs(
-    apex: None, checkpoint: Path
+    apex: None, checkpoint: Path, tmp_path: Path
 ) -> None:
     models = build(checkpoint)[0]
     optimizer = adam(models)
-    optimizer.initialize_moments()
+    save_and_load(models, optimizer, tmp_path, optimizer_steps=7)
     step_with_gradient(models, optimizer, 0.5)
-    optimizer.load(optimizer._optimizer.state_dict(), 7)
-    step_with_gradient(models, optimizer, 0.5)
-    groups = optimizer._optimizer.chained_optimizers[0].optimizer.param_groups
+    groups = optimizer.scheduler.optimizer.chained_optimizers[0].optimizer.param_groups
     assert {group["step"] for group in groups if group["params"]} == {8}

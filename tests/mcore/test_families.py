@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -23,7 +23,8 @@ from tests.support.tiny_families import FAMILIES, force_routes, gates, randomize
 INDICES = tuple(range(12))
 
 
-class TinyModel(NamedTuple):
+@dataclass(frozen=True)
+class TinyModel:
     """A transformers model, its checkpoint and its shape."""
 
     hf: Any
@@ -219,7 +220,7 @@ def test_repeated_load_and_export_is_bit_exact(
     save_hf_weights(
         tiny.megatron(), tiny.shape, source=tiny.checkpoint, target=first, dtype=torch.float32
     )
-    reloaded_model = tiny._replace(checkpoint=first)
+    reloaded_model = replace(tiny, checkpoint=first)
     save_hf_weights(
         reloaded_model.megatron(), tiny.shape, source=first, target=second, dtype=torch.float32
     )

@@ -125,6 +125,13 @@ def arguments(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     return arguments
 
 
+class Logits(torch.nn.Module):
+    """A model whose logits are all 1."""
+
+    def forward(self, **_: Any) -> torch.Tensor:
+        return torch.ones(1, 5)
+
+
 def test_loss_cancels_the_means_of_megatron_over_micro_batches_and_replicas(
     arguments: dict[str, Any],
 ) -> None:
@@ -134,15 +141,19 @@ def test_loss_cancels_the_means_of_megatron_over_micro_batches_and_replicas(
         return logits.sum(), index
 
     batches = [pack((0, 1)), pack((2,))]
-    run_schedule([torch.nn.Linear(1, 1)], batches, loss, forward_only=False)
-    value, index = arguments["forward_step_func"]._loss(torch.full((1, 5), 1.0), 1)
-    assert (float(value), index) == (5 * 2 * 3, 1)
+    model = Logits()
+    run_schedule([model], batches, loss, forward_only=False)
+    indices = arguments["data_iterator"]
+    for expected_index in (0, 1):
+        logits, scaled_loss = arguments["forward_step_func"](indices, model)
+        value, index = scaled_loss(logits)
+        assert (float(value), index) == (5 * 2 * 3, expected_index)
 
 
 def test_each_model_chunk_reads_every_micro_batch_with_its_own_routes(
-    arguments: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    arguments: dict[str, Any],
 ) -> None:
-    from megatron_rl.mcore import schedule
+    from megatron_rl.mcore.schedule import run_schedule
 
     class Replay:
         """Notes the chunk and the micro-batch of each forward pass."""
@@ -156,13 +167,10 @@ def test_each_model_chunk_reads_every_micro_batch_with_its_own_routes(
             self.calls.append((chunk, batch))
             return contextlib.nullcontext()
 
-    monkeypatch.setattr(schedule, "_model_inputs", lambda *_: {"input": torch.ones(1, 1)})
-    models = [torch.nn.Linear(1, 1), torch.nn.Linear(1, 1)]
+    models = [Logits(), Logits()]
     batches = [pack((0, 1)), pack((2,))]
     replay: Any = Replay()
-    schedule.run_schedule(
-        models, batches, lambda *_: (None, None), forward_only=True, replay=replay
-    )
+    run_schedule(models, batches, lambda *_: (None, None), forward_only=True, replay=replay)
     for indices, model in zip(arguments["data_iterator"], models, strict=True):
         for _ in batches:
             arguments["forward_step_func"](indices, model)

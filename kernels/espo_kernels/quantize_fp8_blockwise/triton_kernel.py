@@ -35,8 +35,8 @@ def _e4m3_bits(x):
 
 
 @triton.jit
-def _scale(amax, POWER_OF_TWO: tl.constexpr):
-    """See `reference.block_scale`, for a finite amax."""
+def scale_of(amax, POWER_OF_TWO: tl.constexpr):
+    """The scale of a block from its finite maximum: see `reference.block_scale`."""
     scale = tl.div_rn(amax, FP8_MAX)
     scale = tl.where(scale < SMALLEST_SCALE, SMALLEST_SCALE, scale)
     if POWER_OF_TWO:
@@ -48,13 +48,13 @@ def _scale(amax, POWER_OF_TWO: tl.constexpr):
 @triton.jit
 def _block_scale(w, POWER_OF_TWO: tl.constexpr):
     """The scale of a block; NaN if the block has a value that is not finite."""
-    scale = _scale(tl.max(tl.max(tl.abs(w), axis=1), axis=0), POWER_OF_TWO)
+    scale = scale_of(tl.max(tl.max(tl.abs(w), axis=1), axis=0), POWER_OF_TWO)
     # NaN may be lost in a maximum but not in a sum; w − w is NaN for infinities too.
     return scale + tl.sum(tl.sum(w - w, axis=1), axis=0)
 
 
 @triton.jit
-def _divide(w, scale):
+def divide(w, scale):
     """w / scale, rounded as IEEE 754 does. With `div_rn` the kernel takes 1.4 times as long.
 
     scale: of the block; |w / scale| ≤ 464. The first quotient is within two units of the last
@@ -75,7 +75,8 @@ def _divide(w, scale):
 
 
 @triton.jit
-def _to_fp8(y, EMULATE: tl.constexpr):
+def to_fp8(y, EMULATE: tl.constexpr):
+    """e4m3 bits of a float32, |y| ≤ 464. EMULATE: without the GPU's cast."""
     return _e4m3_bits(y) if EMULATE else y.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
 
 
@@ -103,8 +104,8 @@ def quantize_fp8_blockwise_kernel(
     w = tl.load(weight + at, mask=inside, other=0.0).to(tl.float32)
     scale = _block_scale(w, POWER_OF_TWO)
     # The interpreter of Triton before 3.8 rounds twice in its FMA.
-    y = tl.div_rn(w, scale) if EMULATE else _divide(w, scale)
-    tl.store(fp8 + at, _to_fp8(y, EMULATE), mask=inside)
+    y = tl.div_rn(w, scale) if EMULATE else divide(w, scale)
+    tl.store(fp8 + at, to_fp8(y, EMULATE), mask=inside)
     row = matrix * tl.num_programs(1) + tl.program_id(1)
     tl.store(scale_inv + row * tl.num_programs(0) + tl.program_id(0), scale)
 

@@ -34,10 +34,10 @@ def scale_and_code_kernel(
 ):
     """The scale of each maximum, and the code of a value with that scale."""
     at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
-    scale = triton_kernel._scale(tl.load(maxima + at).to(tl.float32), POWER_OF_TWO)
+    scale = triton_kernel.scale_of(tl.load(maxima + at).to(tl.float32), POWER_OF_TWO)
     quotient = tl.div_rn(tl.load(values + at).to(tl.float32), scale)
     tl.store(scales + at, scale)
-    tl.store(codes + at, triton_kernel._to_fp8(quotient, EMULATE))
+    tl.store(codes + at, triton_kernel.to_fp8(quotient, EMULATE))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -64,7 +64,7 @@ def test_same_scales_and_codes_for_many_maxima(dtype: torch.dtype, power_of_two:
 @triton.jit
 def divide_kernel(weights, scales, quotients):
     at = tl.program_id(0) * 1024 + tl.arange(0, 1024)
-    quotient = triton_kernel._divide(tl.load(weights + at), tl.load(scales + at))
+    quotient = triton_kernel.divide(tl.load(weights + at), tl.load(scales + at))
     tl.store(quotients + at, quotient)
 
 

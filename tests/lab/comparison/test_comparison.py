@@ -1,13 +1,14 @@
 """`python -m tests.lab.comparison` reports runs of the requested configurations only."""
 
 import json
+import os
 import signal
-import subprocess
-import sys
+import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import SimpleNamespace
 
+import psutil
 import pytest
 
 from megatron_rl.config.cli import compose
@@ -16,6 +17,7 @@ from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.records.run_lock import mark_run_alive
 from tests.lab.comparison import runner
 from tests.lab.comparison.__main__ import SCRIPT
+from tests.lab.comparison.variants import RunPlanner
 from tests.support.comparisons import Launcher, write_existing_run
 from tests.support.scripts import ROOT, start_module
 
@@ -279,19 +281,34 @@ def test_a_result_file_that_cannot_be_written_is_named(
     assert "table.md cannot be written" in capsys.readouterr().err
 
 
-def test_sigterm_stops_all_runs() -> None:
+def test_sigterm_stops_all_runs(tmp_path: Path) -> None:
     """The processes are real, and nothing but the runner signals them."""
-    command = [sys.executable, "-c", "import time; time.sleep(60)"]
-    processes = [subprocess.Popen(command) for _ in range(2)]
-    jobs = [SimpleNamespace(process=process) for process in processes]
+    script = tmp_path / "run.py"
+    script.write_text(
+        "import os, pathlib, time\n"
+        f"(pathlib.Path({str(tmp_path)!r}) / f'{{os.getpid()}}.pid').touch()\n"
+        "time.sleep(60)\n"
+    )
+    planner = RunPlanner(tmp_path, "quickstart", ranks=1)
+    runs = [planner.run("a", (), seed) for seed in range(2)]
+
+    def end_when_both_run() -> None:
+        deadline = time.monotonic() + 30
+        while len(list(tmp_path.glob("*.pid"))) < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
     with (
+        ThreadPoolExecutor() as pool,
         pytest.raises(SystemExit) as exit_request,
         runner.exit_on_sigterm(),
-        runner._stop_at_exit(jobs),
     ):
-        signal.raise_signal(signal.SIGTERM)
+        pool.submit(end_when_both_run)
+        runner.train_all(runs, script, [("engine.count=1",), ("engine.count=2",)], 1, print)
     assert exit_request.value.code == ExitCode.TERMINATED
-    assert [process.returncode for process in processes] == [-signal.SIGTERM] * 2
+    pids = [int(file.stem) for file in tmp_path.glob("*.pid")]
+    assert len(pids) == 2 and not any(map(psutil.pid_exists, pids))
 
 
 def test_parallel_runs_have_separate_logs(

@@ -170,9 +170,8 @@ def test_without_a_gpu_or_the_tool_the_stage_is_skipped(
         stage.sanitizer(Setting(True, tmp_path), Report())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(stage, "_TOOL_FOLDERS", str(tmp_path / "none"))
     with pytest.raises(StageSkipped, match="compute-sanitizer is not on PATH"):
-        stage.sanitizer(Setting(False, tmp_path), Report())
+        stage.sanitizer(Setting(False, tmp_path), Report(), tool_folders=[tmp_path / "none"])
 
 
 def test_every_kernel_of_the_package_is_in_the_table() -> None:
@@ -187,9 +186,9 @@ def test_every_kernel_of_the_package_is_in_the_table() -> None:
 def test_each_test_launches_its_kernels(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     log = tmp_path / "launches.txt"
-    plugins = ["-p", "tests.lab.gpu_check.launch_log", *stage._PLUGINS]
+    words = stage.pytest_words("-p", "tests.lab.gpu_check.launch_log", *stage.TESTS)
     process = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", *plugins, *stage.TESTS],
+        [sys.executable, *words],
         cwd=ROOT,
         capture_output=True,
         text=True,

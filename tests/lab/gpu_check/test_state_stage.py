@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tests.lab.gpu_stages.stage import Report
-from tests.lab.gpu_stages.state import _compare
+from tests.lab.gpu_stages.state import compare_steps
 
 NAMES = [f"optimizer.state.{kind}.a 0" for kind in ("param", "exp_avg", "exp_avg_sq")]
 
@@ -27,14 +27,14 @@ def step(change: float, noise: float = 0.0) -> dict[str, torch.Tensor]:
         (step(0.6), step(0.5), "within rounding", False),
     ],
 )
-def test_a_resumed_step_is_compared_as_exactly_as_it_repeats(
+def test_a_resumed_step_iscompare_stepsd_as_exactly_as_it_repeats(
     result: dict[str, torch.Tensor],
     repetition: dict[str, torch.Tensor],
     compared: str,
     is_right: bool,
 ) -> None:
     report = Report()
-    _compare(result, step(0.5), repetition, step(0.0), report)
+    compare_steps(result, step(0.5), repetition, step(0.0), report)
     assert report.values["compared"] == compared
     assert (not report.problems) == is_right, report.problems
     assert ("resumed_equals_uninterrupted" in report.values) == (compared == "bits")

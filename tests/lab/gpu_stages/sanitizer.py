@@ -22,7 +22,7 @@ from tests.lab.gpu_stages.stage import Report, Setting, StageSkipped, run
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = "compute-sanitizer"
-_TOOL_FOLDERS = os.pathsep.join(["/usr/local/cuda/bin", "/usr/local/cuda/compute-sanitizer"])
+_TOOL_FOLDERS = (Path("/usr/local/cuda/bin"), Path("/usr/local/cuda/compute-sanitizer"))
 # Errors of CUDA functions are left out: torch asks for functions that a driver may not have.
 _OPTIONS = (
     *("--tool", "memcheck"),
@@ -61,22 +61,36 @@ _OWN_ERROR = re.compile(r"^=+ (?:Internal Sanitizer )?Error: .*", re.M)
 _PASSED = re.compile(r"\b1 passed\b")
 
 
-def sanitizer(setting: Setting, report: Report) -> None:
-    """Run memcheck over a test of each kernel, and note the errors of each."""
+def sanitizer(
+    setting: Setting, report: Report, tool_folders: Sequence[Path] = _TOOL_FOLDERS
+) -> None:
+    """Run memcheck over a test of each kernel, and note the errors of each.
+
+    tool_folders: where the tool may be if it is not on PATH.
+    """
     if setting.small or not torch.cuda.is_available():
         raise StageSkipped(f"{TOOL} needs a GPU")
-    tool = shutil.which(TOOL) or shutil.which(TOOL, path=_TOOL_FOLDERS)
+    folders = os.pathsep.join(map(str, tool_folders))
+    tool = shutil.which(TOOL) or shutil.which(TOOL, path=folders)
     if tool is None:
         raise StageSkipped(f"{TOOL} is not on PATH, nor where CUDA's toolkit usually is")
     command = [tool, *_OPTIONS, sys.executable]
     _require_report_of_the_control(command, setting, report)
     obstacles = []
     for position, (test, kernels) in enumerate(TESTS.items()):
-        pytest = [*command, "-m", "pytest", "-q", *_PLUGINS, test]
-        output = _run(pytest, setting.scratch, _fair_share(setting, len(TESTS) - position))
+        output = _run(
+            [*command, *pytest_words(test)],
+            setting.scratch,
+            _fair_share(setting, len(TESTS) - position),
+        )
         obstacles.append(_note_kernels(test, kernels, output, report))
     if all(obstacles):
         raise StageSkipped(f"{TOOL} checked no kernel: {obstacles[0]}")
+
+
+def pytest_words(*tests: str) -> list[str]:
+    """Return Python's arguments that run tests without plugins that start processes or write."""
+    return ["-m", "pytest", "-q", *_PLUGINS, *tests]
 
 
 def _fair_share(setting: Setting, runs: int) -> float:

@@ -59,7 +59,7 @@ def state(setting: Setting, report: Report) -> None:
     result = _train(worker, second_plan)
     load_tensors(worker.policy.models, worker.optimizer, checkpoint, optimizer_steps=1)
     repetition = _train(worker, second_plan)
-    _compare(result, reference, repetition, before, report)
+    compare_steps(result, reference, repetition, before, report)
     parallel.shutdown()
 
 
@@ -152,7 +152,7 @@ def _differing_names(tensors: Tensors, others: Tensors) -> list[str]:
     ]
 
 
-def _compare(
+def compare_steps(
     result: Tensors, reference: Tensors, repetition: Tensors, before: Tensors, report: Report
 ) -> None:
     """Compare the resumed step with the uninterrupted one, as exactly as a repetition allows.

@@ -30,8 +30,6 @@ from tests.lab.run_time.measurement import (
 _RECORDING = "recording"
 BESIDE_FACTOR = 2
 """Factor of the steps of programs side by side: one of them starts later."""
-_PROGRAM_SECONDS = 900.0
-_STOP_SECONDS = 60.0
 _POLL_SECONDS = 0.2
 
 # Start and end, in seconds since 1970
@@ -143,7 +141,7 @@ def _measure_round(directory: Path, seed: int, num_steps: int, log: Callable[[st
         train_once(directory, plan, num_steps, log)
     alone = read_run(directory / plan_alone.name)
     ahead = read_run(directory / plan_ahead.name)
-    sampling_beside, training_beside = _measure_beside(directory, seed, num_steps, log)
+    sampling_beside, training_beside = measure_beside(directory, seed, num_steps, log)
     return Round(
         step=alone.seconds_a_step,
         sampling=fmean(step.taken_at for step in alone.steps),
@@ -155,10 +153,14 @@ def _measure_round(directory: Path, seed: int, num_steps: int, log: Callable[[st
     )
 
 
-def _measure_beside(
+def measure_beside(
     directory: Path, seed: int, num_steps: int, log: Callable[[str], None]
 ) -> tuple[float, float]:
-    """Return the seconds a step of two programs side by side: of sampling, and of training."""
+    """Return the seconds a step of two programs side by side: of sampling, and of training.
+
+    Programs whose directories exist are not started again. Raises `CannotFit` if one fails, or if
+    neither has all steps.
+    """
     sampling = PlannedRun("sampling", ("mode=rollout_only",)).with_seed(seed)
     training = PlannedRun(
         f"training-seed{seed}",
@@ -186,29 +188,44 @@ def _measure_beside(
 
 
 def run_beside(
-    directory: Path, commands: Mapping[str, Sequence[str]], is_begun: Callable[[], bool]
+    directory: Path,
+    commands: Mapping[str, Sequence[str]],
+    is_begun: Callable[[], bool],
+    *,
+    limit: float = 900.0,
+    stop_seconds: float = 60.0,
 ) -> None:
     """Run two programs at the same time, until the first one has ended, and stop the other one.
 
     commands: by the name of a log in the directory. The second program starts once `is_begun` is
-    true for the first one. Raises `CannotFit` if a program fails, or if they take too long.
+    true for the first one.
+    limit: seconds for both.
+    stop_seconds: after them, a program that was told to end is killed.
+
+    Raises `CannotFit` if a program fails, or at the limit.
     """
     programs: list[subprocess.Popen[bytes]] = []
-    deadline = time.monotonic() + _PROGRAM_SECONDS
+    deadline = time.monotonic() + limit
+
+    def wait() -> None:
+        if time.monotonic() > deadline:
+            raise CannotFit(f"two programs took longer than {limit:g} s: {_remedy(directory)}")
+        time.sleep(_POLL_SECONDS)
+
     try:
         for name, command in commands.items():
             programs.append(_start(directory / f"{name}.log", command))
             while len(programs) == 1 and programs[0].poll() is None and not is_begun():
-                _wait(deadline, directory)
+                wait()
         while all(program.poll() is None for program in programs):
-            _wait(deadline, directory)
+            wait()
         if any(program.poll() for program in programs):
             raise CannotFit(f"a program failed: {_remedy(directory)}")
     finally:
         for program in programs:
             program.terminate()
         for program in programs:
-            _end(program)
+            _end(program, stop_seconds)
 
 
 def _start(log_file: Path, command: Sequence[str]) -> subprocess.Popen[bytes]:
@@ -221,22 +238,14 @@ def _start(log_file: Path, command: Sequence[str]) -> subprocess.Popen[bytes]:
         )
 
 
-def _wait(deadline: float, directory: Path) -> None:
-    if time.monotonic() > deadline:
-        raise CannotFit(
-            f"two programs took longer than {_PROGRAM_SECONDS:g} s: {_remedy(directory)}"
-        )
-    time.sleep(_POLL_SECONDS)
-
-
 def _remedy(directory: Path) -> str:
     return f"see the logs in {directory}. Remove the directories of these runs, and start again"
 
 
-def _end(program: subprocess.Popen[bytes]) -> None:
+def _end(program: subprocess.Popen[bytes], seconds: float) -> None:
     """Wait for a program that was told to end, and kill it if it does not."""
     try:
-        program.wait(_STOP_SECONDS)
+        program.wait(seconds)
     except subprocess.TimeoutExpired:
         program.kill()
         program.wait()

@@ -1,13 +1,13 @@
 """`python -m tests.lab.run_time ahead`: what sampling ahead brings, and at most could."""
 
 import json
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
 from megatron_rl.config.cli import compose
@@ -21,6 +21,7 @@ from tests.lab.run_time.side_by_side import (
     BESIDE_FACTOR,
     Round,
     beside_seconds,
+    measure_beside,
     measure_rounds,
     rounds_table,
     run_beside,
@@ -137,28 +138,21 @@ def test_a_program_that_fails_is_an_error_and_stops_the_other(tmp_path: Path, fa
     assert time.monotonic() - start < 30
 
 
-def test_a_program_that_ignores_its_end_is_killed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(side_by_side, "_STOP_SECONDS", 0.2)
-    monkeypatch.setattr(side_by_side, "_PROGRAM_SECONDS", 8.0)
-    ready = tmp_path / "ready"
+def test_a_program_that_ignores_its_end_is_killed(tmp_path: Path) -> None:
     stubborn = script(
-        "import pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
-        f"pathlib.Path({str(ready)!r}).touch(); time.sleep(99)"
+        "import os, pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
+        f"(pathlib.Path({str(tmp_path)!r}) / f'{{os.getpid()}}.pid').touch(); time.sleep(99)"
     )
-    programs: list[subprocess.Popen[bytes]] = []
-    original = side_by_side._start
-
-    def start(log_file: Path, command: list[str]) -> subprocess.Popen[bytes]:
-        programs.append(original(log_file, command))
-        return programs[-1]
-
-    monkeypatch.setattr(side_by_side, "_start", start)
     with pytest.raises(CannotFit, match="took longer than 8 s"):
-        run_beside(tmp_path, {"first": stubborn, "second": stubborn}, ready.exists)
-    assert len(programs) == 2
-    assert all(program.poll() is not None for program in programs)
+        run_beside(
+            tmp_path,
+            {"first": stubborn, "second": stubborn},
+            lambda: any(tmp_path.glob("*.pid")),
+            limit=8.0,
+            stop_seconds=0.2,
+        )
+    pids = [int(file.stem) for file in tmp_path.glob("*.pid")]
+    assert len(pids) == 2 and not any(map(psutil.pid_exists, pids))
 
 
 def test_a_run_with_another_number_of_steps_is_refused(tmp_path: Path) -> None:
@@ -172,7 +166,7 @@ def test_programs_of_which_none_is_complete_are_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "sampling-seed0", [(0, 1)] * 3, is_training=False)
     write_run(tmp_path / "training-seed0", [(0, 2)] * 5, is_training=True)
     with pytest.raises(CannotFit, match=r"neither .*sampling-seed0 nor .* has 24 steps"):
-        side_by_side._measure_beside(tmp_path, 0, 12, print)
+        measure_beside(tmp_path, 0, 12, print)
 
 
 def test_settings_of_the_programs_are_accepted(
@@ -188,7 +182,7 @@ def test_settings_of_the_programs_are_accepted(
     monkeypatch.setattr(side_by_side, "command_of", note)
     monkeypatch.setattr(side_by_side, "run_beside", lambda *arguments, **options: None)
     with pytest.raises(RunUnreadable, match="no such directory"):
-        side_by_side._measure_beside(tmp_path, 0, 12, print)
+        measure_beside(tmp_path, 0, 12, print)
     assert [plan.name for plan in plans] == ["sampling-seed0", "training-seed0"]
     for plan in plans:
         compose(["experiment=quickstart", "parallel=single", *plan.settings])

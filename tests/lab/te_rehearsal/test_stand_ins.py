@@ -271,8 +271,8 @@ def test_accumulated_weight_gradient_adds_to_the_sum() -> None:
 @pytest.mark.parametrize("block", [(1, 128), (128, 128), (1, 32)])
 def test_each_block_of_a_matrix_has_its_largest_value(block: tuple[int, int]) -> None:
     matrix = random(130, 200)
-    maxima = quantizers._block_maxima(matrix, *block)
-    spread = quantizers._spread(maxima, matrix.shape, *block)
-    assert (matrix.abs() <= spread).all()
+    maxima = quantizers.block_maxima(matrix, *block)
+    maximum_of_value = quantizers.spread(maxima, matrix.shape, *block)
+    assert (matrix.abs() <= maximum_of_value).all()
     assert maxima.max() == matrix.abs().max()
     assert maxima[0, 0] == matrix[: block[0], : block[1]].abs().max()

@@ -141,10 +141,10 @@ def _fill_blockwise(output: Any, rows: torch.Tensor, quantizer: Any) -> None:
         if data is None:
             continue
         dtype = torch_dtype(quantizer.dtype)
-        largest = _block_maxima(matrix, _BLOCK if is_square else 1, _BLOCK)
+        largest = block_maxima(matrix, _BLOCK if is_square else 1, _BLOCK)
         scale = largest.clamp(min=1e-12) / torch.finfo(dtype).max
-        spread = _spread(scale, matrix.shape, _BLOCK if is_square else 1, _BLOCK)
-        data.copy_((matrix / spread).to(dtype).view(torch.uint8).reshape(data.shape))
+        divisors = spread(scale, matrix.shape, _BLOCK if is_square else 1, _BLOCK)
+        data.copy_((matrix / divisors).to(dtype).view(torch.uint8).reshape(data.shape))
         stored_scales = scale if is_square else scale.T
         scales.zero_()
         scales[: stored_scales.shape[0], : stored_scales.shape[1]] = stored_scales
@@ -159,7 +159,7 @@ def _read_blockwise(
     tall = -(-matrix.shape[0] // height)
     wide = -(-matrix.shape[1] // _BLOCK)
     scale = scales[:tall, :wide] if tensor._is_2D_scaled else scales[:wide, :tall].T
-    matrix = matrix * _spread(scale, matrix.shape, height, _BLOCK)
+    matrix = matrix * spread(scale, matrix.shape, height, _BLOCK)
     return matrix if is_rowwise else matrix.T
 
 
@@ -171,9 +171,9 @@ def _fill_mxfp8(output: Any, rows: torch.Tensor, quantizer: Any) -> None:
     ):
         if data is None:
             continue
-        largest = _block_maxima(matrix, 1, _MX_BLOCK).clamp(min=1e-30)
+        largest = block_maxima(matrix, 1, _MX_BLOCK).clamp(min=1e-30)
         exponent = (largest / torch.finfo(dtype).max).log2().ceil()
-        values = matrix / _spread(exponent.exp2(), matrix.shape, 1, _MX_BLOCK)
+        values = matrix / spread(exponent.exp2(), matrix.shape, 1, _MX_BLOCK)
         stored_scales = exponent + _MX_BIAS
         values, stored_scales = (
             (values, stored_scales) if is_rowwise else (values.T, stored_scales.T)
@@ -188,11 +188,11 @@ def _read_mxfp8(matrix: torch.Tensor, scales: torch.Tensor, *, is_rowwise: bool)
     stored_scales = scales if is_rowwise else scales.T
     stored_scales = stored_scales[: matrix.shape[0], : matrix.shape[1] // _MX_BLOCK]
     exponent = stored_scales.float() - _MX_BIAS
-    matrix = matrix * _spread(exponent.exp2(), matrix.shape, 1, _MX_BLOCK)
+    matrix = matrix * spread(exponent.exp2(), matrix.shape, 1, _MX_BLOCK)
     return matrix if is_rowwise else matrix.T
 
 
-def _block_maxima(matrix: torch.Tensor, height: int, width: int) -> torch.Tensor:
+def block_maxima(matrix: torch.Tensor, height: int, width: int) -> torch.Tensor:
     """The largest absolute value of each block, [ceil(M / height), ceil(K / width)]."""
     rows, columns = matrix.shape
     pad = (0, -columns % width, 0, -rows % height)
@@ -201,10 +201,10 @@ def _block_maxima(matrix: torch.Tensor, height: int, width: int) -> torch.Tensor
     return blocks.amax((1, 3))
 
 
-def _spread(scale: torch.Tensor, shape: Sequence[int], height: int, width: int) -> torch.Tensor:
+def spread(scale: torch.Tensor, shape: Sequence[int], height: int, width: int) -> torch.Tensor:
     """Repeat the scale of each block for its values."""
-    spread = scale.repeat_interleave(height, 0).repeat_interleave(width, 1)
-    return spread[: shape[0], : shape[1]]
+    values = scale.repeat_interleave(height, 0).repeat_interleave(width, 1)
+    return values[: shape[0], : shape[1]]
 
 
 def _require_sizes(tensor: torch.Tensor, quantizer: Any) -> None:
