@@ -8,10 +8,6 @@ from math import gcd
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-# Limits of one chunk: gathered keys, and pairs of query and key. A chunk's working set should stay
-# near a core's cache.
-_MAX_KEYS = 2**16
-_MAX_PAIRS = 2**20
 # A row's sums must not depend on the other rows, because the trainer has other rows
 # (`docs/on_policy.md`). The products inside therefore take at least `_QUERY_ROWS` rows of queries
 # and whole vectors of `_KEY_VECTOR` keys, where masked keys add zeros. Over more keys than
@@ -32,18 +28,22 @@ def paged_attention(
     num_queries: torch.Tensor,
     *,
     scale: float | None,
+    max_keys: int = 2**16,
+    max_pairs: int = 2**20,
 ) -> torch.Tensor:
     """Causal attention of packed queries, a sequence's queries being its last positions.
 
     query: [N, heads, D], sequences one after the other. key_cache, value_cache: [cache slots,
     kv_heads, D]. slots: [table rows, >= longest], the cache slot of each position. rows: [B], the
-    table row of each sequence. num_keys, num_queries: [B], at least 1 each. Returns [N, heads, Dv].
+    table row of each sequence. num_keys, num_queries: [B], at least 1 each. max_keys, max_pairs:
+    limits of one chunk, gathered keys and pairs of query and key, so that its working set stays
+    near a core's cache. Returns [N, heads, Dv].
     """
     output = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
     first_query = num_queries.cumsum(0) - num_queries
     # Each query step gives a row for every query head of a key-value head.
     step_multiple = _QUERY_ROWS // gcd(_QUERY_ROWS, query.shape[1] // key_cache.shape[1])
-    for chunk in _chunks(num_keys, num_queries):
+    for chunk in _chunks(num_keys, num_queries, max_keys, max_pairs):
         keys = num_keys[chunk, None]
         queries = num_queries[chunk, None]
         # Surplus steps repeat their sequence's last query, so that they write the same result.
@@ -123,13 +123,15 @@ def _attend(
     )
 
 
-def _chunks(num_keys: torch.Tensor, num_queries: torch.Tensor) -> Iterator[torch.Tensor]:
+def _chunks(
+    num_keys: torch.Tensor, num_queries: torch.Tensor, max_keys: int, max_pairs: int
+) -> Iterator[torch.Tensor]:
     """Yield indices of sequences: all at once if they fit, else in order of length."""
     lengths = num_keys.tolist()
     counts = num_queries.tolist()
     keys = len(lengths) * max(lengths)
-    is_short = max(lengths) <= _MAX_UNSPLIT_KEYS and keys <= _MAX_KEYS
-    if is_short and keys * max(counts) <= _MAX_PAIRS:
+    is_short = max(lengths) <= _MAX_UNSPLIT_KEYS and keys <= max_keys
+    if is_short and keys * max(counts) <= max_pairs:
         yield torch.arange(len(lengths))
         return
     chunk: list[int] = []
@@ -140,7 +142,7 @@ def _chunks(num_keys: torch.Tensor, num_queries: torch.Tensor) -> Iterator[torch
         queries = max(queries, counts[index])
         size = (len(chunk) + 1) * padded_length
         length = max(padded_length, _MAX_UNSPLIT_KEYS)
-        is_full = size > _MAX_KEYS or size * queries > _MAX_PAIRS
+        is_full = size > max_keys or size * queries > max_pairs
         if chunk and (length != chunk_length or is_full):
             yield torch.tensor(chunk)
             chunk = []

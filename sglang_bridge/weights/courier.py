@@ -23,7 +23,6 @@ _REMEDIES = {
 _POLL_SECONDS = 0.002
 # After that, the next engine's turn begins beside this one.
 _TURN_SECONDS = 5.0
-_FIRST_NOTICE_SECONDS = 10.0
 
 
 class Lane:
@@ -92,7 +91,7 @@ class Courier:
     time that is left, all together.
 
     lanes: in the order of the turns. deadline: by `time.monotonic`. device: of the buckets.
-    log: writes a line about a wait of more than ten seconds.
+    log: writes a line about a wait of more than `notice_seconds`.
     seconds: "send": for buckets to leave; "load": for engines to load them.
     """
 
@@ -102,6 +101,7 @@ class Courier:
         deadline: float,
         device: torch.device,
         log: Callable[[str], None],
+        notice_seconds: float = 10.0,
     ) -> None:
         self.seconds = {"send": 0.0, "load": 0.0}
         self._lanes = list(lanes)
@@ -109,6 +109,7 @@ class Courier:
         self._patience = max(deadline - time.monotonic(), 0.0) / 2
         self._device = device
         self._log = log
+        self._notice_seconds = notice_seconds
         self._buckets = queue.SimpleQueue[Bucket | None]()
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="weights", daemon=True)
@@ -182,7 +183,7 @@ class Courier:
         Engines that do not answer in time fail meanwhile, which ends every wait for them.
         """
         start = time.monotonic()
-        notice = start + _FIRST_NOTICE_SECONDS
+        notice = start + self._notice_seconds
         while not is_over():
             for lane in self._lanes:
                 lane.expire(self._patience, self._deadline)

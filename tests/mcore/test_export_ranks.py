@@ -53,11 +53,13 @@ def gather_groups(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The groups over which weights are gathered, in order. Each rank of them has the same."""
     groups: list[str] = []
 
-    def gather(weight: torch.Tensor, group: Any) -> list[torch.Tensor]:
+    def gather(weights: list[torch.Tensor], weight: torch.Tensor, group: Any) -> None:
         groups.append(group)
-        return [weight]
+        for copy in weights:
+            copy.copy_(weight)
 
-    monkeypatch.setattr(export, "_gather", gather)
+    monkeypatch.setattr(export.dist, "get_world_size", lambda group: 2)
+    monkeypatch.setattr(export.dist, "all_gather", gather)
     for name in ("expert_tensor_parallel", "tensor_model_parallel", "expert_model_parallel"):
         monkeypatch.setattr(export.parallel_state, f"get_{name}_group", lambda name=name: name)
     return groups

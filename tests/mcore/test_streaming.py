@@ -4,7 +4,6 @@ import gc
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -184,15 +183,20 @@ def test_export_of_every_family_is_bit_exact(megatron: Any, tmp_path: Path, fami
     assert different == []
 
 
-def test_buckets_are_filled_in_order_without_copies_of_tied_weights() -> None:
-    from megatron_rl.mcore.checkpoint.streaming import _fill_buckets
-
-    def parameter(name: str, nbytes: int, *, is_tied_copy: bool = False) -> Any:
-        weight = SimpleNamespace(nbytes=nbytes)
-        return SimpleNamespace(name=name, weight=weight, is_tied_copy=is_tied_copy)
-
-    sizes = {"a": 4, "b": 6, "c": 1, "d": 11, "e": 5, "f": 5}
-    parameters = [parameter(name, nbytes) for name, nbytes in sizes.items()]
-    parameters.append(parameter("copy of a", 4, is_tied_copy=True))
-    buckets = [[p.name for p in bucket] for bucket in _fill_buckets(iter(parameters), 10)]
-    assert buckets == [["a", "b"], ["c"], ["d"], ["e", "f"]]
+@pytest.mark.parametrize("bucket_bytes", [1, 5_000, BUCKET])
+def test_buckets_are_filled_in_order(
+    run_checkpoint: Path, checkpoint: Path, bucket_bytes: int
+) -> None:
+    """A bucket ends where the next parameter would exceed it. A larger one has its own."""
+    (parameters,) = open_weights(run_checkpoint, checkpoint, 2**30).buckets
+    buckets: list[list[str]] = []
+    size = 0
+    for parameter in parameters:
+        size += parameter.weight.nbytes
+        if not buckets or size > bucket_bytes:
+            buckets.append([])
+            size = parameter.weight.nbytes
+        buckets[-1].append(parameter.name)
+    assert len(buckets) > 1
+    weights = open_weights(run_checkpoint, checkpoint, bucket_bytes)
+    assert [[parameter.name for parameter in bucket] for bucket in weights.buckets] == buckets

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 
 from megatron_rl.config.schema import ModelSettings
 from megatron_rl.models.families import read_shape
+from megatron_rl.models.shape import ModelShape
 
 
 @pytest.fixture(scope="module")
@@ -130,16 +130,22 @@ def test_models_that_differ_are_reported(
 def test_an_export_map_that_swaps_tensors_is_reported(
     rehearsal: Any, tiny: Path, machine: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from megatron_rl.mcore.weights import layout
+    from megatron_rl.mcore.weights import export
+    from megatron_rl.models.names import Fusion
     from tests.lab.te_rehearsal.models import export_differences
 
     shape = read_shape(tiny)
     models = machine.build(shape, settings_of(tiny), "te")
     assert export_differences(models, shape, tiny) == []
-    pattern = r"(mlp\.experts\.)(linear_fc[12]\.weight)\d*(?P<expert>0)"
-    monkeypatch.setattr(layout, "_GROUPED_EXPERT", re.compile(pattern))
-    with pytest.raises(KeyError, match="has no Hugging Face counterpart"):
-        export_differences(models, shape, tiny)
+    split = export.split
+
+    def swap(fusion: Fusion, weight: torch.Tensor, shape: ModelShape) -> list[torch.Tensor]:
+        tensors = split(fusion, weight, shape)
+        return tensors[::-1] if fusion is Fusion.GATED else tensors
+
+    monkeypatch.setattr(export, "split", swap)
+    kinds = {name.split(".")[-2] for name in export_differences(models, shape, tiny)}
+    assert kinds == {"gate_proj", "up_proj"}
 
 
 def test_blockwise_casts_are_read_as_transformer_engine_reads_them(rehearsal: Any) -> None:

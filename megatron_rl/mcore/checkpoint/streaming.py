@@ -186,8 +186,6 @@ def _fill_buckets(parameters: Iterable[PlacedParameter], bucket_bytes: int) -> I
     bucket: list[PlacedParameter] = []
     size = 0
     for parameter in parameters:
-        if parameter.is_tied_copy:
-            continue
         if bucket and size + parameter.weight.nbytes > bucket_bytes:
             yield bucket
             bucket = []

@@ -164,6 +164,10 @@ def test_codes_and_scales_are_listed_beside_values() -> None:
     state = {"w.weight": torch.zeros(2), "w.weight_scale_inv": torch.ones(1)}
 
     class WeightChecker:
+        def handle(self, action: str, *, role: str) -> dict[str, Any]:
+            assert action == "checksum"
+            return self._compute_checksum(role=role)
+
         def _compute_checksum(self, skip_tensor_list: Any = None, *, role: str) -> dict[str, Any]:
             return {"checksums": {"w.weight": "values"}, "role": role}
 
@@ -180,7 +184,7 @@ def test_codes_and_scales_are_listed_beside_values() -> None:
         _hash_tensor=lambda tensor: f"hash of {tensor.tolist()}",
     )
     list_codes_and_scales(module)
-    info = WeightChecker()._compute_checksum(role="target")
+    info = WeightChecker().handle("checksum", role="target")
     assert info["role"] == "target"
     assert info["checksums"] == {
         "w.weight": "values",

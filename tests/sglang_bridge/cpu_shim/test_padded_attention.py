@@ -1,12 +1,10 @@
 """Batched attention against one call per sequence, the way SGLang's own backend does it."""
 
-import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.functional import scaled_dot_product_attention
 
-from sglang_bridge.cpu_shim import padded_attention
 from sglang_bridge.cpu_shim.padded_attention import paged_attention
 
 CACHE = 500
@@ -74,11 +72,9 @@ decoding = st.integers(1, TABLE_WIDTH).map(lambda keys: (keys, 1))
 def test_batched_attention_equals_one_call_per_sequence(
     lengths: list[tuple[int, int]], heads: tuple[int, int], limits: tuple[int, int]
 ) -> None:
+    """Small limits force chunks."""
     case = random_case(lengths, *heads)
-    with pytest.MonkeyPatch.context() as patch:  # forces chunks
-        patch.setattr(padded_attention, "_MAX_KEYS", limits[0])
-        patch.setattr(padded_attention, "_MAX_PAIRS", limits[1])
-        result = paged_attention(*case, scale=SCALE)
+    result = paged_attention(*case, scale=SCALE, max_keys=limits[0], max_pairs=limits[1])
     torch.testing.assert_close(result, one_by_one(*case), rtol=0, atol=3e-6)
 
 

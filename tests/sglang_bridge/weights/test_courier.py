@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from sglang_bridge.weights import courier as module
 from sglang_bridge.weights.buckets import iterate_buckets
 from sglang_bridge.weights.calls import TOO_LATE
 from sglang_bridge.weights.courier import Courier, Lane
@@ -52,7 +51,11 @@ class ScriptedGroup:
 
 
 def carry(
-    *groups: ScriptedGroup, count: int = 6, seconds: float = 5.0, lines: list[str] | None = None
+    *groups: ScriptedGroup,
+    count: int = 6,
+    seconds: float = 5.0,
+    lines: list[str] | None = None,
+    **options: float,
 ) -> tuple[Courier, list[Lane]]:
     """Send buckets of one number each to all groups."""
     lanes = []
@@ -60,7 +63,7 @@ def carry(
         fake_group: Any = group
         lanes.append(Lane([f"http://{index}"], fake_group))
     log = (lines if lines is not None else []).append
-    courier = Courier(lanes, time.monotonic() + seconds, CPU, log)
+    courier = Courier(lanes, time.monotonic() + seconds, CPU, log, **options)
     stream = ((f"w{i}", torch.tensor([float(i)])) for i in range(count))
     for bucket in iterate_buckets(stream, bucket_bytes=4, device=CPU, slots=2):
         courier.put(bucket)
@@ -110,10 +113,9 @@ def test_loading_overlaps_with_the_turns_of_others() -> None:
     assert courier.seconds["load"] > 1.6 > courier.seconds["send"]
 
 
-def test_a_long_wait_says_what_it_waits_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_FIRST_NOTICE_SECONDS", 0.1)
+def test_a_long_wait_says_what_it_waits_for() -> None:
     lines: list[str] = []
-    carry(ScriptedGroup(send=1.5), ScriptedGroup(), count=1, lines=lines)
+    carry(ScriptedGroup(send=1.5), ScriptedGroup(), count=1, lines=lines, notice_seconds=0.1)
     assert "http://0 to take w0, 0.0 MB" in lines[0]
 
 

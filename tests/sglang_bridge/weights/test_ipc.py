@@ -53,15 +53,23 @@ class MailCrew:
 
 
 class Admin(ReceivingAdmin):
-    """Answers the other requests of an update. calls: their names. errors: of fetching weights."""
+    """Answers the other requests of an update.
+
+    calls: their names. errors: of fetching weights. folders: of the addresses of the weights, with
+    their modes meanwhile.
+    """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.calls: list[str] = []
         self.errors = queue.SimpleQueue[str]()
+        self.folders: dict[Path, int] = {}
         self._label = ""
 
     def update_weights_from_ipc(self, addresses: Mapping[str, str], *, timeout: float) -> None:
+        for address in addresses.values():
+            folder = Path(address.removeprefix("ipc://")).parent
+            self.folders[folder] = stat.S_IMODE(folder.stat().st_mode)
         try:
             super().update_weights_from_ipc(addresses, timeout=timeout)
         except RequestFailed as error:
@@ -91,7 +99,13 @@ Streams = Callable[[], Iterator[tuple[str, torch.Tensor]]]
 
 
 def run_update(
-    admins: list[Admin], ranks: int, stream: Streams, *, seconds: float = SECONDS, times: int = 1
+    admins: list[Admin],
+    ranks: int,
+    stream: Streams,
+    *,
+    seconds: float = SECONDS,
+    times: int = 1,
+    share: Any = share,
 ) -> list[Any]:
     """Send weights from ranks on the devices of one node. Returns each rank's error or summary."""
     by_url = {admin.url: admin for admin in admins}
@@ -108,8 +122,6 @@ def run_update(
             name_device=lambda _: f"GPU-{crew.rank}",
             share=share,
         )
-        mode = stat.S_IMODE(transport._directory.stat().st_mode)
-        assert mode == 0o700, "engines unpickle what arrives there"
 
         def open_admin(engine: Engine) -> AdminClient:
             return by_url[engine.url]
@@ -129,9 +141,12 @@ def run_update(
             return updater.summary
         finally:
             transport.close()
-            assert not Path(transport._directory).exists()
 
-    return thread_ranks.run_on_ranks(ranks, work)
+    results = thread_ranks.run_on_ranks(ranks, work)
+    folders = {folder: mode for admin in admins for folder, mode in admin.folders.items()}
+    assert set(folders.values()) <= {0o700}, "engines unpickle what arrives there"
+    assert not any(folder.exists() for folder in folders)
+    return results
 
 
 def engine_of(*gpus: int) -> Engine:
@@ -181,14 +196,17 @@ def test_an_engine_that_cannot_load_a_bucket_ends_its_update_and_others_go_on(wo
     assert "resume" not in admins[0].calls and "resume" in admins[1].calls
 
 
-def test_an_engine_that_cannot_map_the_memory_is_told_and_named(
-    worker: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*_: object) -> None:
-        raise RuntimeError("invalid device context")
+def open_in_vain(*_: object) -> torch.Tensor:
+    raise RuntimeError("invalid device context")
 
-    monkeypatch.setattr(worker, "_rebuild_ipc", fail)
-    (error,) = run_update([Admin(worker, engine_of(0))], 1, lambda: weights_of(2, torch.float32))
+
+def test_an_engine_that_cannot_map_the_memory_is_told_and_named(worker: Any) -> None:
+    (error,) = run_update(
+        [Admin(worker, engine_of(0))],
+        1,
+        lambda: weights_of(2, torch.float32),
+        share=lambda tensor: (open_in_vain, share(tensor)[1]),
+    )
     assert "could not map the memory" in str(error) and "invalid device context" in str(error)
 
 

@@ -4,7 +4,6 @@ This side has no default group.
 """
 
 import contextlib
-import datetime
 import multiprocessing
 import os
 import signal
@@ -211,9 +210,20 @@ def test_a_tree_of_engines_here_and_elsewhere_meets_at_an_address_of_the_network
 ) -> None:
     routes = {"127.0.0.1": "127.0.0.1", "10.0.0.7": "10.0.0.1"}
     monkeypatch.setattr(weight_group, "address_towards", lambda host, port: routes[host])
-    admins = [PeerAdmin("http://127.0.0.1:6", None), PeerAdmin("http://10.0.0.7:5", None)]
-    assert weight_group._common_address(admins) == "10.0.0.1"
-    assert weight_group._common_address(admins[:1]) == "127.0.0.1"
+    # No interface of this machine has the address of the network
+    store = SimpleNamespace(port=1, num_keys=lambda: 0, list_keys=list)
+    monkeypatch.setattr(weight_group, "open_store", lambda *_, **__: store)
+
+    class Absent(PeerAdmin):
+        def init_weights_update_group(self, **request: Any) -> None:
+            self.join = request
+            raise RequestFailed("enough")
+
+    admins = [Absent("http://127.0.0.1:6", None), Absent("http://10.0.0.7:5", None)]
+    tree_transport(size=2).connect(admins)
+    assert [admin.join["address"] for admin in admins] == ["10.0.0.1"] * 2
+    tree_transport(size=2).connect(admins[:1])
+    assert admins[0].join["address"] == "127.0.0.1"
 
 
 def test_an_engine_that_ends_while_its_group_forms_is_reported_within_half_of_the_timeout(
@@ -330,9 +340,7 @@ def test_abandoned_groups_of_nccl_are_aborted(
     """NCCL's watchdog would end the trainer at the timeout of a pending broadcast."""
     results: list[str] = []
     monkeypatch.setattr(process_group.dist, "get_backend", lambda group: backend)
-    monkeypatch.setattr(
-        process_group.c10d, "_abort_process_group", lambda group: results.append("abort")
-    )
+    monkeypatch.setattr(process_group, "abort_transfers", lambda group: results.append("abort"))
     monkeypatch.setattr(process_group, "leave", lambda group: results.append("leave"))
     group: Any = object()
     process_group.abort(group)
@@ -349,16 +357,12 @@ def test_a_join_is_short_if_the_timeout_can_change_later(
     """Torch wraps groups in detailed debugging, and their timeout stays as it was."""
     timeouts: list[float] = []
 
-    def make_group(*arguments: Any, timeout: datetime.timedelta, **options: Any) -> tuple[Any, Any]:
-        timeouts.append(timeout.total_seconds())
-        return object(), None
+    def make_group(*_: Any, timeout_seconds: float, **__: Any) -> object:
+        timeouts.append(timeout_seconds)
+        return object()
 
-    def set_timeout(timeout: datetime.timedelta, group: object) -> None:
-        timeouts.append(timeout.total_seconds())
-
-    monkeypatch.setattr(process_group.c10d, "_new_process_group_helper", make_group)
-    monkeypatch.setattr(process_group.c10d, "_set_pg_timeout", set_timeout)
-    monkeypatch.setattr(process_group.c10d, "_world", SimpleNamespace(pg_group_ranks={}))
+    monkeypatch.setattr(process_group, "make_group", make_group)
+    monkeypatch.setattr(process_group, "set_timeout", lambda _, seconds: timeouts.append(seconds))
     debug_level = getattr(dist.DebugLevel, level)
     monkeypatch.setattr(process_group.dist, "get_debug_level", lambda: debug_level)
     process_group.join_as_source(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
-from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -95,22 +94,42 @@ def test_an_engine_that_is_missing_in_one_update_costs_its_tree_alone(log: list[
     assert log == ["abandon 12", "close 34", "open 13", "open 4"]
 
 
+class Store:
+    """A rendezvous at which ranks store their addresses."""
+
+    port = 1
+
+    def __init__(self) -> None:
+        self._keys: list[str] = []
+
+    def arrive(self, request: dict[str, Any]) -> None:
+        """Store the address of a rank. request: to join a group."""
+        self._keys.append(f"{request['name']}/{request['rank_offset']}")
+
+    def num_keys(self) -> int:
+        return len(self._keys)
+
+    def list_keys(self) -> list[str]:
+        return list(self._keys)
+
+
 def test_a_group_that_an_engine_refuses_late_is_dropped_and_the_engine_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     dropped_groups: list[object] = []
-    monkeypatch.setattr(weight_group, "open_store", lambda *_, **__: SimpleNamespace(port=1))
-    monkeypatch.setattr(weight_group, "_wait_for_arrival", lambda *_: None)
+    store = Store()
+    monkeypatch.setattr(weight_group, "open_store", lambda *_, **__: store)
     monkeypatch.setattr(weight_group, "join_as_source", lambda *_, **__: "group")
     monkeypatch.setattr(weight_group, "abort", dropped_groups.append)
     monkeypatch.setattr(weight_group, "start_call", _start_call)
 
     class Joining(PeerAdmin):
         def init_weights_update_group(self, **request: Any) -> None:
-            pass
+            store.arrive(request)
 
     class Refusing(PeerAdmin):
         def init_weights_update_group(self, **request: Any) -> None:
+            store.arrive(request)
             time.sleep(0.2)
             raise RequestFailed("not today")
 
@@ -123,13 +142,14 @@ def test_a_group_that_an_engine_refuses_late_is_dropped_and_the_engine_named(
 def test_engines_that_do_not_say_whether_they_joined_share_one_limit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(weight_group, "open_store", lambda *_, **__: SimpleNamespace(port=1))
-    monkeypatch.setattr(weight_group, "_wait_for_arrival", lambda *_: None)
+    store = Store()
+    monkeypatch.setattr(weight_group, "open_store", lambda *_, **__: store)
     monkeypatch.setattr(weight_group, "join_as_source", lambda *_, **__: "group")
     monkeypatch.setattr(weight_group, "abort", lambda group: None)
 
     class Slow(PeerAdmin):
         def init_weights_update_group(self, **request: Any) -> None:
+            store.arrive(request)
             time.sleep(0.6 * int(self.url[-1]))
 
     admins = [Slow(f"http://127.0.0.1:{number}", None) for number in (1, 2)]
