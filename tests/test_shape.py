@@ -195,7 +195,7 @@ LIMITS = {
     "exceptions that nobody catches": 0,
     "message kinds": 14,
     "keys": 185,
-    "tests of private names": 39,
+    "tests of private names": 0,
     "entries of launch/ without a command": 0,
 }
 
