@@ -30,8 +30,8 @@ Recompose = Callable[[Sequence[str]], DictConfig]
 
 _CONFIGURATION = TypeAdapter(Configuration)
 _NO_VALUE = object()
-# Keys whose values are arguments of user-defined classes or generators.
-_FREE_KEYS = ("options", "task_config")
+# The name of keys whose values are arguments of user-defined classes or generators.
+_FREE_KEY = "options"
 _TYPE_REMEDY = "Give a value of that type"
 _NUMBER_REMEDY = "Give such a number"
 _PLAIN_REMEDY = "Give a number without a unit"
@@ -175,7 +175,7 @@ def _booleans_as_words(value: Any) -> Any:
     """
     if isinstance(value, dict):
         return {
-            key: inner if key in _FREE_KEYS else _booleans_as_words(inner)
+            key: inner if key == _FREE_KEY else _booleans_as_words(inner)
             for key, inner in value.items()
         }
     if isinstance(value, list):

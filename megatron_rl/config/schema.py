@@ -91,8 +91,6 @@ class SourceSettings(Section):
     columns: dict[str, Text] = field(default_factory=dict)
     split: Text | None = None
     eval_split: Text | None = None
-    task: Text | None = None
-    task_config: Options = field(default_factory=dict)
     options: Options = field(default_factory=dict)
     # null: data.num_train, or data.num_eval.
     num_train: Count | None = None
@@ -120,11 +118,8 @@ class DataSettings(Section):
     # source=mixture only: each source by name, such as
     # {sums: {source: jsonl, train_path: sums.jsonl, weight: 0.7}, ...}.
     sources: dict[str, SourceSettings] = field(default_factory=dict)
-    # source=reasoning_gym only: the generator's name.
-    task: Text | None = None
-    # source=reasoning_gym only: the generator's own settings.
-    task_config: Options = field(default_factory=dict)
-    # The constructor arguments of a user-defined source.
+    # The constructor arguments of a user-defined source. source=reasoning_gym: {task: chain_sum,
+    # ...}, the name of a generator and the generator's own settings.
     options: Options = field(default_factory=dict)
     num_train: Count = 24000
     num_eval: Count = 512
@@ -148,9 +143,8 @@ class EnvironmentSettings(Section):
     # single_turn: sample one response. demonstration: take the data source's worked response.
     # calculator: sample responses, and answer those that end with a call of the calculator.
     name: Literal["single_turn", "demonstration", "calculator"] | PluginName = "single_turn"
-    # name=demonstration only: the worked responses hold calls of this tool, with their results.
-    tool: Literal["calculator"] | None = None
-    # The constructor arguments of a user-defined environment.
+    # The constructor arguments of a user-defined environment. name=demonstration: {tool:
+    # calculator} if the worked responses hold calls of the calculator, with their results.
     options: Options = field(default_factory=dict)
     # The longest time an environment may take between two responses. Beyond it the rollout is
     # rejected.

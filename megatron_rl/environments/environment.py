@@ -60,7 +60,7 @@ def open_environment(settings: EnvironmentSettings) -> Environment:
     if settings.name == "single_turn":
         return SingleTurn()
     if settings.name == "demonstration":
-        return Demonstration(with_calls=settings.tool == "calculator")
+        return Demonstration(with_calls=settings.options.get("tool") == "calculator")
     if settings.name == "calculator":
         return Calculator()
     methods = {"play": ("episode",)}

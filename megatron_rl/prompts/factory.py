@@ -143,7 +143,7 @@ def open_source(settings: DataSettings) -> Source:
     if settings.source in EMBEDDED:
         return EMBEDDED[settings.source]
     if settings.source == "reasoning_gym":
-        return ReasoningGym(settings.task, settings.task_config)
+        return ReasoningGym(settings.options)
     methods = {"questions": ("seed",)}
     source: Source = load_plugin("data.source", settings.source, settings.options, methods=methods)
     return source

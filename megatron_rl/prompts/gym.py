@@ -21,27 +21,27 @@ _SEED_STRIDE = 1_000_003  # a prime, so that the streams of two seeds do not ove
 class ReasoningGym:
     """One generator of reasoning-gym.
 
-    settings: settings of the generator, without `seed` and `size`.
+    options: its name as `task`, and its settings, without `seed` and `size`.
 
     Raises `PromptDataError` for an unknown task, and for `seed` or `size`.
     """
 
-    def __init__(self, task: str | None, settings: Mapping[str, Any]) -> None:
-        reserved_names = {"seed", "size"} & set(settings)
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        reserved_names = {"seed", "size"} & set(options)
         if reserved_names:
             raise PromptDataError(
-                f"data.task_config: {sorted(reserved_names)} follow from data.seed, data.num_train "
+                f"data.options: {sorted(reserved_names)} follow from data.seed, data.num_train "
                 "and data.num_eval. Leave them out"
             )
         self._factory = _factory()
-        if task not in self._factory.DATASETS:
+        self._task = str(options.get("task"))
+        if self._task not in self._factory.DATASETS:
             names = ", ".join(sorted(self._factory.DATASETS))
             raise PromptDataError(
-                f"data.task={task}: reasoning-gym has no generator of that name. Choose one of: "
-                f"{names}"
+                f"data.options.task={self._task}: reasoning-gym has no generator of that name. "
+                f"Choose one of: {names}"
             )
-        self._task = str(task)
-        self._settings = dict(settings)
+        self._settings = {name: value for name, value in options.items() if name != "task"}
 
     def questions(self, seed: int) -> Iterator[Question]:
         """Yield questions endlessly.
@@ -58,8 +58,8 @@ class ReasoningGym:
                 raise
             except Exception as error:  # third-party generators may raise anything
                 raise PromptDataError(
-                    f"data.task={self._task}: the generator fails with data.seed={seed}, "
-                    f"data.task_config={self._settings} ({type(error).__name__}: {error}). Choose "
+                    f"data.options.task={self._task}: the generator fails with data.seed={seed} "
+                    f"and the settings {self._settings} ({type(error).__name__}: {error}). Choose "
                     "another seed, other settings or another task"
                 ) from error
 
@@ -70,8 +70,8 @@ class ReasoningGym:
             )
         except (TypeError, ValueError, AssertionError) as error:
             raise PromptDataError(
-                f"data.task_config={self._settings}: the generator {self._task} refuses these "
-                f"settings: {error}. Correct them"
+                f"data.options: the generator {self._task} refuses the settings "
+                f"{self._settings}: {error}. Correct them"
             ) from error
         return dataset
 
@@ -80,8 +80,8 @@ def _question(task: str, item: Mapping[str, Any]) -> Question:
     text = str(item["question"])
     if item["answer"] is None:
         raise PromptDataError(
-            f"data.task={task}: the generator has no reference answer, because many answers are "
-            "correct. Choose a task with a reference answer"
+            f"data.options.task={task}: the generator has no reference answer, because many "
+            "answers are correct. Choose a task with a reference answer"
         )
     difficulty = item.get("metadata", {}).get("difficulty", "")
     if isinstance(difficulty, Mapping):

@@ -23,8 +23,6 @@ def settings_of_source(settings: DataSettings, name: str) -> DataSettings:
         columns=source.columns,
         split=source.split,
         eval_split=source.eval_split,
-        task=source.task,
-        task_config=source.task_config,
         options=source.options,
         num_train=source.num_train or settings.num_train,
         num_eval=source.num_eval or settings.num_eval,

@@ -83,12 +83,7 @@ def identity_of(settings: DataSettings) -> dict[str, Any]:
         file = {"source": settings.source, "sha256": digest_of(training_data(settings))}
         return file | ({"columns": dict(settings.columns)} if settings.columns else {})
     identity: dict[str, Any] = {"source": settings.source, "seed": settings.seed}
-    options = {
-        "task": settings.task,
-        "task_config": settings.task_config,
-        "options": settings.options,
-    }
-    return identity | {name: value for name, value in options.items() if value}
+    return identity | ({"options": settings.options} if settings.options else {})
 
 
 def judge_of(settings: RewardSettings | EnvironmentSettings) -> dict[str, Any]:
@@ -147,7 +142,7 @@ def judge_differences(
 
 def _evaluation_environment(environment: dict[str, Any]) -> dict[str, Any]:
     is_demonstration = environment.get("name") == "demonstration"
-    return environment | {"name": "single_turn"} if is_demonstration else environment
+    return environment | {"name": "single_turn", "options": {}} if is_demonstration else environment
 
 
 def read_file(path: str | Path) -> tuple[Header, list[PassRate]]:

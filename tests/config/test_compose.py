@@ -110,11 +110,11 @@ def test_the_command_line_overrides_the_experiment(checkpoint: Path) -> None:
 
 def test_free_dictionaries_and_interpolations(checkpoint: Path) -> None:
     pytest.importorskip("reasoning_gym")
-    task = ("data=reasoning_gym", "data.task=chain_sum", "data.task_config.min_terms=3")
+    task = ("data=reasoning_gym", "data.options.task=chain_sum", "data.options.min_terms=3")
     config = compose(
         [f"model.path={checkpoint}", *task, "sync.timeout_s=${engine.request_timeout_s}"]
     )
-    assert config.data.task_config == {"min_terms": 3}
+    assert config.data.options == {"task": "chain_sum", "min_terms": 3}
     assert config.sync.timeout_s == config.engine.request_timeout_s
 
 
@@ -136,7 +136,7 @@ def test_every_option_of_a_group_sets_only_declared_keys(
         "hf_dataset": [f"data.train_path={tmp_path}"],
         "mixture": ["data.sources={sums: {source: two_digit_addition, weight: 1}}"],
         "letter_sorting": ["reward.answer=last_line"],
-        "reasoning_gym": ["data.task=chain_sum"],
+        "reasoning_gym": ["data.options.task=chain_sum"],
         "sft": ["environment=demonstration", "train.replay=off"],
         "demonstration": ["algo=sft", "train.replay=off"],
         "custom": [plugin],
@@ -156,7 +156,7 @@ def test_every_option_of_a_group_sets_only_declared_keys(
 
 def leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in (tree or {}).items():
-        if isinstance(value, dict) and name not in ("options", "task_config"):
+        if isinstance(value, dict) and name != "options":
             yield from leaves(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value

@@ -13,34 +13,34 @@ from megatron_rl.prompts.question import PromptDataError
 def test_a_missing_library_comes_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(PromptDataError, match=r"data\.source=reasoning_gym: .*make extras"):
-        gym.ReasoningGym("chain_sum", {})
+        gym.ReasoningGym({"task": "chain_sum"})
 
 
 def test_size_and_seed_are_refused() -> None:
-    with pytest.raises(PromptDataError, match=r"data\.task_config: \['seed'\]"):
-        gym.ReasoningGym("chain_sum", {"seed": 3})
+    with pytest.raises(PromptDataError, match=r"data\.options: \['seed'\]"):
+        gym.ReasoningGym({"task": "chain_sum", "seed": 3})
 
 
 def test_questions_are_reproducible_beyond_one_chunk() -> None:
     pytest.importorskip("reasoning_gym", reason="optional: make extras")
-    questions = list(islice(gym.ReasoningGym("gcd", {}).questions(0), 2500))
-    assert questions == list(islice(gym.ReasoningGym("gcd", {}).questions(0), 2500))
+    questions = list(islice(gym.ReasoningGym({"task": "gcd"}).questions(0), 2500))
+    assert questions == list(islice(gym.ReasoningGym({"task": "gcd"}).questions(0), 2500))
     texts = [question.text for question in questions]
     assert len(set(texts)) > 2000
-    other_seed = islice(gym.ReasoningGym("gcd", {}).questions(1), 50)
+    other_seed = islice(gym.ReasoningGym({"task": "gcd"}).questions(1), 50)
     assert [question.text for question in other_seed] != texts[:50]
     assert all(question.answer.isdigit() and question.difficulty for question in questions)
 
 
 def first_question(task: str, settings: dict[str, Any]) -> None:
-    next(gym.ReasoningGym(task, settings).questions(0))
+    next(gym.ReasoningGym({"task": task} | settings).questions(0))
 
 
 @pytest.mark.parametrize(
     ("task", "settings", "words"),
     [
-        ("nothing", {}, r"data\.task=nothing: .*chain_sum"),
-        ("chain_sum", {"min_terms": 0}, r"data\.task_config=.*min_terms must be positive"),
+        ("nothing", {}, r"data\.options\.task=nothing: .*chain_sum"),
+        ("chain_sum", {"min_terms": 0}, r"data\.options: .*min_terms must be positive"),
         ("rubiks_cube", {}, "no reference answer"),
     ],
 )
@@ -72,6 +72,6 @@ def test_a_generator_that_fails_is_named(
     factory.create_dataset = lambda task, **settings: items
     monkeypatch.setitem(sys.modules, "reasoning_gym", ModuleType("reasoning_gym"))
     monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
-    words = rf"data\.task=sums: .*data\.seed=7.*{reason}.*Choose another"
+    words = rf"data\.options\.task=sums: .*data\.seed=7.*{reason}.*Choose another"
     with pytest.raises(PromptDataError, match=words):
-        list(gym.ReasoningGym("sums", {}).questions(7))
+        list(gym.ReasoningGym({"task": "sums"}).questions(7))

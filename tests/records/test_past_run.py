@@ -26,7 +26,7 @@ def test_metrics_and_settings_are_read_as_they_were_written(tmp_path: Path) -> N
     settings = read_settings(directory.path)
     assert settings == flat_settings(to_yaml(configuration))
     assert (settings["optimizer.lr"], settings["seed"], settings["data.seed"]) == (3e-5, 7, 7)
-    assert (settings["engine.extra_args"], settings["data.task_config"]) == ([], {})
+    assert (settings["engine.extra_args"], settings["data.options"]) == ([], {})
 
 
 def test_records_of_an_earlier_process_stay(tmp_path: Path) -> None:

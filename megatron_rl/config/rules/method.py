@@ -14,6 +14,8 @@ from megatron_rl.contracts.plugins import PYTHONPATH_REMEDY, missing_module
 # Limits of espo_kernels' entropy groups. Importing them from there would import torch.
 _MAX_FRACTIONS = 15
 _MAX_DENOMINATOR = 1_000_000
+# The source and the environment of this project that read options
+_WITH_OPTIONS = ("reasoning_gym", "demonstration")
 
 
 def check_method(c: Configuration) -> Iterator[BrokenRule]:
@@ -39,7 +41,7 @@ def _check_plugins(c: Configuration) -> Iterator[BrokenRule]:
         if ":" in name:
             if problem := missing_module(name):
                 yield BrokenRule(key, problem, PYTHONPATH_REMEDY)
-        elif key != "algo.name" and attrgetter(options)(c):
+        elif key != "algo.name" and name not in _WITH_OPTIONS and attrgetter(options)(c):
             rule = f"Options are for a user-defined class, and {key}={name}"
             yield BrokenRule(options, rule, "Remove them")
     if ":" in c.reward.name and c.reward.answer != RewardSettings.answer:
@@ -85,9 +87,6 @@ def check_environment(c: Configuration) -> Iterator[BrokenRule]:
         )
         remedy = "Use 0, or environment=demonstration"
         yield BrokenRule("model.hidden_dropout", rule, remedy)
-    if c.environment.tool is not None and c.environment.name != "demonstration":
-        rule = f"environment.name={c.environment.name} demonstrates nothing"
-        yield BrokenRule("environment.tool", rule, "Remove it, or use environment=demonstration")
     for key in ("model.hidden_dropout", "model.embedding_std"):
         if attrgetter(key)(c) and c.model.init != "random":
             rule = "This setting is for training from random weights"
@@ -95,6 +94,9 @@ def check_environment(c: Configuration) -> Iterator[BrokenRule]:
 
 
 def _check_demonstration(c: Configuration) -> Iterator[BrokenRule]:
+    if c.environment.options not in ({}, {"tool": "calculator"}):
+        rule = "The only option of environment=demonstration is {tool: calculator}"
+        yield BrokenRule("environment.options", rule, "Give it, or remove the options")
     if c.data.source == "reasoning_gym":
         rule = "data.source=reasoning_gym has no worked responses"
         yield BrokenRule("environment.name", rule, "Use data=column_addition")

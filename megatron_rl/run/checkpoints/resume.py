@@ -69,8 +69,13 @@ _VERDICT_KEYS = (
     "reward.answer",
     "reward.options",
     "environment.name",
-    "environment.tool",
     "environment.options",
+)
+# Keys of older checkpoints, and the keys that have their values
+_RENAMED_KEYS = (
+    (re.compile(r"(environment)\.tool"), r"\1.options.tool"),
+    (re.compile(r"(data(?:\.sources\.[^.]+)?)\.task"), r"\1.options.task"),
+    (re.compile(r"(data(?:\.sources\.[^.]+)?)\.task_config(\..+|)"), r"\1.options\2"),
 )
 # The paths of a mixture's sources, which have names of their own
 _SOURCE_PATH = re.compile(r"data\.sources\.[^.]+\.(train|eval)_path")
@@ -123,7 +128,7 @@ class ResumePoint:
         """
         if self.state is None:
             return []
-        changes = _changes(self.state.settings, flat_configuration(c))
+        changes = _changes(_rename_keys(self.state.settings), flat_configuration(c))
         if not c.is_measurement:
             self._require_staleness(c.rollout)
             self._require_sampling(c, changes)
@@ -289,6 +294,24 @@ def checkpoints_at(path: Path) -> list[Path]:
         if checkpoints:
             return checkpoints
     return [path]
+
+
+def _rename_keys(saved_settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a checkpoint under the keys of this version.
+
+    An older key without a value is left out, and so are empty options that get keys.
+    """
+    settings: dict[str, Any] = {}
+    for key, value in saved_settings.items():
+        for pattern, new_key in _RENAMED_KEYS:
+            if match := pattern.fullmatch(key):
+                if value not in (None, {}):
+                    settings[match.expand(new_key)] = value
+                break
+        else:
+            settings[key] = value
+    parents = {key.rpartition(".")[0] for key in settings}
+    return {key: value for key, value in settings.items() if key not in parents}
 
 
 def _changes(saved_settings: dict[str, Any], settings: dict[str, Any]) -> dict[str, str]:

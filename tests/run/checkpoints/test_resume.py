@@ -3,6 +3,7 @@
 import datetime
 import errno
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import msgspec
 import pytest
 
 from megatron_rl.config.cli import compose
-from megatron_rl.config.schema import Configuration
+from megatron_rl.config.schema import Configuration, EnvironmentSettings, SourceSettings
 from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.mcore import checkpoint
 from megatron_rl.prompts.selection.factory import open_selector
@@ -309,6 +310,41 @@ def test_changed_settings_are_listed_or_refused(tmp_path: Path) -> None:
     c = make_configuration(tmp_path, "optimizer.lr=0.1", "data.seed=7")
     with pytest.raises(Failure, match=r"data\.seed: 0 -> 7"):
         resume_point.changed_settings(c)
+
+
+def test_settings_of_an_older_version_are_compared_under_their_present_keys(
+    tmp_path: Path,
+) -> None:
+    options = {"task": "chain_sum", "min_terms": 3}
+    sources = {
+        "a": SourceSettings(source="reasoning_gym", weight=1.0, options=options),
+        "b": SourceSettings(source="two_digit_addition", weight=1.0),
+    }
+    c = make_configuration(tmp_path)
+    c = replace(
+        c,
+        data=replace(c.data, source="mixture", sources=sources),
+        environment=EnvironmentSettings(name="demonstration", options={"tool": "calculator"}),
+    )
+    settings = flat_configuration(c)
+    for key in ("data.sources.a.options.task", "data.sources.a.options.min_terms"):
+        del settings[key]
+    del settings["environment.options.tool"]
+    older_settings = settings | {
+        "environment.tool": "calculator",
+        "environment.options": {},
+        "data.sources.a.task": "chain_sum",
+        "data.sources.a.task_config.min_terms": 3,
+        "data.sources.a.options": {},
+        "data.sources.b.task": None,
+        "data.sources.b.task_config": {},
+        "credit.tied_scale": 0.1,
+    }
+    resume_point = ResumePoint(tmp_path, make_state(5, older_settings))
+    assert resume_point.changed_settings(c) == []
+    changed_settings = older_settings | {"data.sources.a.task": "gcd"}
+    with pytest.raises(Failure, match=r"data\.sources\.a\.options\.task: 'gcd' -> 'chain_sum'"):
+        ResumePoint(tmp_path, make_state(5, changed_settings)).changed_settings(c)
 
 
 @pytest.mark.parametrize("open_steps", [(6,), (6, 7, 8)])
