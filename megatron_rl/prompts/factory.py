@@ -131,7 +131,7 @@ def open_set(
     location = DataLocation(path, key, columns=Columns(columns or {}, f"{key}.columns"))
     questions = read_questions(location, bad_rows, render=render)
     split = keep_apart([], questions, bad_rows)
-    builder = _PromptBuilder(tokenizer, settings.max_prompt_tokens, bad_rows, split)
+    builder = PromptBuilder(tokenizer, settings.max_prompt_tokens, bad_rows, split)
     return builder.build(split.held_out, f"{key}={path}: no usable held-out prompt")
 
 
@@ -241,7 +241,7 @@ class _Opener:
         self, settings: DataSettings, split: Split, section: str, *, source: str = ""
     ) -> tuple[list[Prompt], list[Prompt]]:
         """Return the prompts of both sides. source: name of a source in a mixture."""
-        builder = _PromptBuilder(
+        builder = PromptBuilder(
             self._tokenizer,
             settings.max_prompt_tokens,
             self.bad_rows,
@@ -274,7 +274,7 @@ class _Opener:
 
 
 @dataclass(frozen=True)
-class _PromptBuilder:
+class PromptBuilder:
     """Tokenizes questions and reports those that cannot be used.
 
     max_tokens: limit of a prompt's tokens. split: where the questions come from, for messages.

@@ -212,7 +212,7 @@ def _open_directory(
                 "train.total_steps or eval.stop_at"
             )
             return _COMPLETE
-        starts = _starts_with_this_one(c.run, resume_point, directory.path, supervision)
+        starts = starts_with_this_one(c.run, resume_point, directory.path, supervision)
         require_disk_space(c, shape, resume_point.checkpoint)
         assert data is not None, "rank 0 has read the data"
         beliefs = _restore_data(c, data, resume_point)
@@ -241,7 +241,7 @@ def _open_files(
     write_starts(directory.path, starts)
 
 
-def _starts_with_this_one(
+def starts_with_this_one(
     run: RunSettings, resume_point: ResumePoint, path: Path, supervision: Supervision
 ) -> tuple[Start, ...]:
     """Return the starts of the run up to this one. Rank 0 only.

@@ -359,10 +359,9 @@ def test_engines_that_hold_their_own_weights_serve_at_once() -> None:
 def listed_fleet(path: Path, *urls: str) -> ScriptedFleet:
     """Return a fleet of two nodes whose external engines a file lists."""
     write_urls(path, *urls)
-    fleet = ScriptedFleet((0, 0))
-    lines = fleet.lines
-    url_list = UrlList(EngineSettings(mode="external", urls_file=str(path)), lines.append)
-    fleet.fleet._urls = url_list
+    settings = EngineSettings(mode="external", urls_file=str(path))
+    url_list = UrlList(settings, lambda line: fleet.lines.append(line))
+    fleet = ScriptedFleet((0, 0), urls=url_list)
     for n, url in enumerate(url_list.read_first()):
         fleet.members.add(url, url_list.engine(url, n % 2))
         fleet.members.answer(url, 0)

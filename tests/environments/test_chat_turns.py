@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import tokenizers
 
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.plugins import PluginError
@@ -19,7 +20,15 @@ from megatron_rl.models.chat_template import ChatTemplate
 from megatron_rl.models.tokenizer import Tokenizer
 from tests.support.failures import fails
 from tests.support.policies import TWO_DIGIT_ADDITION
-from tests.support.scripted_model import EOS, PROMPT, TOKENIZER, ScriptedModel, Turn, open_episode
+from tests.support.scripted_model import (
+    CHECKPOINT,
+    EOS,
+    PROMPT,
+    TOKENIZER,
+    ScriptedModel,
+    Turn,
+    open_episode,
+)
 
 # A newline after each message, as in ChatML; the tokenizer has a space for it
 APPENDS = (
@@ -156,7 +165,8 @@ def play(folder: Path, template: str, *actions: object, ends: int = EOS) -> list
     actions: a number of sampled responses, a text to observe, or messages to add, in order.
     """
     model = ScriptedModel([Turn((*TOKENIZER.encode("12"), ends), (("3", 3),))] * 3)
-    tokenizer = Tokenizer(TOKENIZER._backend, (EOS, 0))
+    backend = tokenizers.Tokenizer.from_file(str(CHECKPOINT / "tokenizer.json"))
+    tokenizer = Tokenizer(backend, (EOS, 0))
     turns = ChatTurns(ChatTemplate(write(folder, template)), tokenizer, ["tool"])
     episode = open_episode(model, chat_turns=turns, tokenizer=tokenizer, budget=200)
 

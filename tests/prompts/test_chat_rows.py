@@ -14,7 +14,7 @@ from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.environments.demonstration import Demonstration
 from megatron_rl.models.chat_template import ChatTemplate
 from megatron_rl.models.tokenizer import Tokenizer
-from megatron_rl.prompts.factory import _PromptBuilder
+from megatron_rl.prompts.factory import PromptBuilder
 from megatron_rl.prompts.question import BadRows, PromptDataError, Question
 from megatron_rl.prompts.split import hold_out, keep_apart
 from tests.support.policies import TWO_DIGIT_ADDITION
@@ -179,7 +179,7 @@ def read_demonstration(
     questions = read_jsonl(file, bad_rows, key="k", render=ChatTemplate(directory).prompt)
     split = keep_apart([], questions, bad_rows)
     tokenizer = Tokenizer.from_directory(directory)
-    builder = _PromptBuilder(tokenizer, 64, bad_rows, split)
+    builder = PromptBuilder(tokenizer, 64, bad_rows, split)
 
     def build(*, demonstration: bool = False) -> list[Prompt]:
         check = partial(Demonstration().check, tokenizer=tokenizer, max_new_tokens=64)

@@ -87,6 +87,8 @@ def test_versions_hold_the_commit_of_the_trainer(
     assert commit_of(package) == head
     (package / "code.py").write_text("x = 2\n")
     assert commit_of(repository) == f"{head}, with changes"
+    (package / "build").mkdir()
+    assert commit_of(package / "build") == "unknown", "git does not know it"
     outside = tmp_path / "installed"
     outside.mkdir()
     assert commit_of(outside) == "unknown"

@@ -15,7 +15,7 @@ from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.records.starts import Start, read_starts, write_starts
 from megatron_rl.run.checkpoints.resume import ResumePoint, open_run_directory
 from megatron_rl.run.checkpoints.resumed_directory import claim_directory
-from megatron_rl.run.open_run import _starts_with_this_one
+from megatron_rl.run.open_run import starts_with_this_one
 from tests.support.checkpoints import make_state
 from tests.support.past_runs import make_run_directory
 
@@ -39,7 +39,7 @@ class Run:
             state = make_state(after_step) if after_step else None
             point = ResumePoint(None, state)
             run = self.configuration.run
-            starts = _starts_with_this_one(run, point, self.path, self.supervision)
+            starts = starts_with_this_one(run, point, self.path, self.supervision)
             open_run_directory(RunDirectory(self.path), self.configuration, point)
             write_starts(self.path, starts)
 
@@ -96,5 +96,5 @@ def test_a_run_starts_again_on_another_node(run: Run, monkeypatch: pytest.Monkey
 def test_a_new_run_has_no_earlier_starts(tmp_path: Path) -> None:
     c = make_configuration(tmp_path)
     supervision: Any = SimpleNamespace()
-    (start,) = _starts_with_this_one(c.run, ResumePoint(), tmp_path / "job", supervision)
+    (start,) = starts_with_this_one(c.run, ResumePoint(), tmp_path / "job", supervision)
     assert start.first_step == 1 and start.end is None

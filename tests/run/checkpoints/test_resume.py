@@ -21,6 +21,7 @@ from megatron_rl.records.past_run import read_metrics
 from megatron_rl.records.run_directory import RunDirectory, is_run_directory, run_directory_path
 from megatron_rl.records.run_lock import claim_run, mark_run_alive
 from megatron_rl.rewards import Scorer
+from megatron_rl.run import open_run
 from megatron_rl.run.checkpoints import resume
 from megatron_rl.run.checkpoints.manifest import Manifest, hash_file, write_manifest
 from megatron_rl.run.checkpoints.resume import (
@@ -200,7 +201,7 @@ def test_the_records_of_a_resumed_run_end_at_its_checkpoint(
 
 
 def test_the_resume_point_is_found_after_the_previous_processes_ended(
-    tmp_path: Path, store: CheckpointStore
+    tmp_path: Path, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A dying process can still save a checkpoint and remove others."""
     lock = mark_run_alive(store.folder.parent)
@@ -212,6 +213,11 @@ def test_the_resume_point_is_found_after_the_previous_processes_ended(
         store.prune(1)
         lock.close()
 
+    def fail(path: Path) -> None:
+        raise OSError("no locks")
+
+    # A run also marks itself alive later, which would hide that it holds no claim
+    monkeypatch.setattr(open_run, "mark_run_alive", fail)
     death = threading.Timer(0.5, die)
     death.start()
     with open_up_to_engines(c) as lines:
