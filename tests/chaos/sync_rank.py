@@ -31,7 +31,7 @@ from sglang_bridge.weights.part import RankPart
 from sglang_bridge.weights.source import SoleSource
 from sglang_bridge.weights.updater import WeightUpdater
 
-# After so many parts of a rank's tensors, of which each fills buckets of its own
+# After so many parts of a rank's tensors. Each part fills buckets of its own
 _PARTS = 3
 BUCKETS = tuple(f"bucket {part}" for part in range(1, _PARTS + 1))
 # forming: an engine waits for its group. broadcast: it waits for a bucket.
@@ -95,7 +95,7 @@ def tensors_of(job: Job, version: int, rank: int) -> dict[str, torch.Tensor]:
 
 
 def weights_of(file: Path, version: int, dtype: str) -> dict[str, torch.Tensor]:
-    """The weights of a version: those of a file, at another scale."""
+    """The weights of a version: from a file, at another scale."""
     from safetensors.torch import load_file
 
     from tests.support.updaters import in_units

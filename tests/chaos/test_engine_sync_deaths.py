@@ -172,7 +172,7 @@ class Pair:
             report.raise_on_mismatch(version)
 
     def require_nothing_mixed(self, answers: list[Answer]) -> None:
-        """Require that each answer is that of one whole version."""
+        """Require that each answer comes from one whole version."""
         for answer in answers:
             (version,) = answer.versions
             assert self.are_equal(answer.values, self.values_of[version]), answer

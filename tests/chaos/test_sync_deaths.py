@@ -125,7 +125,7 @@ def test_an_engine_that_dies_costs_its_own_lanes_only(
 def test_a_second_trainer_on_an_engine_is_noticed(
     tmp_path: Path, receivers: list[ReceiverProcess]
 ) -> None:
-    """The second one closes the session of the first, which may be that of a dead trainer.
+    """The second one closes the session of the first, whose trainer may be dead.
 
     The second one's sync is its first, which a run audits by value.
     """

@@ -1,7 +1,7 @@
 """The program reads every configuration key.
 
 A key counts as read where its attribute is read in a module that names its section. This cannot
-tell a use from a copy, so the modules that only pass settings on are left out.
+tell a use from a copy, so modules that only pass settings on do not count.
 """
 
 import re

@@ -257,7 +257,7 @@ def test_words_that_mean_off_send_nothing_to_wandb(checkpoint: Path, word: str) 
 
 
 def limits_without_repeated_keys() -> list[list[tuple[str, str, str]]]:
-    """The cases of `LIMITS` in as few lists as possible, none of which sets a key twice."""
+    """The cases of `LIMITS` in as few lists as possible. No list sets a key twice."""
     batches: list[dict[str, tuple[str, str, str]]] = []
     for case in LIMITS:
         key = case[0].partition("=")[0]

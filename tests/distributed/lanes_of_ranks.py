@@ -1,7 +1,7 @@
 """Script for torchrun: the ranks of a grid send their weights to engines.
 
 Usage: lanes_of_ranks.py OUT MODEL GRID DTYPE BUCKET_BYTES URL...; rank R writes
-OUT/GRID-DTYPE-R.json. DTYPE is that of trainer and engines. "fp8:" in front of it quantizes what
+OUT/GRID-DTYPE-R.json. DTYPE is for trainer and engines. "fp8:" in front of it quantizes what
 engines get.
 """
 

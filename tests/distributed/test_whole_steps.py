@@ -1,4 +1,4 @@
-"""Whole training steps of every accepted layout equal those of an independent float64 replica.
+"""Whole training steps of every accepted layout equal an independent float64 replica's.
 
 The replica (`support.float64_model`, `support.float64_steps`) shares only the settings and the
 rollouts with the trainer. The rollouts' routes are random, so that replaying them, and weighting
@@ -99,7 +99,7 @@ RunCase = Callable[[int, LayoutCase], dict[str, Any]]
 
 @dataclass(frozen=True)
 class Reference:
-    """Results of the replica: its state after the last step, and those of each batch.
+    """Results of the replica: its state after the last step, and the results of each batch.
 
     start: weights before the first step.
     """

@@ -46,7 +46,7 @@ ENGINE_ERROR = 2e-6 if EXACT else 5e-5
 
 
 def write_model(directory: Path, **sizes: int) -> Path:
-    """Write a random model that blocks of 128 x 128 divide. sizes: replace those of its config."""
+    """Write a random model that blocks of 128 x 128 divide. sizes: replace sizes of its config."""
     from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
     torch.manual_seed(0)

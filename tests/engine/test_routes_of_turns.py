@@ -1,8 +1,8 @@
 """Routes of rollouts with several turns, from a real engine.
 
 Each turn is a request of its own, which reads cached tokens of the turns before it. The routes of
-all turns together must be those of the whole text: in one request to an engine without a cache, and
-in the trainer's own forward pass.
+all turns together must equal the routes of the whole text: in one request to an engine without a
+cache, and in the trainer's own forward pass.
 
 `pytest -s tests/engine/test_routes_of_turns.py` prints the rows that differ.
 """

@@ -40,7 +40,7 @@ FLOAT32 = ("float32", 1)
 BFLOAT16 = ("bfloat16", 1)
 SHAPES = [FLOAT32, BFLOAT16, pytest.param(("bfloat16", 2), marks=pytest.mark.nightly)]
 # Largest error of a token, against a float32 forward pass, which adds up in another order than two
-# ranks. In bfloat16, routes may differ too: the mean is compared with that of other weights.
+# ranks. In bfloat16, routes may differ too: the mean is compared with the mean for other weights.
 ENGINE_ERROR = 6e-6 if EXACT else 2e-5
 
 

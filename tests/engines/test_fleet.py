@@ -536,7 +536,7 @@ def test_tokens_are_counted_on_the_others_after_an_engine_has_left_for_good() ->
 
 
 def test_tokens_are_counted_on_the_others_as_soon_as_an_engine_ends() -> None:
-    """The counter of its next server begins with those of a warm-up, and may not go backwards."""
+    """The counter of its next server begins with a warm-up's tokens, and may not go backwards."""
     counter = Counter()
     token_counter: TokenCounter = counter  # type: ignore[assignment]
     fleet = ScriptedFleet(token_counter=token_counter)

@@ -4,7 +4,7 @@ No engine serves that was not audited, every group is delivered once, and everyt
 the faults end.
 
 Hypothesis plays few histories, because it takes most of the time for itself. Many are played with
-plain random numbers: the same actions, some of them left out in each history.
+plain random numbers: the same actions, but each history omits some.
 """
 
 from __future__ import annotations

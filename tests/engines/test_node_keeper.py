@@ -132,7 +132,7 @@ def test_events_are_logged_once(scene: Scene) -> None:
 
 
 def test_the_last_events_are_in_the_report(scene: Scene) -> None:
-    """Rank 0 prints those of other nodes: only its node has somewhere to print them."""
+    """Rank 0 prints events of other nodes, because only its node has somewhere to print them."""
     scene.processes.events = ["one"]
     scene.open()
     wait_until(lambda: scene.board.read_reports([3])[:1])

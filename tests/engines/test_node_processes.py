@@ -329,7 +329,7 @@ def test_a_collector_is_not_started_after_a_stop(node: Node) -> None:
 def test_a_collector_may_have_children_that_are_stopped(
     node: Node, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Such as those of a user-defined class. If the collector is stopped itself, it is ended."""
+    """A user-defined class starts such children. If the collector itself stops, it is ended."""
     code = "import subprocess; subprocess.run(['sleep', '60'])"
     monkeypatch.setattr(
         collector_process,

@@ -290,7 +290,7 @@ def meeting_of(board: NodeBoard) -> Meeting:
 
 
 def test_a_further_server_that_fails_at_the_first_start_ends_the_run(two_nodes: TwoNodes) -> None:
-    """Its reason and its log are those of the failure."""
+    """Its reason and its log describe the failure."""
     two_nodes.start()
     report = ServerReport(number=1, reason="OSError: no model there", log_tail="Traceback")
     meeting_of(two_nodes.boards[1]).report(1, report)

@@ -27,7 +27,7 @@ def counter_of(*engines: Any) -> tuple[TokenCounter, list[str]]:
 
 
 def test_tokens_since_the_last_comparison_are_counted() -> None:
-    """Tokens before the first one, such as those of a warm-up, belong to no step."""
+    """Tokens before the first one, such as a warm-up's, belong to no step."""
     first = CountingEngine("http://a", 7)
     second = CountingEngine("http://b", 100)
     counter, lines = counter_of(first, second)
@@ -113,7 +113,7 @@ def test_comparisons_begin_with_the_first_reading_of_all_engines() -> None:
 
 
 def test_engines_that_join_are_counted_from_then_on() -> None:
-    """Tokens from before it joined belong to no step, and neither do those of one that left."""
+    """Tokens from before it joined belong to no step, and neither do tokens of one that left."""
     first = CountingEngine("http://a", 10)
     counter, lines = counter_of(first)
     second = CountingEngine("http://b", 500)

@@ -54,8 +54,8 @@ class FakeAdmin:
 class FakeEngine:
     """An engine that holds what it was sent, after `change`.
 
-    push_error: why it does not take weights, empty if it does. info: its `/server_info`, if it is
-    not that of an engine on `device`.
+    push_error: why it does not take weights, empty if it does. info: its `/server_info`, if it
+    differs from an engine's on `device`.
     """
 
     name: str

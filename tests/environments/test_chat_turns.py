@@ -87,7 +87,7 @@ def test_messages_follow_the_end_of_a_response(tmp_path: Path) -> None:
 
 
 def test_an_episode_is_what_the_template_renders(tmp_path: Path) -> None:
-    """The tokens of two turns are those of the whole chat, with the sampled ones in it."""
+    """The tokens of two turns equal the tokens of the whole chat, with the sampled ones in it."""
     turns = open_turns(tmp_path, APPENDS, "tool")
     model = ScriptedModel([Turn.saying("12"), Turn.saying("34")])
     episode = open_episode(model, chat_turns=turns)

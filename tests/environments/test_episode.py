@@ -131,7 +131,7 @@ def test_input_of_a_retracted_request_has_its_last_version() -> None:
 def test_budget_limits_sampled_and_observed_tokens() -> None:
     rollout, episode, model = play_turns([Turn.saying("4")], "0123", budget=6)
     assert len(model.requests) == 1  # 2 sampled and 4 observed tokens use up the budget
-    # The rollout leaves out the observation, because no response follows it.
+    # The rollout does not contain the observation, because no response follows it.
     assert tokens_of(rollout) == [*PROMPT.token_ids, *TOKENIZER.encode("4"), EOS]
     assert len(rollout.routes) == len(tokens_of(rollout)) - 1  # type: ignore[arg-type]
     assert rollout.finish_reason is FinishReason.LENGTH

@@ -147,7 +147,7 @@ def test_masked_values_do_not_matter(backend: str) -> None:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_further_mask_shrinks_the_groups(backend: str) -> None:
-    """Tokens masked only in the loss leave |τ| and the mean; ε stays that of the groups."""
+    """Tokens masked only in the loss leave |τ| and the mean; ε stays the groups' ε."""
     batch = response_batch([8], 4, mask_share=0.0)
     groups = espo_groups(
         batch.entropies, batch.cu_seqlens, vocab_size=50, fractions=(), fixed_clip=0.5

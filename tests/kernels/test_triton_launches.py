@@ -16,7 +16,7 @@ PACKAGE = Path(espo_kernels.__file__).parent
 
 
 class TensorOnGpu:
-    """A tensor of which only the place is known."""
+    """A tensor with a known place and nothing else."""
 
     def __init__(self, device: int) -> None:
         self.device = device

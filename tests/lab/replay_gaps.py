@@ -91,7 +91,7 @@ class GapCase:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit code: that of the first failure, or 0."""
+    """Return the exit code of the first failure, or 0."""
     words = list(sys.argv[1:] if arguments is None else arguments)
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     if words[:1] == ["--measure"]:

@@ -1,6 +1,6 @@
 """Simulate the cost of each way to select prompts, without engines.
 
-The selectors are those of a run, and correctness is simulated. Start it in the root of the
+The selectors are the same as in a run, and correctness is simulated. Start it in the root of the
 repository:
 
     python -m tests.lab.simulate_selection            # the table of docs/results/selection.md
@@ -27,8 +27,8 @@ first 100 steps, the first 20 with --generalise, the first 400 with --large-pool
     ktok/mixed            thousands of generated tokens for each mixed group
     accepted              share of the offered prompts that a step accepted
     epoch                 steps in which all prompts were offered once
-    of uniform            ktok/mixed as a share of that of uniform
-    of oversampling       ktok/mixed as a share of that of oversample
+    of uniform            ktok/mixed divided by uniform's
+    of oversampling       ktok/mixed divided by oversample's
     first 100             rollouts for each mixed group in the first steps
     newly solvable, seen  share of the prompts that rise from at most 2 % above 10 % and are sampled
                           within 60 steps (30 with --generalise)
@@ -224,7 +224,7 @@ class Tally:
         rounds: int,
         metrics: Mapping[str, float],
     ) -> None:
-        """Add one step. metrics: those of its selection."""
+        """Add one step. metrics: of its selection."""
         for group in groups:
             self.rollouts += len(group.rollouts)
             self.tokens += sum(rollout.num_generated for rollout in group.rollouts)

@@ -32,7 +32,7 @@ def merge(*arguments: str, out: str = "merged") -> int:
 def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with three checkpoints: `start`, and `a` and `b` with one other norm.
 
-    The norm of `a` is that of `start` + 2, and the norm of `b` that of `start` + 1.
+    The norm of `a` has the values of `start` + 2, and the norm of `b` the values of `start` + 1.
     """
     start = load_file(TWO_DIGIT_ADDITION / "model.safetensors")
     for name, change in (("start", 0.0), ("a", 2.0), ("b", 1.0)):

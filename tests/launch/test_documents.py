@@ -236,7 +236,7 @@ def test_keys_on_the_page_for_users_of_other_trainers_exist() -> None:
         if line.startswith("| "):
             for word in re.findall(r"`([a-z_.]+\.[a-z_.]+)(?:=[^`]*)?`", line.split("|")[2]):
                 count += 1
-                # The names of columns are those of a row, not declared keys
+                # Names of columns are keys of a row, not declared keys
                 key = word.rpartition(".")[0] if word.startswith("data.columns.") else word
                 if key not in keys:
                     unknown_keys.add(word)

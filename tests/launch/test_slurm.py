@@ -181,7 +181,7 @@ def test_a_job_that_is_refused_complete_or_interrupted_is_not_requeued(
 
 
 def test_the_exit_record_of_an_earlier_start_requeues_nothing(tmp_path: Path) -> None:
-    """A start that is refused leaves that record, such as that of a request to stop."""
+    """A start that is refused leaves that record, for example of a request to stop."""
     result = submit_job_that_ends(tmp_path, exit_json=":", saves=False)
     assert "requeue 123456" not in result.stderr and result.returncode == 1
 

@@ -1,7 +1,7 @@
 """Megatron's optimizer over an Adam with the interface of Apex's `FusedAdam`.
 
-Apex has no wheels, and needs a GPU. The interface is that of the commit that `Dockerfile` installs:
-the names and order of arguments, the state of a parameter, and where steps are counted.
+Apex has no wheels, and needs a GPU. The interface is the same as in the commit that `Dockerfile`
+installs: the names and order of arguments, the state of a parameter, and where steps are counted.
 """
 
 from __future__ import annotations

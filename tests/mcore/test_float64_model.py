@@ -1,4 +1,4 @@
-"""The float64 model, with which whole steps are compared, equals the one of transformers."""
+"""The float64 model, with which whole steps are compared, equals transformers' model."""
 
 import sys
 from pathlib import Path

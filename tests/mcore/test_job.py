@@ -14,7 +14,7 @@ from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.mcore.job import join
 
 TESTS = Path(__file__).resolve().parents[1]
-# Each rank leaves a key, and prints whether it sees those of the earlier start
+# Each rank leaves a key, and prints whether it sees keys of the earlier start
 RANK = """
 import os
 import torch, torch.distributed as dist

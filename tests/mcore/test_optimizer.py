@@ -120,7 +120,7 @@ def test_schedule_resumes_from_its_state(megatron: Any, checkpoint: Path) -> Non
 def test_new_peak_rate_keeps_warmup_decay_and_moments(
     megatron: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
-    """The rates are those of an optimizer that had this peak rate from the start."""
+    """The rates are the same as with this peak rate from the start."""
     models, _ = build(checkpoint)
     optimizer = adam(models, 6, lr=0.1, warmup_steps=2, decay="linear", min_lr_ratio=0.1, eps=1e-30)
     rates = []
@@ -272,7 +272,7 @@ def test_a_worse_verdict_of_another_rank_skips_the_step(
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_norm_above_the_limit_skips_the_step(megatron: Any, checkpoint: Path, dtype: str) -> None:
-    """The next step equals that of an optimizer that never saw the spike, bit for bit."""
+    """The next step is the same as if the optimizer had never seen the spike, bit for bit."""
     weights = []
     for has_spike in (True, False):
         models, _ = build(checkpoint, dtype=dtype)

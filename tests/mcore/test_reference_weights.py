@@ -1,4 +1,4 @@
-"""The reference's weights are exchanged with those of the model, and both stay exact."""
+"""The weights of reference and model are exchanged, and both stay exact."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def assert_equal(weights: dict[str, torch.Tensor], others: dict[str, torch.Tenso
 def test_reference_logprobs_are_those_of_a_model_with_its_weights(
     megatron: Any, other: Path, source: Any, dtype: str
 ) -> None:
-    """Bit for bit, with the same routes: the engines', those of the trained model, or live ones."""
+    """Bit for bit, with the same routes: the engines', the trained model's, or live ones."""
     kl = KlSettings(coef=0.1, reference=str(other))
     shape, policy = with_replay(*policy_of(TWO_DIGIT_ADDITION, dtype, kl=kl), source)
     _, other_policy = with_replay(*policy_of(other, dtype), source)

@@ -169,7 +169,7 @@ def test_missing_recomputation_is_a_fault_and_is_dropped_with_the_pass() -> None
     with torch.no_grad():
         call_router(target)
     target.end_forward()
-    assert call_router(target)[1] == other_routes.tolist(), "not those of the pass before"
+    assert call_router(target)[1] == other_routes.tolist(), "not the routes of the pass before"
     target.deactivate()
     assert len(target.faults) == 1
 

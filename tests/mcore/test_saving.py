@@ -218,9 +218,9 @@ def copy_state(models: Any, optimizer: DistributedAdam) -> list[torch.Tensor]:
 def test_a_checkpoint_loads_in_place_over_nan_bit_for_bit(
     megatron: Any, tmp_path: Path, dtype: str, num_steps: int
 ) -> None:
-    """The weights, the optimizer's state and the next step are those of the checkpoint.
+    """The weights, the optimizer's state and the next step continue the checkpoint.
 
-    The learning rate is that of the step, with the peak that was set since.
+    The learning rate belongs to the step, with the peak that was set since.
     """
     models, optimizer = random_models(1, dtype)
     for seed in range(num_steps):

@@ -29,9 +29,9 @@ def test_linear_is_the_weighted_mean() -> None:
     ("weights", "scale", "changes"),
     [
         # The larger half of each change is (4, 0, 2, 0) and (-3, 2, 0, 0).
-        # The signs are those of (1, 2, 2, 0). At index 0, only the first model is positive.
+        # The signs are the signs of (1, 2, 2, 0). At index 0, only the first model is positive.
         ([1, 1], 1.0, [4, 2, 2, 0]),
-        # The signs are those of (-2, 4, 2, 0). If one model has the sign, its weight cancels.
+        # The signs are the signs of (-2, 4, 2, 0). If one model has the sign, its weight cancels.
         ([1, 2], 1.0, [-3, 2, 2, 0]),
         ([1, 1], 0.5, [2, 1, 1, 0]),
     ],

@@ -156,7 +156,7 @@ def reference(tmp_path: Path) -> Path:
 def test_slurm_requeues_a_run_whose_node_dies_and_it_ends_exactly(
     tmp_path: Path, can_have_nodes: None, reference: Path
 ) -> None:
-    """A dead node is replaced: first that of rank 0, then that where the ranks meet."""
+    """A dead node is replaced: first rank 0's node, then the node where the ranks meet."""
     root = tmp_path / "shared"
     root.mkdir()
     run = root / "job"

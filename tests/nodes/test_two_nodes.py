@@ -233,7 +233,7 @@ def test_a_run_with_a_node_that_is_cut_off_ends_and_resumes(
 
 
 def service_ports(job: NodeJob, node: Node) -> list[int]:
-    """The ports of a node's engine and collector, and that of the hub.
+    """The ports of a node's engine and collector, and the hub's port.
 
     The engine reaches rank 0 at the port over which the ranks speak, which has to stay open.
     """

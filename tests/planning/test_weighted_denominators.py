@@ -101,7 +101,7 @@ def loss_and_gradients(
 ) -> tuple[float, dict[str, float]]:
     """Return the loss of a plan whose ratios are 1, and its gradients.
 
-    A gradient is that of one shift of all log-probabilities of a response. Responses of prompts
+    A gradient is taken for one shift of all log-probabilities of a response. Responses of prompts
     with the same first letter share it.
     """
     names = [f"{ref.prompt_id[0]}/{ref.sample_index}" for ref in plan.rollouts]
@@ -120,7 +120,7 @@ def loss_and_gradients(
 def test_gradients_of_weighted_groups_by_hand(dtype: torch.dtype) -> None:
     """The gradient of GSPO's loss by a response is -w A / Σ w.
 
-    Group a has the weight 3 and three responses, of which two are correct: A = 1/3, 1/3, -2/3
+    Group a has the weight 3 and three responses, two of them correct: A = 1/3, 1/3, -2/3
     without normalisation. Group b has the weight 1 and two responses: A = 1/2, -1/2. So
     Σ w = 3 · 3 + 2 · 1 = 11.
     """

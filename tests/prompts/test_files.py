@@ -68,7 +68,7 @@ def write_table(folder: Path, rows: Rows) -> DataLocation:
 
 
 def write_two_tables(folder: Path, rows: Rows) -> DataLocation:
-    """The rows in two files, of which the name of the second sorts first as text."""
+    """The rows in two files. As text, the name of the second one sorts first."""
     parts = folder / "parts"
     parts.mkdir()
     pa.parquet.write_table(table_of(rows[:1]), parts / "part-9.parquet")

@@ -323,7 +323,7 @@ def test_demonstrations_that_are_too_long_are_bad_rows(
     num_tokens: int,
     limit: int,
 ) -> None:
-    """Their length is that of an episode's tokens, and the row is named while the data is read."""
+    """All tokens of an episode count, and the row is named while the data is read."""
     row = {"prompt": "5+1=", "answer": "6", "response": response}
     path = write(tmp_path / "t.jsonl", json.dumps(row))
     held_out = write(tmp_path / "e.jsonl", '{"prompt": "3=", "answer": 4}')

@@ -198,7 +198,7 @@ def test_a_change_of_the_range_keeps_the_position_in_the_epoch() -> None:
 
 
 def source_with_two_of(n: int, pass_rate_range: list[float] | None) -> PromptSource:
-    """Source of n prompts, of which p0 and p1 have a rate of 1/2 and the others of 0."""
+    """Source of n prompts: p0 and p1 have a rate of 1/2, and the others of 0."""
     rates = [PassRate(id=f"p{i}", correct=4 if i < 2 else 0, samples=8) for i in range(n)]
     return make_source(n, pass_rate_range=pass_rate_range, rates=rates)
 

@@ -233,7 +233,7 @@ def test_answers_that_the_scorer_tells_apart_are_a_contradiction(
 
 
 def make_chat(number: int, text: str, answer: str = "1") -> Question:
-    """A question whose identity is not its text, as that of a row with messages."""
+    """A question whose identity is not its text, such as a row with messages."""
     return Question(str(number), text, answer, "t", identity=f"chat {number}")
 
 

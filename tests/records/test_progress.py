@@ -265,7 +265,7 @@ def test_no_reminder_is_logged_after_the_task(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_closed_pipe_does_not_end_the_run() -> None:
-    """With `| head -1`, the other lines go nowhere, and the exit code is that of the run."""
+    """With `| head -1`, the other lines go nowhere, and the exit code is the run's."""
     script = (
         "from megatron_rl.records.progress import Progress\nimport time, sys\n"
         "progress = Progress(1, is_enabled=True)\n"

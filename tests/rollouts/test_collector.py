@@ -60,7 +60,7 @@ def collect(
 ) -> None:
     """Request one group from a collector, and check its message while the rollouts are stored.
 
-    Reports about the engine are left out.
+    Reports about the engine are dropped.
     """
 
     async def run() -> None:

@@ -1,4 +1,4 @@
-"""The engine pool: balance, retries, and engines that are left out."""
+"""The engine pool: balance, retries, and engines that get no requests after failures."""
 
 import asyncio
 import contextlib
@@ -571,7 +571,7 @@ async def pool_of_nodes(
 ) -> AsyncIterator[tuple[EnginePool, list[str], dict[str, Engine]]]:
     """Open a pool without engines on a node.
 
-    Yields it, the URLs of the engines that it leaves out, and the engines by name. answers: of
+    Yields it, the URLs of the engines that it does not use, and the engines by name. answers: of
     each engine, by its name. Those whose name begins with `own` are of the pool's node.
     """
     left_out: list[str] = []

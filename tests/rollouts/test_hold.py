@@ -217,7 +217,7 @@ def test_a_hold_that_is_over_leaves_no_engine_out_during_the_next_one(
 def generate_under_aborts(num_aborts: int, num_tokens: int) -> tuple[Generation, int]:
     """Sample a response while somebody else aborts it.
 
-    num_aborts: how often. num_tokens: those of each piece. Returns the response and the number of
+    num_aborts: how often. num_tokens: of each piece. Returns the response and the number of
     requests.
     """
     engine = InterruptedEngine(num_tokens)

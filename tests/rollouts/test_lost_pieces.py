@@ -23,7 +23,7 @@ from tests.support.scripted_model import EOS, PROMPT
 
 PIECE = REPETITION_CHECK_TOKENS
 LONGEST = 4 * PIECE
-# Tokens of which no 40 repeat
+# Tokens without a repeated 40-gram
 IDS = random.Random(0).choices(range(5, 45), k=PIECE)
 SAMPLING = Sampling(max_new_tokens=LONGEST, temperature=1.0, stop_token_ids=(EOS,))
 

@@ -329,7 +329,7 @@ def order_versions_backwards(reply: Reply) -> None:
 
 
 def retract_into_new_weights(reply: Reply) -> None:
-    """Make the routes of the old tokens those of the new weights."""
+    """Give the old tokens the routes of the new weights."""
     set_versions(("3", 0, 0.5), ("4", 0.5, 1))(reply)
     reply["meta_info"]["num_retractions"] = 1
 
@@ -343,7 +343,7 @@ DAMAGES_OF_TWO_TOKENS = {  # or more
 class CollectorBench:
     """A collector with an engine whose replies are given by the test.
 
-    The engine is added again for each of them: one that keeps failing is left out.
+    The engine is added again for each of them: one that keeps failing gets no requests.
     """
 
     def __init__(self) -> None:
@@ -499,7 +499,7 @@ async def play_two_turns(episode: Episode) -> None:
 def two_turns(
     data: st.DataObject,
 ) -> tuple[Episode, list[tuple[bytes, int, int]], Rejection | None]:
-    """Run an episode of two turns with drawn replies, the second of which may be damaged.
+    """Run an episode of two turns with drawn replies. The second one may be damaged.
 
     Returns the episode, its replies with the numbers of prompt tokens and of tokens that were
     allowed, and the error.

@@ -198,7 +198,7 @@ def test_rollouts_without_a_verdict_are_unusable(hub: CollectorHub, peer: Peer) 
 
 
 def test_scoring_is_timed_by_the_clock_of_each_node(hub: CollectorHub, peer: Peer) -> None:
-    """Monotonic clocks start with the machine, so those of two nodes differ by weeks."""
+    """Monotonic clocks start with the machine, so the clocks of two nodes differ by weeks."""
 
     def group_on(node: int, generated_at: float, scored_at: float) -> Group:
         where = RolloutLocation(node=node, pid=1, fd=1, offset=0, nbytes=0)

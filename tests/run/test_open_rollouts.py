@@ -34,7 +34,7 @@ class StoredResponses:
     """Stores groups of open steps in each checkpoint, and notes the calls.
 
     num_new_tokens: tokens of each save that no record has yet. failure: raised by each save.
-    open_groups: what there is of open steps, by step.
+    open_groups: the sampled parts of open steps, by step.
     """
 
     num_new_tokens: int = 0

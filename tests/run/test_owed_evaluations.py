@@ -233,7 +233,7 @@ def parts_that_stop(
 def test_a_stop_request_aborts_an_evaluation_and_a_resumed_run_makes_up_for_it(
     tmp_path: Path, step: int
 ) -> None:
-    """Also that of step 0, which no checkpoint can hold, and that of the last step."""
+    """Also for step 0, which no checkpoint can hold, and for the last step."""
     now = [0.0]
     stop = make_stop_request(clock=lambda: now[0])
     ranks = FakeRanks()

@@ -238,7 +238,7 @@ def test_other_urls_are_refused(url: str) -> None:
 
 
 class _RawServer(socketserver.ThreadingTCPServer):
-    """Answers every request with pieces of bytes, as they are. seconds: before each piece."""
+    """Answers every request with the given pieces of bytes. seconds: before each piece."""
 
     daemon_threads = True
     allow_reuse_address = True

@@ -292,7 +292,7 @@ def test_decoded_routes_equal_the_sent_ones(
     [(127, np.uint8), (255, np.uint8), (256, np.uint16), (299, np.uint16), (65535, np.uint16)],
 )
 def test_decoded_routes_take_the_smallest_type(last_expert: int, dtype: type) -> None:
-    """A response may wait for a long time. The experts are those of models with 128 and 300."""
+    """A response may wait for a long time. The numbers of experts are 128 and 300."""
     routes = np.full((PROMPT + 1, LAYERS, TOPK), last_expert, "<i4")
     routes[..., 1] = 0
     content = reply(routed_experts=base64.b64encode(routes.tobytes()).decode())

@@ -30,7 +30,7 @@ def make_pool(n: int, tags: int = 2) -> list[Prompt]:
 
 
 def answer(request: RolloutRequest, scores: Scores, previous: Group | None = None) -> Group:
-    """Return the requested rollouts, after those of the previous group."""
+    """Return the requested rollouts, after the previous group's."""
     samples = range(request.first_sample, request.first_sample + request.samples)
     verdicts = [scores(request.prompt, sample) for sample in samples]
     new_group = group(*verdicts, name=f"g{request.index}")

@@ -13,7 +13,7 @@ class Launcher:
     """Replaces `subprocess.Popen`: writes the directory of a run that ended with `code`.
 
     commands, streams: the arguments of every start.
-    extra_overrides: overrides that the run has beyond those of its command line.
+    extra_overrides: overrides that the run has beyond its command line.
     during: called while the run is waited for.
     outcome: further arguments of `write_run` for a run with the given overrides.
     """

@@ -56,7 +56,7 @@ def sample_rollouts(
 ) -> list[Rollout]:
     """Generate and score one batch as a run does, with engines, collector and queue.
 
-    The weights are those of the checkpoint. As none are sent, the configuration needs
+    The engines load the checkpoint's weights. As none are sent, the configuration needs
     `engine.extra_args=[--weight-version=0]`.
     """
     shape = read_shape(configuration.model.path)

@@ -48,7 +48,7 @@ def advantages_of(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def entropy_advantages_of(groups: Sequence[Group], alpha: float) -> dict[str, float]:
-    """Return α for rollouts of all-correct groups and -α for those of all-incorrect ones, by id.
+    """Return α for rollouts of all-correct groups and -α in all-incorrect groups, by id.
 
     All rollouts of such a group have a verdict.
     """

@@ -25,7 +25,7 @@ def te_obstacle() -> str:
 
 
 def spec_variants(report: Report) -> list[tuple[str, str]]:
-    """Return the layer specs that run here, each with a dtype, and note why `te` is left out.
+    """Return the layer specs that run here, each with a dtype, and note why `te` does not.
 
     `te` comes last, so that its failure leaves the other results.
     """

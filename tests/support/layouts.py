@@ -58,7 +58,7 @@ class Kind(NamedTuple):
     """The axes of a grid, apart from their sizes and from data parallelism.
 
     tp, pp, vpp, cp, ep: True if the axis is larger than 1.
-    etp: the ranks over which an expert is split: none, those of tensor parallelism, or others.
+    etp: the ranks over which an expert is split: none, the tensor-parallel ones, or others.
     """
 
     tp: bool

@@ -48,7 +48,7 @@ FAULT_METRICS = (
 def assert_equal(
     run: Path, reference: Path, steps: int, *, except_for: tuple[str, ...] = ()
 ) -> None:
-    """Compare the weights and metrics of a run with those of an undisturbed one.
+    """Compare the weights and metrics of a run with an undisturbed run's.
 
     except_for: the metrics that tell of faults.
     """

@@ -85,7 +85,7 @@ class Node:
     ) -> subprocess.Popen[str]:
         """Start a command on the node, with a TMPDIR of the node.
 
-        options: those of `subprocess.Popen`. The returned process is outside the node. It ends when
+        options: of `subprocess.Popen`. The returned process is outside the node. It ends when
         the command ends, with its code, or with -9 if the node was killed.
         """
         return subprocess.Popen(

@@ -40,7 +40,7 @@ class RouterCalls:
         Recomputation runs each forward pass of a step without gradients, and once more with
         gradients.
 
-        forward_passes: 1 for that of the old policy, 2 with that of a reference.
+        forward_passes: 1 for the old policy's, 2 with a reference's.
 
         Raises `AssertionError`.
         """

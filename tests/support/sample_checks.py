@@ -38,7 +38,7 @@ class Scenario:
 
 
 def check_samples(scenarios: Mapping[str, Scenario], name: str) -> None:
-    """Compare the samples with rollouts, with metrics, and with those of expert parallelism."""
+    """Compare the samples with rollouts, with metrics, and with samples of expert parallelism."""
     scenario = scenarios[name]
     _check_tokens(scenario.samples)
     _check_metrics(scenario)
@@ -49,7 +49,7 @@ def check_samples(scenarios: Mapping[str, Scenario], name: str) -> None:
 
 
 def _check_tokens(samples: dict[str, Sample]) -> None:
-    """All tokens after the prompt are those of the rollout, and values are at trained tokens."""
+    """All tokens after the prompt come from the rollout, and values are at trained tokens."""
     rollouts = make_batch(read_shape(COLUMN_ADDITION), 9)[1]
     assert samples.keys() == {rollout.rollout_id for rollout in rollouts}
     for rollout in rollouts:

@@ -91,7 +91,7 @@ def classes_of(trees: Mapping[str, ast.Module]) -> list[Class]:
 
 
 def write_pairs(item: Class) -> set[tuple[str, str]]:
-    """Return the pairs of a method and an attribute that it changes, constructors left out.
+    """Return the pairs of a method and an attribute that it changes, without constructors.
 
     An attribute is written as from `self`: `x`, or `x.y` for the state of a part. Assignments,
     deletions and calls such as `append` change it.
@@ -150,7 +150,7 @@ def constructor_parameters(item: Class) -> list[str]:
 def lonely_protocols(classes: Iterable[Class]) -> list[str]:
     """Return the protocols that at most one class of the source implements.
 
-    A class implements a protocol if it has all of its names, its own or those of its bases.
+    A class implements a protocol if it or its bases have all of the protocol's names.
     """
     by_name: dict[str, Class] = {item.name: item for item in classes}
     lonely = []

@@ -101,7 +101,7 @@ class SimulatedCollector:
         self.is_alive = True
         self.is_hung = False
         self.inbox: deque[ToCollector] = deque()
-        self.pool: dict[str, bool] = {}  # by URL: True for engines that are left out
+        self.pool: dict[str, bool] = {}  # by URL: True for engines that get no requests
         self._own_urls: set[str] = set()
         self.requests: dict[str, GroupRequest] = {}
         self.held_groups: set[str] = set()
@@ -131,7 +131,7 @@ class SimulatedCollector:
 
     @property
     def used_urls(self) -> list[str]:
-        """The engines that get requests: those of its node, or others if it has none."""
+        """The engines that get requests: its node's, or others if it has none."""
         urls = [url for url, is_left_out in self.pool.items() if not is_left_out]
         return [url for url in urls if url in self._own_urls] or urls
 
@@ -164,7 +164,7 @@ class SimulatedCollector:
                     self.requests.pop(group_id, None)
                 self.held_groups -= set(group_ids)
             case Serve(engines=engines, version=version):
-                # An engine that was left out stays so until it is missing
+                # An engine that gets no requests stays so until it is missing
                 self.pool = {engine.url: self.pool.get(engine.url, False) for engine in engines}
                 self._own_urls = {engine.url for engine in engines if engine.node == self.node}
                 self._version = version

@@ -98,7 +98,7 @@ def test_the_gradient_of_a_step_with_zero_variance_groups(algo: AlgoSettings) ->
     old = -torch.arange(1.0, 11.0) / 10
     response = ResponseTokens(old, entropies, old, advantages, batch.cu_seqlens)
     logprobs = old.clone().requires_grad_()
-    counts = Denominators(sequences=1, tokens=4)  # those of the mixed group
+    counts = Denominators(sequences=1, tokens=4)  # of the mixed group
     open_loss(algo, read_shape(COLUMN_ADDITION)).prepare(response)(logprobs, counts).loss.backward()
     assert logprobs.grad is not None
     gradient = -advantages * token_weights(algo, entropies, batch.cu_seqlens.tolist())

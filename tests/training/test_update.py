@@ -57,7 +57,7 @@ def waits() -> Iterator[list[str]]:
 class Weights:
     """A model that is its own optimizer.
 
-    Log-probabilities are those of the batch, plus `shift` for each step.
+    Log-probabilities come from the batch, plus `shift` for each step.
     """
 
     post_process = True  # it is the last pipeline stage

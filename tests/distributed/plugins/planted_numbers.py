@@ -18,7 +18,7 @@ class PlantedNumbers:
     action: what becomes of a loss at fault. spike: it is multiplied by 1000. not_finite: it is NaN.
     poison: an embedding that no token uses becomes NaN, and the loss stays. nothing: the loss
     stays. calls: the calls of the
-    loss at fault, counted from 1 with that of the warm-up. Empty: those with the marker.
+    loss at fault, counted from 1 with the warm-up's call. Empty: calls with the marker.
     """
 
     def __init__(self, action: str, calls: tuple[int, ...] = ()) -> None:

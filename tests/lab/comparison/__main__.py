@@ -64,7 +64,7 @@ Train = Callable[[Sequence[Run], Callable[[Run], None]], int]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Return the exit code: that of the run that failed, or 0."""
+    """Return the exit code of the run that failed, or 0."""
     options = make_parser(__doc__ or "").parse_args(arguments)
 
     def work() -> int:

@@ -97,7 +97,7 @@ def _add_tokens(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--against",
         metavar="NAME",
-        help="variant whose tokens are divided by those of the others",
+        help="variant whose tokens are divided by each variant's tokens",
     )
 
 

@@ -80,7 +80,7 @@ def token_table(
 ) -> Iterator[str]:
     """Yield a sentence and the lines of a Markdown table.
 
-    against: the variant whose tokens are divided by those of the others.
+    against: the variant whose tokens are divided by each variant's tokens.
     """
     yield (
         f"Held-out accuracy {tokens.level:.3f}, which all runs reach. Tokens of evaluations are "

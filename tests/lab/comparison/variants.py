@@ -43,7 +43,7 @@ class ComparisonRefused(Failure):
 class Variant:
     """A variant of the comparison.
 
-    overrides: overrides of this variant, without those of all variants.
+    overrides: overrides of this variant alone, without the common ones.
     """
 
     name: str
@@ -71,7 +71,7 @@ class Run:
 class RunPlanner:
     """Plans runs in `root`.
 
-    common: overrides of all runs, before those of a single run.
+    common: overrides of all runs, before the overrides of a single run.
     """
 
     root: Path

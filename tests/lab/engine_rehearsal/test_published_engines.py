@@ -25,7 +25,7 @@ LATENT = "fused_qkv_a_proj_with_mqa.weight"
 
 
 def configuration(model_path: Path, tp: int, ep: int) -> Configuration:
-    """A run with this model. Its rules are those of the tiny model, which all hold."""
+    """A run with this model. The rules of the tiny model apply, and all hold."""
     overrides = ["experiment=smoke", "model=column_addition", "model.dtype=bfloat16"]
     c = compose(overrides, facts=LaunchFacts(num_gpus=8))
     return replace(

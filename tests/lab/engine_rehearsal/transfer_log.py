@@ -1,4 +1,4 @@
-"""Records which parts of which tensors are copied into which parts of which parameters.
+"""Records which part of a tensor is copied into which part of which parameter.
 
 All tensors are on torch's meta device. They have shapes and storages, but no data.
 """

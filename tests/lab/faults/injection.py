@@ -24,7 +24,7 @@ from tests.support.jobs import (
 # Less than parallel.timeout_s, after which ranks end by themselves
 MAX_SECONDS = 60.0
 _SHARED_MEMORY = Path("/dev/shm")
-# Log lines of torchrun, which it may print before those of the run
+# Log lines of torchrun, which it may print before the run's lines
 _TORCHRUN_LINE = re.compile(r"^\[?[WEI]\d{4} |^=+$|^\s*$")
 
 

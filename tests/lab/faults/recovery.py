@@ -112,7 +112,7 @@ class Outcome:
 
     @property
     def has_same_weights(self) -> bool:
-        """True if the weights equal those of the undisturbed run."""
+        """True if the weights equal the undisturbed run's."""
         return bool(self.evidence.digest) and self.evidence.digest == self.reference.digest
 
 

@@ -120,7 +120,7 @@ def kill_collectors(stage: Stage) -> None:
 
 
 def lie(change: ChangeReply) -> Callable[[Stage], float]:
-    """Let the first engine lie until it is left out."""
+    """Let the first engine lie until it gets no requests."""
 
     def strike(stage: Stage) -> float:
         moment = time.monotonic()

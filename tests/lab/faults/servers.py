@@ -35,8 +35,8 @@ Observe = Callable[[str, bytes], None]
 class ServerKind:
     """The kind of a server. number: tells apart servers of one kind.
 
-    model: the directory of a shipped model. rope_theta: the base of the rotary embedding, None for
-    that of the shipped model.
+    model: the directory of a shipped model. rope_theta: the base of the rotary embedding, None as
+    in the shipped model.
     """
 
     number: int = 0

@@ -25,7 +25,7 @@ def signal_launcher(number: signal.Signals) -> Callable[[Scene], None]:
 def signal_processes(
     number: signal.Signals, choose: Callable[[Scene], list[psutil.Process]]
 ) -> Callable[[Scene], None]:
-    """Send a signal to chosen processes, of which there must be one at least."""
+    """Send a signal to chosen processes. There must be one at least."""
 
     def strike(scene: Scene) -> None:
         processes = choose(scene)
@@ -47,7 +47,7 @@ def find_engine_processes(scene: Scene) -> list[psutil.Process]:
 
 
 def find_engine_supervisor(scene: Scene) -> list[psutil.Process]:
-    """The supervisor of the engine, not that of the collector."""
+    """The supervisor of the engine, not the collector's."""
     supervisors = processes_named(scene.processes, "sglang_bridge.server.supervise")
     collectors = processes_named(supervisors, "megatron_rl.rollouts.collector")
     return [p for p in supervisors if p not in collectors]

@@ -52,7 +52,7 @@ class Manifest:
 class Archives:
     """Archives on this machine.
 
-    paths: where packages of those that fit are. refusals: why others are left out.
+    paths: where the packages of archives are that fit. refusals: why others are not used.
     """
 
     paths: dict[str, Path] = field(default_factory=dict)
@@ -64,7 +64,7 @@ class Archives:
         self.refusals[name] = reason
 
     def obstacle(self, names: Iterable[str]) -> str:
-        """Return why one of the archives is left out, empty if none is."""
+        """Return why one of the archives is not used, empty if all are."""
         return next(
             (f"archive {name}: {self.refusals[name]}" for name in names if name in self.refusals),
             "",

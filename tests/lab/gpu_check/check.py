@@ -169,7 +169,7 @@ class Check:
         self._archives = archives
         self._record.details["archives"] = archives.describe()
         for name, reason in archives.refusals.items():
-            _say(f"archive {name} is left out: {reason}")
+            _say(f"archive {name} is not used: {reason}")
 
     def _run(self, outcome: Outcome, later: Sequence[str]) -> None:
         """Run one stage, or say why not."""

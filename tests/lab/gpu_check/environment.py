@@ -19,7 +19,7 @@ def stage_environment(
     """Environment of a stage: the tree first on the path, at most one GPU, and no network.
 
     parent: the environment of the command. root: the tree. scratch: for caches. packages: folders
-    of packages, which come before those of the interpreter.
+    of packages, which come before the interpreter's.
     """
     paths = [root, root / "kernels", *packages, parent.get("PYTHONPATH", "")]
     first = (parent.get("CUDA_VISIBLE_DEVICES") or "0").partition(",")[0]

@@ -1,4 +1,4 @@
-"""Archives that do not fit the machine are left out by name, and nothing else suffers."""
+"""Archives that do not fit the machine are named and not used, and nothing else suffers."""
 
 from __future__ import annotations
 

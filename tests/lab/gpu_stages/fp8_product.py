@@ -1,7 +1,7 @@
 """FP8 weights of the trainer in torch's block-wise FP8 product, as an engine multiplies them.
 
-The product of e4m3 codes with their scales must equal that of the dequantised numbers. It runs on
-Hopper GPUs alone.
+The product of e4m3 codes with their scales must equal the product of the dequantised numbers. It
+runs on Hopper GPUs alone.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Operands:
     def layouts(self) -> Iterator[tuple[str, Scales]]:
         """Yield the layouts of scales by name, the one that torch's rules ask for first.
 
-        Its scales of tokens are [M, L] with strides (1, M), and those of the weight [L4, N / 128]
+        Its scales of tokens are [M, L] with strides (1, M), and the weight's scales [L4, N / 128]
         with strides (1, L4). L is K / 128, and L4 is L rounded up to a multiple of 4.
         """
         by_block = self.token_scales.T.contiguous().T

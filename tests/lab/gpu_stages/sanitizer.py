@@ -23,7 +23,7 @@ from tests.lab.gpu_stages.stage import Report, Setting, StageSkipped, run
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = "compute-sanitizer"
 _TOOL_FOLDERS = (Path("/usr/local/cuda/bin"), Path("/usr/local/cuda/compute-sanitizer"))
-# Errors of CUDA functions are left out: torch asks for functions that a driver may not have.
+# Errors of CUDA functions do not count: torch asks for functions that a driver may not have.
 _OPTIONS = (
     *("--tool", "memcheck"),
     *("--target-processes", "application-only"),

@@ -59,7 +59,7 @@ def train(setting: Setting, report: Report) -> None:
     """Train a few steps of 16,384 tokens through 2.4 billion parameters.
 
     The small stage trains 252 tokens through some thousand parameters. With the choice `local`,
-    layers are those of `model.spec=local` even where Transformer Engine is installed.
+    layers are `model.spec=local` even where Transformer Engine is installed.
     """
     if "local" in setting.choices and setting.small:
         raise StageSkipped("on a CPU, the stage train has local layers")

@@ -1,4 +1,4 @@
-"""Measure how much the numbers of a real SGLang server differ from those of Megatron.
+"""Measure how much the numbers of a real SGLang server differ from Megatron's.
 
 Start it in the root of the repository (minutes on two cores):
 

@@ -2,7 +2,7 @@
 
 Usage: python -m tests.lab.pretended_device tests.lab.pretended_device.engine_peer FILE. It writes
 its port to FILE, serves until it is killed, and receives buckets over NCCL as SGLang does. Its
-checksums are those of the tensors that arrived. `POST /fail` makes every later update fail.
+checksums are computed from the tensors that arrived. `POST /fail` makes every later update fail.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ _TIMEOUT = datetime.timedelta(minutes=10)  # NCCL's own
 
 
 class _Options:
-    """Options of NCCL, of which gloo needs the time limit."""
+    """Options of NCCL. Gloo needs only the time limit."""
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self._timeout = _TIMEOUT

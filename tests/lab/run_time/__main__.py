@@ -18,7 +18,7 @@ and selection=uniform.
 `ahead` measures what sampling ahead brings on this machine, and how much it can bring at most.
 
 Output: Markdown tables of the constants, and of measured and simulated seconds a step. Runs that
-differ in their seeds alone share a row. Steps before the third and the last one are left out.
+differ in their seeds alone share a row. Steps before the third and the last one do not count.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class Scenario:
     """The size of a simulation.
 
     spreads: standard deviations of the logarithm of lengths. The first and the last `edge` steps
-    are left out: engines fill and empty there.
+    do not count, because engines fill and empty there.
     """
 
     prompts: int = 128
@@ -64,7 +64,7 @@ class Gain(NamedTuple):
 
     speed_ups: by seed, the seconds of a step without sampling ahead over those with it.
     bound_shares: by seed, max(sampling, training) + sync over the seconds of a step. `sampling` is
-    that of a step alone.
+    the time of a step alone.
     """
 
     speed_ups: list[float]

@@ -127,7 +127,7 @@ def _residuals(run: MeasuredRun, step: MeasuredStep, speed: EngineSpeed) -> npt.
 
 
 def fit_trainer(runs: Sequence[MeasuredRun]) -> TrainerSpeed:
-    """Fit the seconds of training to the tokens of a step, and those of a sync."""
+    """Fit the seconds of training to the tokens of a step, and the seconds of a sync."""
     steps = [step for run in runs for step in run.steps]
     columns = np.array([[1.0, float(step.tokens)] for step in steps])
     values, _ = nnls(columns, np.array([step.training for step in steps]))

@@ -13,7 +13,7 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.records.past_run import Record, RunUnreadable, read_metrics, read_settings
 from megatron_rl.records.timeline.spans import TIMELINE_FILE, Lane, Span, read_timeline
 
-# Steps before it are left out: the first ones also compile, load and fill caches
+# Steps before it do not count: the first ones also compile, load and fill caches
 FIRST_STEP = 3
 
 
@@ -135,7 +135,7 @@ def read_run(directory: Path) -> MeasuredRun:
 
 
 def _check(directory: Path, settings: Mapping[str, Any]) -> None:
-    """Refuse runs that do what the simulation leaves out."""
+    """Refuse runs that do what is not simulated."""
     needs = {
         "mode": "train",
         "selection.name": "uniform",

@@ -26,7 +26,7 @@ _RUN_SECONDS = 900.0
 
 
 class PlannedRun(NamedTuple):
-    """A run to train. settings: besides those of all runs."""
+    """A run to train. settings: beside the settings of all runs."""
 
     name: str
     settings: tuple[str, ...]

@@ -255,8 +255,9 @@ def beside_seconds(sampling: Path, training: Path) -> tuple[float, float]:
     """Return the mean seconds of those steps during which the other program worked, too.
 
     sampling, training: directories of runs with mode=rollout_only and mode=train_only. The first
-    is the time from the first request of a step to its last response, and the second is that of
-    training with all that rank 0 computes before it. Raises `CannotFit` if no steps overlap.
+    is the time from the first request of a step to its last response, and the second is the
+    time of training with all that rank 0 computes before it. Raises `CannotFit` if no steps
+    overlap.
     """
     samples = _sampling_times(sampling)
     trainings = _training_times(training)

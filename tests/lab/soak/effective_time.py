@@ -28,7 +28,7 @@ class Recovery:
 class EffectiveTime:
     """The time of a run. wall_seconds: between its first and its last step.
 
-    step_seconds: the median time of a step that no fault disturbed. num_steps: those of the time.
+    step_seconds: the median time of a step that no fault disturbed. num_steps: in the time.
     """
 
     wall_seconds: float

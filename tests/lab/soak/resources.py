@@ -128,7 +128,7 @@ def kind_of(line: str) -> str:
 def descriptor_targets(pid: int) -> Counter[str]:
     """Count the open files of a process by what they refer to, such as `socket`.
 
-    Numbers and random parts of a name are left out, so that files of one kind count together.
+    Numbers and random parts of a name are removed, so that files of one kind count together.
     """
     targets = Counter[str]()
     for descriptor in Path(f"/proc/{pid}/fd").iterdir():
@@ -155,7 +155,7 @@ def _growth_of_kind(kind: str, early: Sequence[Sample], late: Sequence[Sample]) 
 
 
 def _growth_of_targets(kind: str, name: str, sides: Sequence[Sequence[Sample]]) -> list[Growth]:
-    """Return the kinds of open files of which there are more than before."""
+    """Return the kinds of open files that have become more."""
     all_targets = {target for side in sides for sample in side for target in sample.targets[kind]}
     rows = []
     for target in sorted(all_targets):

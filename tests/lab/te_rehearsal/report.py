@@ -40,7 +40,7 @@ class Report:
         self.write(f"{'ok' if is_ok else 'FAILED':7} {self.part}: {name}: {detail}")
 
     def expect_nothing(self, name: str, faults: Sequence[str]) -> None:
-        """Record a check that lists what is wrong, of which the message has the first three."""
+        """Record a check that lists what is wrong. The message has the first three."""
         text = "; ".join(faults[:3]) + (f"; and {len(faults) - 3} more" if faults[3:] else "")
         self.add(name, not faults, text or "no difference")
 

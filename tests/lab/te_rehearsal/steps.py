@@ -95,7 +95,7 @@ def run_step(
 def cast_difference(layout: RankLayout, checkpoint: Path, settings: ModelSettings) -> float:
     """Return the largest change in nats if the casts of weights were made anew after a step.
 
-    Compares the log-probabilities after a step with those of a new model with the same weights.
+    Compares the log-probabilities after a step with a new model's, which has the same weights.
     Transformer Engine keeps the casts of weights between the micro-batches of a step.
     """
     shape = read_shape(checkpoint)

@@ -1,7 +1,7 @@
-"""A rehearsal's memory against that of a real process, which runs the same rank on the CPU.
+"""A rehearsal's memory against a real process, which runs the same rank on the CPU.
 
 Compared are all phases of the step, and the sum of all kinds: a process cannot tell them apart.
-Attention is that of padded sequences on both sides, because CPUs have no variable-length kernel.
+Both sides pad sequences for attention, because CPUs have no variable-length kernel.
 Tensors fill most of the process: it holds 20 million parameters and 4096 rows of a micro-batch.
 """
 

@@ -36,7 +36,7 @@ def make_selector(
 def received_shares(
     skip: str, reweight: float | None, *, epochs: int
 ) -> dict[float, tuple[float, float]]:
-    """Weighted mixed groups by pass rate, as shares of those of uniform selection.
+    """Weighted mixed groups by pass rate, divided by uniform selection's.
 
     Uniform selection gives every prompt one whole group in each pass over the data. The second
     number is the standard error over the prompts.

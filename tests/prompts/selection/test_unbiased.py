@@ -46,7 +46,7 @@ def coefficient(p: float, factor: Callable[[list[float]], float]) -> float:
 
 
 def ratios(p: float, extension_probability: ExtensionProbability) -> tuple[float, float]:
-    """Coefficients of probes with and without weights, as shares of that of whole groups."""
+    """Coefficients of probes with and without weights, divided by whole groups'."""
     whole_groups = coefficient(p, lambda scores: 1.0)
 
     def weighted_factor(scores: list[float]) -> float:

@@ -125,7 +125,7 @@ class Desk:
         assert isinstance(answer, Served) and answer.num_sampled == engine.num_sampled
 
     async def store(self, number: int = 1) -> tuple[Group, list[Rollout]]:
-        """Return what there is of its only group, which is at rest."""
+        """Return the sampled part of its only group, which is at rest."""
         await self.tell(Store(number))
         partial = await self.hear()
         assert isinstance(partial, Partial) and partial.number == number
@@ -177,7 +177,7 @@ async def begin(
     request: GroupRequest = REQUEST,
     num_versions: int = 1,
 ) -> SavedGroup:
-    """Sample a group under the first versions, and save what there is of it in a folder."""
+    """Sample a group under the first versions, and save its sampled part in a folder."""
     async with fake_engine(engine) as url:
         desk = Desk(url, environment)
         for version in range(num_versions):
@@ -212,7 +212,7 @@ async def sample_twice(
 ) -> tuple[SavedGroup, list[tuple[Group, list[Rollout]]]]:
     """Sample a group with the first engine, and again with the two others, one after the other.
 
-    num_versions: those of the second engine. Returns what there was of the group then, and both
+    num_versions: of the second engine. Returns the sampled part of the group then, and both
     groups.
     """
     whole = await finish(engines[0], environment, range(3), REQUEST)

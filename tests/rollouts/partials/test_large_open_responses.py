@@ -101,7 +101,7 @@ def large_configuration(num_experts: int) -> Configure:
 async def short_steps() -> AsyncIterator[None]:
     """Check that the event loop is free again after 50 ms at the latest.
 
-    The time is that of its own thread: other processes may use the processor.
+    The time is measured for its own thread, because other processes may use the processor.
     """
     longest = 0.0
 

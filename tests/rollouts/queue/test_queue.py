@@ -713,7 +713,7 @@ def test_receiving_a_step_looks_at_the_groups_of_later_steps_once() -> None:
     names = {f"step-1-{index}" for index in range(4096)}
     queue.submit([request(name) for name in sorted(names)])
     queue.submit([request(f"step-2-{index}") for index in range(4096)])
-    hub.answer_all()  # those of step 2 come first
+    hub.answer_all()  # groups of step 2 come first
     arrivals = set()
     for group in queue.as_completed(idle, is_wanted=is_wanted):
         arrivals.add(group.group_id)

@@ -283,7 +283,7 @@ def test_probes_change_their_class(name: str) -> None:
 
 @pytest.mark.parametrize("skip", ["all_correct", "zero_variance"])
 def test_the_weight_of_a_probe_that_is_stopped_the_second_time(skip: Skip) -> None:
-    """The weight is that of a probe that is stopped at once."""
+    """The weight is the same as for a probe that is stopped at once."""
     name = f"belief {skip}"
     run = LossyRun(name, 0, ScriptedHub(0, lambda p, i: float(i % 2), num_nodes=1))
     old_batch = run.sample()

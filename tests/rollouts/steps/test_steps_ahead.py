@@ -111,7 +111,7 @@ class SimulatedQueue:
         self._delivered_requests |= {id_: other._delivered_requests[id_] for id_ in group_ids}
 
     def hold_saved(self, other: SimulatedQueue, group_ids: Sequence[str]) -> None:
-        """Hold delivered groups of another queue as those of a checkpoint."""
+        """Hold delivered groups of another queue like groups of a checkpoint."""
         self.hold(other, group_ids)
         self.saved_ids |= set(group_ids)
         self.lost_ids |= set(group_ids)

@@ -84,7 +84,7 @@ def manager_of(ranks: SavingRanks, state: BestState | None = None, **run: Any) -
 def train(
     tmp_path: Path, ranks: SavingRanks, accuracies: list[float], **options: Any
 ) -> tuple[CheckpointManager, str]:
-    """Train one step for each accuracy after that of step 0. Returns the manager and the screen."""
+    """Train one step for each accuracy after step 0's. Returns the manager and the screen."""
     screen = io.StringIO()
     manager = manager_of(ranks, **options)
     parts = ScriptedParts(accuracies=accuracies)

@@ -211,7 +211,7 @@ def load_batches_of_closed_step(root: Path) -> None:
 def test_repetitions_are_measured_by_the_present_setting(
     tmp_path: Path, ngram: int | None, is_open: bool
 ) -> None:
-    """The checkpoint has those of the setting with which the rollouts were sampled."""
+    """The checkpoint has the shares of the setting with which the rollouts were sampled."""
     text = (7, 8, 9, 7, 8, 9, 7, 8, 9)
     rollouts = [with_response(rollout, text) for rollout in make_rollouts()]
     write_checkpoint(tmp_path, rollouts, is_open=is_open)

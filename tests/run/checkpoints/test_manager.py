@@ -251,7 +251,7 @@ def test_a_failed_background_save_is_in_the_metrics(tmp_path: Path) -> None:
     manager = make_manager(FakeRanks("disk full"), background_saves=True, on_failed_save="continue")
     parts = lead(ScriptedParts(), tmp_path, steps=5, checkpoints=manager)
     failures = [step for step, values in parts.metrics.items() if "checkpoint/failed" in values]
-    assert failures == [5], "the save of step 2 was waited for before that of step 4"
+    assert failures == [5], "the run waited for the save of step 2 before it saved step 4"
 
 
 def test_a_stop_request_during_a_background_save_ends_with_that_checkpoint(

@@ -1,4 +1,4 @@
-"""Finding the newest complete checkpoint, and comparing its settings with those of the run."""
+"""Finding the newest complete checkpoint, and comparing its settings with the run's."""
 
 import datetime
 import errno

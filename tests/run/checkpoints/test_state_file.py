@@ -1,4 +1,4 @@
-"""state.json of a checkpoint: damaged ones are named, and those of older versions are read."""
+"""state.json of a checkpoint: damaged ones are named, and older versions are read."""
 
 from pathlib import Path
 from typing import Any

@@ -36,7 +36,7 @@ FLAT = (1.0,) * 8
 
 
 class Ranks(FakeRanks):
-    """Keeps every state that is saved, and makes its folder. updates: those of the weights."""
+    """Keeps every state that is saved, and makes its folder. updates: of the weights."""
 
     updates = 0
 

@@ -33,7 +33,7 @@ def tensorboard_of(directory: RunDirectory) -> Iterator[MetricsLog]:
 
 
 def test_earlier_records_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A resumed run reads those of its first part. It does not read its own."""
+    """A resumed run reads the records of its first part, and not its own."""
     images: list[list[int]] = []
     num_reads = 0
     read = tensorboard.iterate_metrics

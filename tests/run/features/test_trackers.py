@@ -242,7 +242,7 @@ def test_a_tracker_that_fails_is_left_out_and_the_others_go_on() -> None:
             raise ConnectionError("no route\nto host")
 
         def close(self) -> None:
-            raise AssertionError("it was left out")
+            raise AssertionError("it is not used any more")
 
     steps: list[int] = []
 

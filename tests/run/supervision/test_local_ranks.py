@@ -1,4 +1,4 @@
-"""Detecting the living ranks of a node, the death of one of them, and that of torchrun."""
+"""Detecting the living ranks of a node, and the death of a rank or of torchrun."""
 
 import os
 import signal

@@ -86,7 +86,7 @@ def test_rank_zero_reports_the_rank_that_stopped_responding_again_and_again() ->
         with monitor(1, other_activity, store, log):
             wait_until(lambda: store.check(["rank_sample/1"]))
         assert reported_twice.wait(30)
-    # This thread plays both ranks, so the place of rank 0 is not that of a collective
+    # This thread plays both ranks, so rank 0 is not in a collective
     assert all("rank 1 (Train, step 1) has not responded" in line for line in lines)
 
 

@@ -1,7 +1,7 @@
 """Trainer and engine that take turns on one GPU, with a stand-in for SGLang.
 
-The trainer's side is that of a run with engine.colocated=true. The engine is a process that maps
-the trainer's memory through CUDA's handles, and sleeps and wakes (`receiver.py`).
+The trainer's side is the same as in a run with engine.colocated=true. The engine is a process that
+maps the trainer's memory through CUDA's handles, and sleeps and wakes (`receiver.py`).
 """
 
 from __future__ import annotations
@@ -180,7 +180,7 @@ def _free_bytes() -> int:
 
 
 def _audit(worker: Worker, admin: AdminClient, step: int, report: Report) -> None:
-    """Compare the engine's checksums with those of the trainer's weights."""
+    """Compare the engine's checksums with the trainer's weights."""
     on_gpu = worker.layout.device.type == "cuda"
     expectation = WeightExpectation(
         dtype=torch_dtype(worker.model.dtype),

@@ -167,7 +167,7 @@ def _audit(
     device: Literal["cpu", "cuda"],
     report: Report,
 ) -> None:
-    """Compare the engine's checksums with those of the trainer's weights.
+    """Compare the engine's checksums with the trainer's weights.
 
     `WeightSync` compares names alone if the engine is on another kind of device than the trainer.
     """

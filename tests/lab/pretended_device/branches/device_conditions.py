@@ -19,7 +19,7 @@ LocalValues = Mapping[str, bool]  # the values of local variables on a GPU
 def value_on_gpu(node: ast.expr, variables: LocalValues) -> bool | None:
     """The truth value on a GPU of a condition about the device; None if it is about other things.
 
-    Parts about other things are left out: `is_cuda and size > 0` is true on a GPU.
+    Parts about other things do not count: `is_cuda and size > 0` is true on a GPU.
 
     variables: what is known of local variables.
     """

@@ -61,7 +61,7 @@ class StepTime:
 class SimulatedRun:
     """A run that was simulated.
 
-    responses: those of all steps. num_sampled: tokens that engines sampled. num_read: tokens of
+    responses: of all steps. num_sampled: tokens that engines sampled. num_read: tokens of
     prompts and partial responses that they read. busy_seconds: of all engines.
     """
 

@@ -25,7 +25,7 @@ class CallLog:
 
     extension: the module `transformer_engine_torch`.
     stand_ins: functions of plain torch by the name that they answer for.
-    counts_now: True where calls are those of a GPU. The others are answered, and not counted.
+    counts_now: True where a GPU would make the calls. The others are answered, and not counted.
 
     Attributes:
     counts: the number of calls of each function.

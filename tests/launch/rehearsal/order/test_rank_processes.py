@@ -16,7 +16,7 @@ from launch.rehearsal.order.scenario import Mail
 
 
 class Stub:
-    """A scenario of which every rank runs a function with its number and its mail."""
+    """A scenario in which every rank runs a function with its number and its mail."""
 
     def __init__(self, function: Callable[[int, Mail], None]) -> None:
         self.function = function
