@@ -2,7 +2,7 @@
 
 Start it in the root of the repository:
 
-    python -m tests.lab.run_time clusters             # the table of docs/ahead.md, minutes
+    python -m tests.lab.run_time clusters             # the table of docs/results/ahead.md, minutes
     python -m tests.lab.run_time clusters --small     # seconds
     python -m tests.lab.run_time measure --out runs/run_time      # 10 to 20 minutes a round
     python -m tests.lab.run_time fit --runs runs/A runs/B --held-out runs/C
