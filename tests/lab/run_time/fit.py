@@ -156,7 +156,9 @@ def fit_slowdowns(
                 continue
             sampling = end - step.taken_at - alone_seconds(run, later, speed)
             training = step.training - trainer.step - trainer.token * step.tokens
-            slowdowns.append(Slowdown(_slowdown(sampling / overlap), _slowdown(training / overlap)))
+            slowdowns.append(
+                Slowdown(slowdown_of(sampling / overlap), slowdown_of(training / overlap))
+            )
     if not slowdowns:
         raise CannotFit(
             "sampling and training never overlap in the runs with max_staleness above 0"
@@ -164,7 +166,7 @@ def fit_slowdowns(
     return tuple(slowdowns)
 
 
-def _slowdown(share: float) -> float:
+def slowdown_of(share: float) -> float:
     """Return the slowdown that makes this share of the time longer, within limits."""
     share = min(max(share, -1.0), 0.9)
     return share / (1 - share)

@@ -20,11 +20,11 @@ from tests.lab.run_time import clusters, measurement
 from tests.lab.run_time.clusters import SMALL, cluster_table, measure_gain, sampling_seconds
 from tests.lab.run_time.fit import (
     PROMPT_TOKENS,
-    _slowdown,
     alone_seconds,
     fit,
     fit_engine,
     simulator,
+    slowdown_of,
     split,
 )
 from tests.lab.run_time.measured_run import FIRST_STEP, CannotFit, read_run
@@ -183,7 +183,7 @@ def test_each_step_shows_its_slowdowns(
 
 
 def test_a_slowdown_has_limits() -> None:
-    assert [_slowdown(share) for share in (-9.0, 0.0, 0.5, 9.0)] == pytest.approx([-0.5, 0, 1, 9])
+    assert [slowdown_of(share) for share in (-9.0, 0.0, 0.5, 9.0)] == pytest.approx([-0.5, 0, 1, 9])
 
 
 def test_other_runs_are_predicted(fit_runs: Sequence[Path], other_runs: Sequence[Path]) -> None:

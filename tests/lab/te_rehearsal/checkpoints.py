@@ -73,7 +73,7 @@ def _take_step(models: list[Any], optimizer: DistributedAdam) -> None:
 
 def _moments(models: list[Any], optimizer: DistributedAdam, shape: Any) -> dict[str, torch.Tensor]:
     """Return the moments of every parameter by Hugging Face name, float32."""
-    inner: Any = optimizer._optimizer
+    inner: Any = optimizer.scheduler.optimizer
     moments: dict[str, torch.Tensor] = {}
     by_parameter: dict[torch.Tensor, Any] = {}
     for part in inner.chained_optimizers:
