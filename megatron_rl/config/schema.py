@@ -177,12 +177,9 @@ class CreditSettings(Section):
     all_correct: Literal["drop", "zvp", "keep"] = "drop"
     # Groups whose responses are all incorrect, with the same treatments.
     all_incorrect: Literal["drop", "zvp", "keep"] = "drop"
-    # Groups of correct responses whose length penalties differ. shape: shorter responses get
-    # higher advantages.
-    tied_correct: Literal["drop", "shape"] = "drop"
-    # Groups of incorrect responses, if some of them repeat themselves. shape: responses with less
-    # repetition get higher advantages.
-    tied_incorrect: Literal["drop", "shape"] = "drop"
+    # Groups of correct responses whose length penalties differ, and of incorrect responses whose
+    # repetition penalties differ. shape: responses with lower penalties get higher advantages.
+    tied: Literal["drop", "shape"] = "drop"
     # The advantage per nat of entropy of a zvp group. 0 has the same effect as drop.
     zvp_alpha: Share = 0.1
     # The share of an advantage that penalties may take or add. 0: no shaping.

@@ -117,8 +117,8 @@ class Credit:
         self._penalties = Penalties(settings, max_new_tokens)
         self._strength = float(settings.shaping)
         treatments = {
-            GroupKind.TIED_CORRECT: settings.tied_correct,
-            GroupKind.TIED_INCORRECT: settings.tied_incorrect,
+            GroupKind.TIED_CORRECT: settings.tied,
+            GroupKind.TIED_INCORRECT: settings.tied,
             GroupKind.ALL_CORRECT: settings.all_correct,
             GroupKind.ALL_INCORRECT: settings.all_incorrect,
         }

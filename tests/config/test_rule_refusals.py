@@ -246,8 +246,8 @@ CREDIT = [
     ("credit.zvp_alpha=0.2", "credit.zvp_alpha=0.2", NO_EFFECT),
     ("credit.zvp_alpha=0.2", "credit.zvp_alpha=0.2", "credit.all_correct=zvp"),
     ("credit.length_start=4", "credit.length_start=4.0", NO_EFFECT),
-    ("credit.tied_correct=shape", "credit.tied_correct=shape", NO_EFFECT),
-    ("credit.tied_incorrect=shape", "credit.tied_incorrect=shape", "repetition_ngram=40"),
+    ("credit.tied=shape", "credit.tied=shape", NO_EFFECT),
+    ("credit.tied=shape", "credit.tied=shape", "repetition_ngram=40"),
     ("credit.length=excess credit.shaping=0", "credit.length=excess", NO_EFFECT),
     (
         "credit.repetition_ngram=4 credit.shaping=0",

@@ -176,7 +176,7 @@ TYPES = [
     ("algo.correction.kind=yes", "algo.correction.kind=yes", ONE_OF),
     ("mode=eval_only", "mode=eval_only", ONE_OF),
     ("credit.all_correct=shape", "credit.all_correct=shape", ONE_OF),
-    ("credit.tied_correct=zvp", "credit.tied_correct=zvp", ONE_OF),
+    ("credit.tied=zvp", "credit.tied=zvp", ONE_OF),
     ("selection.name=best", "selection.name=best", ONE_OF),
     ("selection.skip=solved", "selection.skip=solved", ONE_OF),
 ]

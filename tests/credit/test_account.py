@@ -177,7 +177,7 @@ def test_every_class_by_hand() -> None:
 
 def test_trained_tied_and_zero_variance_groups_have_own_classes() -> None:
     batch = [group(1.0, 0.0, 0.0, 1.0, name="m"), *BATCH[1:3]]
-    treatments = {"length": "buffer", "tied_correct": "shape", "all_incorrect": "zvp"}
+    treatments = {"length": "buffer", "tied": "shape", "all_incorrect": "zvp"}
     credit, plan = credit_and_plan(batch, **treatments)
     values = account(batch, credit, plan, 2, generated_tokens=16 + 120 + 11)
     assert [values[f"account/{name}"] for name in TRAINED_CLASSES] == [16, 120, 11]
@@ -253,8 +253,7 @@ def make_group(name: str, example: GroupExample) -> Group:
         {
             "all_correct": st.sampled_from(["drop", "zvp", "keep"]),
             "all_incorrect": st.sampled_from(["drop", "zvp", "keep"]),
-            "tied_correct": st.sampled_from(["drop", "shape"]),
-            "tied_incorrect": st.sampled_from(["drop", "shape"]),
+            "tied": st.sampled_from(["drop", "shape"]),
             "length": st.sampled_from([None, "buffer", "excess"]),
             "repetition_ngram": st.sampled_from([None, 4]),
         }

@@ -184,7 +184,7 @@ def test_tied_groups_are_extra_rollouts_if_enabled() -> None:
     assert default_credit.extra_rollouts == ()
     assert default_credit.kinds == (GroupKind.TIED_CORRECT, GroupKind.TIED_INCORRECT)
     assert default_credit.metrics()["rollout/zero_variance_rate"] == 1.0
-    credit = assign(correct, incorrect, **penalties, tied_correct="shape", tied_incorrect="shape")
+    credit = assign(correct, incorrect, **penalties, tied="shape")
     assert [extra.rollout.rollout_id for extra in credit.extra_rollouts] == [
         "a/0",
         "a/1",

@@ -70,7 +70,7 @@ def test_stopped_probes_are_no_groups_of_the_batch() -> None:
 
 def test_probes_that_are_tied_or_mixed_are_not_credited() -> None:
     tied_group = group(1.0, 1.0, name="t", num_generated=[1, 10])
-    settings = {"all_correct": "zvp", "length": "buffer", "tied_correct": "shape"}
+    settings = {"all_correct": "zvp", "length": "buffer", "tied": "shape"}
     assert assign(tied_group, group(1.0, 0.0, name="x"), **settings).rollouts == MIXED.rollouts
     assert assign(tied_group, **settings).extra_rollouts == ()
 

@@ -125,27 +125,18 @@ def _uses_of_credit_keys(credit: CreditSettings) -> list[tuple[str, bool, str]]:
     """Return keys that depend on others: the name, whether it is used, and the keys to use it."""
     has_zvp = "zvp" in (credit.all_correct, credit.all_incorrect)
     has_length = bool(credit.length)
-    has_repetition = bool(credit.repetition_ngram)
-    is_shaped = bool(credit.shaping)
+    is_shaped = bool(credit.shaping) or credit.tied == "shape"
     return [
         ("zvp_alpha", has_zvp, "credit.all_correct=zvp or credit.all_incorrect=zvp"),
         ("length_start", has_length, "credit.length=buffer or excess"),
         (
-            "tied_correct",
-            has_length,
-            "credit.length=buffer or excess, which alone distinguishes correct responses",
+            "tied",
+            has_length or bool(credit.repetition_ngram),
+            "credit.length=buffer or excess, which distinguishes correct responses, or "
+            "credit.repetition_ngram=40, which distinguishes incorrect ones",
         ),
-        (
-            "tied_incorrect",
-            has_repetition,
-            "credit.repetition_ngram=40, which alone distinguishes incorrect responses",
-        ),
-        ("length", is_shaped or credit.tied_correct == "shape", "credit.shaping above 0"),
-        (
-            "repetition_ngram",
-            is_shaped or credit.tied_incorrect == "shape",
-            "credit.shaping above 0",
-        ),
+        ("length", is_shaped, "credit.shaping above 0"),
+        ("repetition_ngram", is_shaped, "credit.shaping above 0"),
     ]
 
 

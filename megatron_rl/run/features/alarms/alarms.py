@@ -29,9 +29,9 @@ _REMEDIES = {
     "some questions, or check reward.answer",
     "all_correct": "every answer is correct: use harder questions",
     "tied_incorrect": "every answer is incorrect, and some repeat themselves: "
-    f"{_SUPERVISED_START}, use easier questions, or set credit.tied_incorrect=shape",
+    f"{_SUPERVISED_START}, use easier questions, or set credit.tied=shape",
     "tied_correct": "every answer is correct, with different lengths: use harder questions, or "
-    "set credit.tied_correct=shape",
+    "set credit.tied=shape",
     "tied_reward": "all answers to a question have the same reward: check whether the reward "
     "distinguishes good answers from bad ones",
     "too_few_verdicts": "the reward fails, or rollouts are lost: see reward/no_verdict and "
