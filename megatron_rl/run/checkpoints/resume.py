@@ -299,7 +299,7 @@ def checkpoints_at(path: Path) -> list[Path]:
 def _rename_keys(saved_settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of a checkpoint under the keys of this version.
 
-    An older key without a value is left out, and so are empty options that get keys.
+    The result has no older key without a value, and no empty options that get keys.
     """
     settings: dict[str, Any] = {}
     for key, value in saved_settings.items():

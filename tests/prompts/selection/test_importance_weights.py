@@ -65,7 +65,7 @@ def test_pilots_that_cannot_be_mixed_are_refused(pilot: int) -> None:
 
 
 def test_rollouts_without_verdict_do_not_affect_the_weight() -> None:
-    # The pilot has 3 of 6 verdicts, of which 3 are correct.
+    # The pilot has 3 of 6 verdicts. 3 of the 6 are correct.
     with_gaps = group(1.0, None, 0.0, 0.0, 1.0, 0.0, None, 1.0)
     weight = extension_weight(with_gaps, 4, skip="zero_variance")
     assert weight == pytest.approx(1 / (1 - 2 / 20))
