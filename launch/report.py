@@ -66,7 +66,7 @@ _TIMELINE = """Show when a run sampled, trained and synced: a picture, and a tra
     python launch/report.py timeline runs/NAME --steps 3:8
     python launch/report.py timeline runs/NAME --trace trace.json
 
-The run writes timeline.jsonl, unless logger.timeline=false.
+The run writes timeline.jsonl for this.
 
 Outputs: runs/NAME/timeline.png, or the file of --picture, and the file of --trace. A trace opens in
 https://ui.perfetto.dev and at chrome://tracing.

@@ -199,7 +199,7 @@ class GenerateClient:
     def _expiry(self, name: str) -> RequestExpired:
         return RequestExpired(
             f"{self.url}: the engine answered no request for {self._deadline_seconds:.0f} s while "
-            f"{name} waited; see the engine's log, or raise engine.token_timeout_s"
+            f"{name} waited; see the engine's log, or raise engine.request_timeout_s"
         )
 
     async def _decode(

@@ -125,10 +125,9 @@ class ServerSettings:
     settings that apply only to servers which the run starts itself ("managed").
     """
 
+    # external: each engine has the sizes that it reports, and these serve for estimates alone
     tp: Annotated[int, Ge(1), Le(1024)] = 1
     ep: Annotated[int, Ge(1), Le(1024)] = 1
-    # external only: each engine may have its own sizes, which it reports, instead of tp and ep
-    mixed_sizes: bool = False
     # managed only; auto: GPUs where the machine has any, as for the trainer
     device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -138,9 +137,6 @@ class ServerSettings:
     # quantization=fp8 only: layers at either end that are held in `dtype`
     unquantized_first_layers: Annotated[int, Ge(0), Le(10**6)] = 0
     unquantized_last_layers: Annotated[int, Ge(0), Le(10**6)] = 0
-    # quantization=fp8 on CPUs only: round the inputs of its products to FP8, 128 at a time, as GPUs
-    # do
-    round_activations: bool = True
     # also limits the requests in flight
     max_running_requests: Annotated[int, Ge(1), Le(10**6)] = 256
     # managed only; null: 16384 on CPUs, as many as fit on GPUs
@@ -148,10 +144,6 @@ class ServerSettings:
     threads: Annotated[int, Ge(1), Le(1024)] = 1  # managed only
     start_timeout_s: Annotated[float, Gt(0), Le(10**6)] = 180.0  # less than parallel.timeout_s
     request_timeout_s: Annotated[float, Gt(0), Le(10**6)] = 120.0
-    # of a failed request; each retry is a round over all engines of the node
-    retries: Annotated[int, Ge(0), Le(100)] = 2
-    # managed only: count sampled tokens, to compare them with the account of tokens
-    count_tokens: bool = True
     extra_args: list[str] = field(default_factory=list)  # managed only
 
 

@@ -20,7 +20,7 @@ from megatron_rl.config.keys import INNER_SECTIONS, declared_keys, unknown_key
 from megatron_rl.config.overrides import split_override
 from megatron_rl.config.rules import broken_rules
 from megatron_rl.config.schema import Configuration
-from megatron_rl.config.values import NAME_PATTERN, PLUGIN_PATTERN
+from megatron_rl.config.values import ADDRESS_PATTERN, NAME_PATTERN, PLUGIN_PATTERN
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.plugins import keep_variables
 from megatron_rl.contracts.refusal import ConfigurationRefused, Refusal, format_value
@@ -39,11 +39,13 @@ _NUMBER_AND_UNIT = re.compile(r"[\d._]+ ?[A-Za-z]+$")  # such as 10m or 2k
 # The ends of keys, and what their values count
 _UNITS = {"_s": "seconds", "_mb": "megabytes"}
 _PATTERN_RULES = {
-    PLUGIN_PATTERN: "Must be your own package.module:Name",
+    PLUGIN_PATTERN: ("Must be your own package.module:Name", "Give such a name"),
     NAME_PATTERN: (
         "A name starts with a letter or digit, has only letters, digits, '.', '_' and '-', and no "
-        "'..'; run.root sets the place"
+        "'..'; run.root sets the place",
+        "Give such a name",
     ),
+    ADDRESS_PATTERN: ("Must be a port, or HOST:PORT", "Give for example 9400 or 0.0.0.0:9400"),
 }
 # The beginning of pydantic's error type, the rule, and the remedy. The first match counts.
 _RULES = (
@@ -240,7 +242,7 @@ def _pydantic_refusal(key: str, errors: Sequence[ErrorDetails]) -> Refusal:
             choices += ", or your own package.module:Name"
         return Refusal(key, value, f"Must be one of {choices}", "Choose one of these")
     if kind == "string_pattern_mismatch":
-        return Refusal(key, value, _PATTERN_RULES[context["pattern"]], "Give such a name")
+        return Refusal(key, value, *_PATTERN_RULES[context["pattern"]])
     rule, remedy = _rule_and_remedy(kind)
     rule = "Must not be null" if value is None else rule.format(**context)
     if isinstance(value, str) and _NUMBER_AND_UNIT.match(value):

@@ -15,6 +15,7 @@ from pydantic import BeforeValidator, PlainValidator
 
 from megatron_rl.config.algorithms import AlgoSettings, read_algorithm
 from megatron_rl.config.values import (
+    Address,
     BelowOne,
     Count,
     Dtype,
@@ -39,6 +40,9 @@ TopP = Annotated[float, Gt(0), Le(1)]
 # A response is looked at for repetition each time that it has this many further tokens: rarely
 # enough that requests which end and continue cost little.
 REPETITION_CHECK_TOKENS = 512
+# A single low entropy may be noise of one batch. The rule about kept checkpoints reads it, too.
+LOW_ENTROPY_STEPS = 3
+
 RecomputeModule = Literal[
     "core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts"
 ]
@@ -214,12 +218,6 @@ class EngineSettings(Section, ServerSettings):
     colocated: bool = False
     # managed only: nodes that share an engine. Each holds an equal part of its tp ranks.
     nodes_per_engine: Annotated[int, Ge(1), Le(1024)] = 1
-    # Rounds the weights for engines to the values that an engine in this number format would hold.
-    # The engine still computes in engine.dtype.
-    fake_quant: Annotated[Literal["off", "bf16", "fp8_blockwise"], Off] = "off"
-    # An engine has failed when it answers no request for request_timeout_s plus this for each token
-    # of rollout.max_new_tokens.
-    token_timeout_s: Annotated[float, Ge(0), Le(3600)] = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -337,8 +335,6 @@ class TrainSettings(Section):
     total_steps: Positive
     optimizer_steps_per_batch: Positive = 4
     tokens_per_micro_batch: Positive = 8192
-    # Rows of logits that are turned into log-probabilities at a time.
-    logit_chunk_tokens: Positive = 4096
     # The routes that training replays. rollout: the engines recorded them (R3). trainer: the
     # trainer's own pass at the start of the step recorded them (R2).
     replay: Annotated[Literal["rollout", "trainer", "off"], Off] = "rollout"
@@ -347,9 +343,6 @@ class TrainSettings(Section):
     # The run stops when a larger share of the engines' routes disagrees with the trainer's own
     # routing. 1: never.
     max_route_disagreement: Share = 0.5
-    # The run stops after this many consecutive steps with NaN or
-    # Inf.
-    max_nonfinite_steps: Positive = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -398,12 +391,8 @@ class EvalSettings(Section):
     top_p: TopP = 1.0
     # The longest response. null: rollout.max_new_tokens.
     max_new_tokens: Positive | None = None
-    # The run ends once the mean accuracy of the last `stop_average` evaluations reaches this.
+    # The run ends once the mean accuracy of the last two evaluations reaches this.
     stop_at: Share | None = None
-    stop_average: Positive = 2
-    # The run stops when a larger share of an evaluation's responses is unusable, because its
-    # accuracy would mean nothing.
-    max_rejected_share: Share = 0.1
 
     def of_set(self, name: str) -> EvalSettings:
         """Return the settings of a set: its own, and the values of eval.* for the others."""
@@ -447,25 +436,16 @@ class GuardSettings(Section):
     """
 
     # An optimizer step whose gradients have a norm, before clipping, above spike_factor x the
-    # median of the last `window` ones.
+    # median of the last 32 ones. The first 8 are not judged.
     spike: Annotated[Literal["off", "skip", "stop"], Off] = "off"
     spike_factor: Annotated[float, Gt(1), Le(10**6)] = 10.0
-    # Optimizer steps. The first 8 are not judged.
-    window: Annotated[int, Ge(8), Le(10**4)] = 32
-    # spike=skip: the run stops after this many consecutive steps with a spike.
-    max_skips: Positive = 10
-    # A mean entropy below min_entropy, in nats per token, in `patience` consecutive steps.
-    entropy: Annotated[Literal["off", "stop"], Off] = "off"
+    # The run stops when the mean entropy is below this, in nats per token, in three consecutive
+    # steps. null: any entropy is fine.
     min_entropy: Annotated[float, Gt(0)] | None = None
-    patience: Positive = 3
     # NaN or Inf in a loss or in gradients. skip: the update is skipped, and the run stops after
-    # train.max_nonfinite_steps consecutive steps. stop: it stops at the first, and also for NaN or
-    # Inf in weights and in the responses of engines.
+    # three consecutive steps. stop: it stops at the first, and also for NaN or Inf in weights and
+    # in the responses of engines.
     nonfinite: Literal["skip", "stop"] = "skip"
-    # engine.quantization=fp8 only: mismatch/k3_kl of the same model with bfloat16 engines. The run
-    # warns when a step's exceeds five times it. null: the mean of the earlier steps of a resumed
-    # run that had unquantized bfloat16 engines, if there are any.
-    bf16_mismatch: Annotated[float, Gt(0)] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -475,16 +455,13 @@ class SyncSettings(Section):
     # step: before every step. evaluation: only before evaluations, for environments whose rollouts
     # no engine samples.
     when: Literal["step", "evaluation"] = "step"
-    # ipc: engine.colocated=true on GPUs only. Every sync is audited.
-    transport: Literal["distributed", "disk", "ipc"] = "distributed"
+    # delta: files, too, with only the bytes that changed since the last sync, compressed. Each node
+    # with engines rebuilds the weights in its directory for temporary files (TMPDIR). ipc:
+    # engine.colocated=true on GPUs only. Every sync is audited.
+    transport: Literal["distributed", "disk", "delta", "ipc"] = "distributed"
     # For transport=distributed: engines that get each bucket in one broadcast. Above 1, rank 0
     # collects all weights and sends them. If an engine fails, the others of its tree fail too.
     engines_per_tree: Positive = 1
-    # For transport=disk: only the bytes that changed since the last sync travel, compressed. Each
-    # node with engines rebuilds the weights on a disk of its own.
-    delta: bool = False
-    # That disk: a directory, which all nodes have. null: the one for temporary files. For delta.
-    local_directory: Text | None = None
     bucket_mb: Annotated[float, Ge(0.001)] = 256.0
     # Syncs between audits of the engines' weights. The first sync is always audited. 0: only that
     # one.
@@ -499,17 +476,14 @@ class LoggerSettings(Section):
 
     tensorboard: bool = True
     progress: bool = True
-    # Write when each group was sampled and each command ran to timeline.jsonl.
-    timeline: bool = True
     # Steps between saved rollout batches. 0: save only the batches of failed steps: those with NaN
     # or Inf, with routes that were not replayed, or with too many routes that disagree.
     save_rollouts_every: Whole = 0
     # A project of Weights & Biases that the metrics are sent to. Needs the package wandb.
     wandb: Annotated[Name | None, OffIsNull] = None
-    # A port of rank 0's machine where Prometheus can read the latest metrics.
-    prometheus_port: Annotated[int, Ge(1), Le(65535)] | None = None
-    # The address that this port listens on. 0.0.0.0: other machines can read the metrics.
-    prometheus_host: Name = "127.0.0.1"
+    # A port of rank 0's machine where Prometheus can read the latest metrics, or HOST:PORT. Without
+    # a host it listens on 127.0.0.1. 0.0.0.0:PORT: other machines can read the metrics.
+    prometheus: Annotated[Address | None, OffIsNull] = None
     # torch.profiler writes a trace of each of these steps to the folder profiles/ of the run.
     profile_steps: list[Positive] = field(default_factory=list)
     # The ranks that write these traces.
@@ -526,8 +500,6 @@ class SampleSettings(Section):
     every: Whole = 10
     # Groups that a step keeps. Groups with an extreme response come first, then random ones.
     groups: Annotated[int, Ge(1), Le(10**4)] = 8
-    # The largest size of a step's file. Responses beyond it are not written, but counted.
-    max_mb: Annotated[float, Ge(0.1), Le(1024)] = 4.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -31,8 +31,11 @@ Text = Annotated[str, _NotBoolean]
 PLUGIN_PATTERN = r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$"
 # A plain directory name without "..".
 NAME_PATTERN = r"^[A-Za-z0-9](?:[A-Za-z0-9_-]|\.[A-Za-z0-9_-])*\.?$"
+# A port, or a host and a port.
+ADDRESS_PATTERN = r"^(?:[A-Za-z0-9._-]+:|\[[0-9A-Fa-f:.]+\]:)?[0-9]{1,5}$"
 PluginName = Annotated[str, StringConstraints(pattern=PLUGIN_PATTERN)]
 Name = Annotated[str, StringConstraints(pattern=NAME_PATTERN, max_length=128), _NotBoolean]
+Address = Annotated[str, StringConstraints(pattern=ADDRESS_PATTERN), _NotBoolean]
 Options = dict[str, Any]
 # YAML reads a bare `off` as false.
 Off = BeforeValidator(lambda value: "off" if value == "false" else value)

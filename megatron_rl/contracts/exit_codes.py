@@ -19,7 +19,7 @@ class ExitCode(IntEnum):
     BAD_DATA = 3
     # An engine or a collector never became healthy, died or lost too many requests.
     ENGINE_FAILED = 4
-    # Loss or gradients had NaN or Inf for train.max_nonfinite_steps consecutive steps, or a guard
+    # Loss or gradients had NaN or Inf for three consecutive steps, or a guard
     # (guard.*) stopped the run.
     NON_FINITE = 5
     # An engine has other weights than the trainer sent, or routes were not replayed as recorded.

@@ -133,7 +133,7 @@ class Engines:
         members = self._open_members(engines)
         weights = self._open_sync(members, log)
         self._stack.callback(weights.close)
-        token_counter = self._open_token_counter(engines, log)
+        token_counter = TokenCounter([self._open_admin(engine) for engine in engines], log)
         fleet = Fleet(
             members,
             queue,
@@ -208,15 +208,7 @@ class Engines:
             return_routes=self._template.routes is not None,
             model_path=self._template.model_path,
             quantization=self._quantization,
-            mixed_sizes=self._settings.mixed_sizes,
         )
-
-    def _open_token_counter(
-        self, engines: Sequence[Engine], log: Callable[[str], None]
-    ) -> TokenCounter | None:
-        if not self._settings.count_tokens:
-            return None
-        return TokenCounter([self._open_admin(engine) for engine in engines], log)
 
     def _open_admin(self, engine: Engine) -> AdminClient:
         return AdminClient(engine, self._keys, timeout=_COUNT_SECONDS)
@@ -336,8 +328,8 @@ def open_engines(
                 memory_fraction=_memory_fraction(configuration, shape, job),
             )
             processes.start_engines(configuration.engine, places, keys)
-            if configuration.sync.delta:
-                _keep_weight_copy(configuration.sync, job, stack)
+            if configuration.sync.transport == "delta":
+                _keep_weight_copy(job, stack)
 
         def open_sync(members: Members, log: Callable[[str], None]) -> WeightSync:
             copies = _weight_copies(configuration.sync, members, job, stack, log)
@@ -425,9 +417,9 @@ def _open_part(
     )
 
 
-def _keep_weight_copy(settings: SyncSettings, job: Job, stack: contextlib.ExitStack) -> None:
+def _keep_weight_copy(job: Job, stack: contextlib.ExitStack) -> None:
     """Keep a copy of the weights on this node, which follows the orders of rank 0."""
-    scratch = stack.enter_context(open_scratch(_local_directory(settings)))
+    scratch = stack.enter_context(open_scratch())
     keeper = WeightCopyKeeper(job.node, WeightCopy(scratch), NodeBoard(job.store()))
     stack.callback(keeper.close)
 
@@ -439,8 +431,8 @@ def _weight_copies(
     stack: contextlib.ExitStack,
     log: Callable[[str], None],
 ) -> WeightCopies | None:
-    """Return the copies of the weights on all nodes, None without sync.delta."""
-    if not settings.delta:
+    """Return the copies of the weights on all nodes, None without sync.transport=delta."""
+    if settings.transport != "delta":
         return None
     on_nodes = RemoteWeightCopies(
         sorted({member.engine.node for member in members}),
@@ -448,13 +440,7 @@ def _weight_copies(
         timeout_seconds=settings.timeout_s,
         log=log,
     )
-    return WeightCopies(on_nodes, stack.enter_context(open_scratch(_local_directory(settings))))
-
-
-def _local_directory(settings: SyncSettings) -> Path | None:
-    if settings.local_directory is None:
-        return None
-    return Path(settings.local_directory).expanduser()
+    return WeightCopies(on_nodes, stack.enter_context(open_scratch()))
 
 
 def collector_template(configuration: Configuration, shape: ModelShape, keys: RunKeys) -> Configure:

@@ -77,7 +77,7 @@ def open_rank_part(
         # The stream of quantized weights checks its own
         dtype_of=dtype_of if engine_settings.quantization is None else None,
         # Engines take the broadcasts of several owners in any order, and would wait for each other
-        is_central=settings.delta or settings.engines_per_tree > 1,
+        is_central=settings.transport == "delta" or settings.engines_per_tree > 1,
         is_everywhere=settings.transport == "ipc",
         free_memory=partial(_free_memory, job.device)
         if engine_settings.colocated
@@ -94,7 +94,7 @@ def _open_transport(
     log: Callable[[str], None],
 ) -> WeightTransport:
     on_gpu = job.device.type == "cuda"
-    if settings.transport == "disk":
+    if settings.transport in ("disk", "delta"):
         return DiskTransport(
             directory=directory,
             config_from=model_path,

@@ -320,7 +320,7 @@ class WeightSync:
 
 
 class WeightCopies(NamedTuple):
-    """Places of complete weights, for sync.delta.
+    """Places of complete weights, for sync.transport=delta.
 
     on_nodes: the copies on the nodes with engines. scratch: a directory of rank 0 for what it sent
     last.
@@ -346,7 +346,7 @@ def open_weight_sync(
     """Open weight sync from all ranks to `members`, which this rank leads.
 
     directory: for the disk transport, on a file system that ranks and engines share. log: writes a
-    line for people. copies: for sync.delta.
+    line for people. copies: for sync.transport=delta.
     """
     measure: Callable[[], Mapping[str, float]] = dict
     transport = None

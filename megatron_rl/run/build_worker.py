@@ -109,7 +109,6 @@ def _open_policy(
     """
     regularization = Regularization(c.algo)
     logprobs = ResponseLogprobs(
-        c.train,
         c.rollout,
         vocab_size=shape.vocab_size,
         entropy_grad=regularization.entropy_grad,

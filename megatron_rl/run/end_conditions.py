@@ -8,6 +8,9 @@ from statistics import fmean
 from megatron_rl.config.schema import EvalSettings, TrainSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 
+# A single evaluation may reach `eval.stop_at` by chance.
+NUM_AVERAGED = 2
+
 
 def accuracy_unknown(setting: str) -> Failure:
     """Return the refusal of a key that ends a run by accuracy, which the scorer does not give."""
@@ -19,11 +22,10 @@ def accuracy_unknown(setting: str) -> Failure:
 
 
 def is_accuracy_reached(accuracies: Sequence[float], settings: EvalSettings) -> bool:
-    """True when the mean of the last `eval.stop_average` evaluations is at `eval.stop_at`."""
-    if settings.stop_at is None or len(accuracies) < settings.stop_average:
+    """True when the mean of the last `NUM_AVERAGED` evaluations is at `eval.stop_at`."""
+    if settings.stop_at is None or len(accuracies) < NUM_AVERAGED:
         return False
-    latest = list(accuracies)[-settings.stop_average :]
-    return fmean(latest) >= settings.stop_at
+    return fmean(list(accuracies)[-NUM_AVERAGED:]) >= settings.stop_at
 
 
 def ending_key(

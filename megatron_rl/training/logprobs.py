@@ -8,26 +8,29 @@ import torch
 import torch.distributed as dist
 
 from espo_kernels import token_logprob_entropy
-from megatron_rl.config.schema import RolloutSettings, TrainSettings
+from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.training.micro_batches import MicroBatch
 from megatron_rl.training.whole_sequences import WholeSequences
+
+# Each chunk has a copy of its logits, and a vocabulary may have 150,000 columns.
+_CHUNK_TOKENS = 4096
 
 
 class ResponseLogprobs:
     """Computes log-probabilities and entropies at the sampling temperature.
 
-    It handles train.logit_chunk_tokens rows of the logits at a time.
-
     vocab_size: without padding.
     tp_group: the ranks that share the vocabulary, None if it is not split.
     cp_group: the ranks that share the sequences, None if they are not split.
     entropy_grad: True if gradients flow through the entropies, too.
+    chunk_tokens: rows of the logits that are handled at a time.
     """
 
     def __init__(
         self,
-        train: TrainSettings,
         rollout: RolloutSettings,
+        chunk_tokens: int = _CHUNK_TOKENS,
+        /,
         *,
         vocab_size: int,
         tp_group: dist.ProcessGroup | None,
@@ -36,7 +39,7 @@ class ResponseLogprobs:
     ) -> None:
         self._temperature = rollout.temperature
         self._vocab_size = vocab_size
-        self._chunk_tokens = train.logit_chunk_tokens
+        self._chunk_tokens = chunk_tokens
         self._tp_group = tp_group
         self._cp_group = cp_group
         self._entropy_grad = entropy_grad

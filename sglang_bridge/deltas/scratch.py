@@ -15,7 +15,7 @@ _LOCK = "lock"
 
 
 @contextlib.contextmanager
-def open_scratch(root: Path | None) -> Iterator[Path]:
+def open_scratch(root: Path | None = None) -> Iterator[Path]:
     """Make an empty directory below `root`, and remove it at the end.
 
     root: None for the system's directory of temporary files. Directories of processes that were

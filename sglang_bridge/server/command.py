@@ -28,8 +28,6 @@ _CPU_ARGS = (
 # This runner records the experts of every token. SGLang's default for Qwen3-MoE on the newest GPUs
 # does not.
 RECORDING_RUNNER = "triton"
-ROUND_ACTIVATIONS = "SGLANG_BRIDGE_ROUND_ACTIVATIONS"
-"""Environment variable of a CPU server: with 0, inputs of FP8 products are not rounded."""
 # Without this variable SGLang starts no more ranks on CPUs than the machine has NUMA nodes.
 _THREAD_BINDING = "SGLANG_CPU_OMP_THREADS_BIND"
 # Without this variable, CUDA graphs keep their memory while an engine sleeps.
@@ -66,13 +64,12 @@ def build_argv(
         f"--max-running-requests={settings.max_running_requests}",
         "--skip-tokenizer-init",
         "--log-level-http=warning",  # no line per request
+        "--enable-metrics",  # its counters are compared with the account of tokens
     ]
     if (slots := kv_cache_slots(settings, place.device)) is not None:
         argv.append(f"--max-total-tokens={slots}")
     if place.seed is not None:
         argv.append(f"--random-seed={place.seed}")
-    if settings.count_tokens:
-        argv.append("--enable-metrics")
     if place.quantization is not None:
         argv.append(f"--json-model-override-args={format_override(place.quantization)}")
     if place.return_routes:
@@ -133,7 +130,6 @@ def build_environment(
         environment["CUDA_VISIBLE_DEVICES"] = ""
         if settings.tp > 1:
             environment.setdefault(_THREAD_BINDING, _any_core(settings.tp))
-        environment[ROUND_ACTIVATIONS] = str(int(settings.round_activations))
         search.insert(0, str(cpu_shim_path()))
     else:
         environment |= nccl_environment(parent, settings)

@@ -72,7 +72,6 @@ def require_external_engines(
             return_routes=return_routes,
             model_path=model_path,
             quantization=quantization,
-            mixed_sizes=settings.mixed_sizes,
         )
         checked_engines.append(checked_engine)
     return checked_engines
@@ -119,7 +118,6 @@ def require_settings(
     environment: Mapping[str, str] | None = None,
     model_path: str | None = None,
     quantization: Mapping[str, Any] | None = None,
-    mixed_sizes: bool = False,
 ) -> Engine:
     """Compare a server's `/server_info` with the declared settings.
 
@@ -128,7 +126,7 @@ def require_settings(
 
     environment: the trainer's; None means this process's. model_path: the trainer's model; None
     skips its comparison. quantization: the `quantization_config` that the engine must have, None
-    for an unquantized one. mixed_sizes: it may have other sizes than the declared ones.
+    for an unquantized one.
     """
     try:
         return _require_settings(
@@ -139,7 +137,6 @@ def require_settings(
             environment=os.environ if environment is None else environment,
             model_path=model_path,
             quantization=quantization,
-            mixed_sizes=mixed_sizes,
         )
     except (TypeError, ValueError) as error:
         raise EngineError(
@@ -157,7 +154,6 @@ def _require_settings(
     environment: Mapping[str, str],
     model_path: str | None,
     quantization: Mapping[str, Any] | None,
-    mixed_sizes: bool,
 ) -> Engine:
     if return_routes:
         _require_routes(engine, info)
@@ -170,7 +166,8 @@ def _require_settings(
                 "per stage or replica, which is not built; start it with 1 and use more engines or "
                 "tensor/expert parallelism instead"
             )
-    engine = _require_sizes(engine, info, mixed_sizes=mixed_sizes)
+    sizes = {key: int(info.get(f"{key}_size") or 1) for key in ("tp", "ep")}
+    engine = msgspec.structs.replace(engine, **sizes)
     if info.get("dtype", dtype) != dtype:
         raise EngineError(
             f"engine.dtype={dtype}: {engine.url} runs in {info['dtype']}; "
@@ -181,19 +178,6 @@ def _require_settings(
         _require_same_model(engine, info, Path(model_path))
     require_same_nccl(engine, info, environment)
     return engine
-
-
-def _require_sizes(engine: Engine, info: Mapping[str, Any], *, mixed_sizes: bool) -> Engine:
-    """Compare the parallel sizes of a server, and return the engine with them."""
-    sizes = {key: int(info.get(f"{key}_size") or 1) for key in ("tp", "ep")}
-    for key, size in sizes.items():
-        declared_size = getattr(engine, key)
-        if size != declared_size and not mixed_sizes:
-            raise EngineError(
-                f"engine.{key}={declared_size}: {engine.url} runs with {key}_size={size}; declare "
-                f"engine.{key}={size}, or set engine.mixed_sizes=true for engines of several sizes"
-            )
-    return msgspec.structs.replace(engine, **sizes)
 
 
 def _require_routes(engine: Engine, info: dict[str, Any]) -> None:

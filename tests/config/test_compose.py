@@ -195,12 +195,7 @@ def test_cold_start_trains_random_weights_on_worked_responses() -> None:
         "constant",
         0.9,
     )
-    assert (
-        config.eval.start_step,
-        config.eval.every,
-        config.eval.stop_at,
-        config.eval.stop_average,
-    ) == (150, 10, 0.3, 2)
+    assert (config.eval.start_step, config.eval.every, config.eval.stop_at) == (150, 10, 0.3)
 
 
 def test_mistakes_in_a_user_s_file_are_refused(checkpoint: Path, tmp_path: Path) -> None:

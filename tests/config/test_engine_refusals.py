@@ -60,7 +60,6 @@ def test_a_running_server_takes_no_start_settings(
     [
         "engine.max_running_requests=32",
         "engine.request_timeout_s=30",
-        "engine.retries=0",
         "engine.dtype=bfloat16",
         "engine.tp=2",
         "engine.start_timeout_s=60",  # how long the trainer waits for it

@@ -1,4 +1,4 @@
-"""Refusals of managed engines that are larger than a node, or of several sizes."""
+"""Refusals of managed engines that are larger than a node."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -35,14 +35,9 @@ def test_nodes_share_an_engine(checkpoint: Path, facts: LaunchFacts, dtype: str)
         (["engine.nodes_per_engine=2"], "engine.nodes_per_engine", "engine.tp=1"),
         (["engine.tp=6", "engine.nodes_per_engine=4"], "engine.nodes_per_engine", "engine.tp=6"),
         (
-            ["engine.tp=2", "engine.nodes_per_engine=2", "sync.delta=true", "sync.transport=disk"],
-            "sync.delta",
+            ["engine.tp=2", "engine.nodes_per_engine=2", "sync.transport=delta"],
+            "sync.transport",
             "would not find them",
-        ),
-        (
-            ["engine.tp=2", "engine.nodes_per_engine=2", "engine.mixed_sizes=true"],
-            "engine.mixed_sizes",
-            "All engines",
         ),
         (
             [*EXTERNAL, "engine.tp=2", "engine.nodes_per_engine=2"],
@@ -69,12 +64,6 @@ def test_each_node_needs_gpus_for_its_part_of_an_engine(checkpoint: Path) -> Non
     (refusal,) = refusals(checkpoint, *settings, facts=replace(ON_GPUS, num_gpus=3))
     assert refusal.key == "engine.count"
     assert "2 trainer rank(s) and 2 engine process(es) of a node" in refusal.rule
-
-
-def test_engines_of_several_sizes_are_external(checkpoint: Path) -> None:
-    (refusal,) = refusals(checkpoint, "engine.mixed_sizes=true")
-    assert refusal.key == "engine.mixed_sizes" and "engine=external" in refusal.remedy
-    assert accept(checkpoint, *EXTERNAL, "engine.mixed_sizes=true").engine.mixed_sizes
 
 
 @pytest.mark.parametrize("option", ["--nnodes=2", "--node-rank=1", "--dist-init-addr=a:1"])

@@ -19,7 +19,7 @@ def divided_model(make_checkpoint: MakeCheckpoint) -> Path:
 
 
 def test_fp8_engines_are_accepted(divided_model: Path) -> None:
-    for options in ((), EXTERNAL, ("engine.round_activations=false",), (BF16,)):
+    for options in ((), EXTERNAL, (BF16,)):
         assert accept(divided_model, FP8, *options).engine.quantization == "fp8"
     c = accept(
         divided_model, FP8, "engine.unquantized_first_layers=1", "engine.unquantized_last_layers=2"
@@ -83,14 +83,12 @@ def test_fp8_engines_of_two_ranks_are_accepted_on_cpus(
             "engine.unquantized_last_layers",
             "4 layers",
         ),
-        (("engine.fake_quant=fp8_blockwise",), "engine.fake_quant", "rounded twice"),
         (("mode=eval",), "engine.quantization", "sends no weights"),
         (
             ("mode=profile", "data.pass_rates=r.jsonl"),
             "engine.quantization",
             "sends no weights",
         ),
-        ((*EXTERNAL, "engine.round_activations=false"), "engine.round_activations", "running"),
     ],
 )
 def test_settings_that_contradict_fp8_are_named(
@@ -98,14 +96,3 @@ def test_settings_that_contradict_fp8_are_named(
 ) -> None:
     results = [r for r in refusals(divided_model, FP8, *options) if r.key == key]
     assert results and reason in results[0].rule
-
-
-def test_the_mismatch_of_bfloat16_is_for_quantized_engines(divided_model: Path) -> None:
-    (refusal,) = refusals(divided_model, "guard.bf16_mismatch=0.002")
-    assert refusal.key == "guard.bf16_mismatch" and "not quantized" in refusal.rule
-    assert accept(divided_model, FP8, "guard.bf16_mismatch=0.002").guard.bf16_mismatch == 0.002
-
-
-def test_gpus_round_activations_always(divided_model: Path) -> None:
-    (refusal,) = refusals(divided_model, FP8, BF16, "engine.round_activations=false", facts=NODE)
-    assert refusal.key == "engine.round_activations" and refusal.remedy == "Use true"

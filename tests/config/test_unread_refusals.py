@@ -16,11 +16,9 @@ UNREAD = [
     ("run.on_failed_save=continue", "run.on_failed_save=continue", NO_CHECKPOINT),
     ("run.stop_within_s=9", "run.stop_within_s=9.0", NO_CHECKPOINT),
     ("samples.every=0 samples.groups=3", "samples.groups=3", "samples.every=0"),
-    ("samples.every=0 samples.max_mb=3", "samples.max_mb=3.0", "samples.every=0"),
     ("mode=rollout_only samples.every=3", "samples.every=3", NO_EFFECT),
     ("mode=eval samples.groups=3", "samples.groups=3", NO_EFFECT),
     ("mode=train_only eval.every=3", "eval.every=3", NO_EFFECT),
-    ("mode=train_only engine.fake_quant=bf16", "engine.fake_quant=bf16", NO_EFFECT),
     ("mode=train_only engine.count=2", "engine.count=2", NO_EFFECT),
     ("mode=rollout_only eval.temperature=0.5", "eval.temperature=0.5", NO_EFFECT),
     ("mode=rollout_only run.save_weights=true", "run.save_weights=true", NO_EFFECT),
@@ -67,6 +65,6 @@ def test_engine_rules_do_not_apply_where_no_engine_is_started(
 ) -> None:
     """An experiment's engine.start_timeout_s would otherwise be refused without a remedy."""
     timeouts = ("parallel.timeout_s=150", "sync.timeout_s=9")
-    train_only = ("mode=train_only", f"rollout.recording={tmp_path}", "engine.fake_quant=off")
+    train_only = ("mode=train_only", f"rollout.recording={tmp_path}", "engine.colocated=false")
     assert accept(checkpoint, *train_only, *timeouts).engine.start_timeout_s == 180
     assert refusals(checkpoint, *timeouts)[0].key == "engine.start_timeout_s"

@@ -29,7 +29,7 @@ from sglang_bridge.weights.disk import DiskTransport
 from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.expectation import WeightExpectation
 from tests.support.comparable import assert_same_weights
-from tests.support.engines import running_engine, running_fp8_engine
+from tests.support.engines import ROUND_ACTIVATIONS, running_engine, running_fp8_engine
 from tests.support.exactness import EXACT
 from tests.support.jobs import ROOT, start_job
 from tests.support.recordings import read_rollouts
@@ -115,7 +115,7 @@ def stream(model: Path) -> Weights:
 @pytest.fixture(scope="module")
 def engine(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ManagedEngine]:
     """A server that starts without weights, as a run starts it. Activations are not rounded."""
-    settings = ServerSettings(quantization="fp8", round_activations=False, max_running_requests=16)
+    settings = ServerSettings(quantization="fp8", max_running_requests=16)
     with running_fp8_engine(settings, model, tmp_path_factory.mktemp("logs")) as server:
         yield server
 
@@ -358,8 +358,11 @@ def test_an_engine_that_loads_the_export_equals_the_synced_one(run: Path, tmp_pa
 
 
 @pytest.mark.distributed
-def test_megatron_with_dequantized_weights_computes_the_same(tmp_path: Path) -> None:
-    """The trainer's forward pass, with the routes replayed."""
+def test_megatron_with_dequantized_weights_computes_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer's forward pass, with the routes replayed. The engine rounds no activations."""
+    monkeypatch.setenv(ROUND_ACTIVATIONS, "0")
     start = write_model(tmp_path / "start")
     recording = record_rollouts(tmp_path, start)
     stream = quantize(load_file(start / "model.safetensors"), start)
@@ -380,7 +383,7 @@ def test_megatron_with_dequantized_weights_computes_the_same(tmp_path: Path) -> 
 
 
 def record_rollouts(root: Path, model: Path) -> Path:
-    """Sample from an FP8 engine that rounds no activations, and return the recorded batch."""
+    """Sample from an FP8 engine, and return the recorded batch."""
     assets = ROOT / "megatron_rl/models/assets"
     for file in (assets / "qwen3_moe_fp8_blank").glob("token*"):
         shutil.copy(file, model)
@@ -391,7 +394,6 @@ def record_rollouts(root: Path, model: Path) -> Path:
         "model.dtype=float32",
         "model.recompute=none",
         "engine.quantization=fp8",
-        "engine.round_activations=false",
         "mode=rollout_only",
         "train.total_steps=1",
         "rollout.prompts_per_step=32",

@@ -57,7 +57,6 @@ def engine(
     dtype, ep = request.param
     settings = ServerSettings(
         quantization="fp8",
-        round_activations=False,
         max_running_requests=8,
         dtype=dtype,
         tp=2,

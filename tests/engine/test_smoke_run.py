@@ -280,14 +280,13 @@ def assert_recording_is_complete(recording: Path) -> None:
 def test_recorded_rollouts_are_trained_on_without_an_engine(
     engine: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """The engine's weights are rounded as FP8, and the trainer's are not.
+    """The engine computes in float32, and the trainer in bfloat16.
 
     Their log-probabilities differ accordingly.
     """
     steps = "train.total_steps=2"
-    fake_quant = "engine.fake_quant=fp8_blockwise"
     rolled_out = complete(
-        start_job(tmp_path / "rollouts", *engine, steps, fake_quant, "mode=rollout_only"),
+        start_job(tmp_path / "rollouts", *engine, steps, "mode=rollout_only"),
         tmp_path / "rollouts/job",
     )
     first_record = rolled_out.records[0]
@@ -296,12 +295,13 @@ def test_recorded_rollouts_are_trained_on_without_an_engine(
         assert record["account/recorded"] == record["account/engine_tokens"] > 0
     recording = rolled_out.run / "recorded"
     assert_recording_is_complete(recording)
-    overrides = ("mode=train_only", f"rollout.recording={rolled_out.run}", steps)
+    recorded = f"rollout.recording={rolled_out.run}"
+    overrides = ("mode=train_only", recorded, steps, "model.dtype=bfloat16")
     train_only = complete(start_job(tmp_path / "trained", *overrides), tmp_path / "trained/job")
     assert processes_named(train_only.processes, "sglang") == []
     assert [record["account/unaccounted"] for record in train_only.records[1:]] == [0.0, 0.0]
     first = train_only.records[1]
-    assert 1e-3 < first["mismatch/logprob_abs_mean"] < 0.2, "rounded weights"
+    assert 1e-3 < first["mismatch/logprob_abs_mean"] < 0.2, "bfloat16 rounds"
     assert 0 < first["mismatch/route_disagreement"] < 0.2 and first["train/samples"] > 0
     for name in ("reward/mean", "rollout/tokens", "rollout/zero_variance_rate"):
         assert [r[name] for r in train_only.records[1:]] == [

@@ -4,7 +4,7 @@ It compares several models and several kinds of rollouts. Start it in the root o
 
     python -m tests.lab.replay_gaps --out runs/gaps --model moe=PATH --model dense=PATH \\
         --rollouts bfloat16: engine.dtype=bfloat16 \\
-        --rollouts fp8: engine.fake_quant=fp8_blockwise \\
+        --rollouts fp8: engine.quantization=fp8 \\
         --common experiment=quickstart rollout.prompts_per_step=400
 
 For each model and kind of rollouts, real engines generate one batch (a run with

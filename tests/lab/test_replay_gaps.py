@@ -14,7 +14,7 @@ from tests.support.scripts import ROOT, start_module
 pytestmark = pytest.mark.slow
 
 MODEL = f"--model=moe={TWO_DIGIT_ADDITION}"
-KIND = ("--rollouts", "fp8:", "engine.fake_quant=fp8_blockwise")
+KIND = ("--rollouts", "bfloat16:", "engine.dtype=bfloat16")
 COMMON = ("--common", "experiment=smoke")
 
 
@@ -25,8 +25,8 @@ COMMON = ("--common", "experiment=smoke")
         (("--model=moe=/nowhere", *KIND, *COMMON), "moe=/nowhere"),
         ((MODEL, "--rollouts", "engine.dtype=bfloat16", *COMMON), "begin with a name and a colon"),
         (
-            (MODEL, "--rollouts", "fp8:", "engine.fake_quant=fp4", *COMMON),
-            "engine.fake_quant=fp4",
+            (MODEL, "--rollouts", "fp8:", "engine.quantization=fp4", *COMMON),
+            "engine.quantization=fp4",
         ),
     ],
 )
@@ -48,7 +48,7 @@ def test_engines_record_routes_and_the_model_is_in_float32(tmp_path: Path) -> No
     case = plan_case(tmp_path, *KIND, *COMMON)
     settings = ("mode=rollout_only", "train.replay=rollout", "model.dtype=float32")
     assert {*settings, f"run.root={tmp_path}"} <= set(generation_overrides(case))
-    assert case.result == tmp_path / "moe-fp8.json"
+    assert case.result == tmp_path / "moe-bfloat16.json"
 
 
 def test_the_measurement_has_the_same_settings_without_engines(tmp_path: Path) -> None:
@@ -56,7 +56,7 @@ def test_the_measurement_has_the_same_settings_without_engines(tmp_path: Path) -
     kind = (*KIND, "engine.count=2", "train.optimizer_steps_per_batch=2")
     case = plan_case(tmp_path, *kind, *COMMON, "engine=managed")
     case.directory.mkdir()
-    engine_settings = {"engine.fake_quant=fp8_blockwise", "engine.count=2", "engine=managed"}
+    engine_settings = {"engine.dtype=bfloat16", "engine.count=2", "engine=managed"}
     assert engine_settings <= set(generation_overrides(case))
     overrides = measurement_overrides(case)
     assert not [override for override in overrides if override.startswith("engine")]

@@ -181,7 +181,7 @@ def test_the_comparison_behind_the_table_is_accepted(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", ["comparisons.md", "results/replay.md", "results/selection.md"])
+@pytest.mark.parametrize("page", ["comparisons.md", "results/selection.md"])
 def test_every_comparison_is_accepted(tmp_path: Path, page: str) -> None:
     all_options = comparisons(page)
     assert all_options

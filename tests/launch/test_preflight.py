@@ -256,9 +256,9 @@ def test_external_engines_are_checked_as_training_checks_them(
     config = compose(["experiment=smoke", "engine=external", f"engine.urls=[{url}]"])
     (check,) = preflight.check_external_engines(config)
     assert check.passes and url in str(check)
-    server.info["tp_size"] = 2
+    server.info["pp_size"] = 2
     (check,) = preflight.check_external_engines(config)
-    assert check.refuses and "engine.tp=2" in str(check)
+    assert check.refuses and "pp_size=2" in str(check)
     server.info |= INFO | {"enable_return_routed_experts": False}
     (check,) = preflight.check_external_engines(config)
     assert check.refuses and "--enable-return-routed-experts" in str(check)

@@ -15,7 +15,6 @@ from megatron_rl.mcore import compat
 compat.install()
 
 from megatron_rl.config.schema import EngineSettings
-from megatron_rl.mcore.weights.fake_quant import fake_quantize
 from megatron_rl.mcore.weights.fp8_weights import (
     check_part,
     complete,
@@ -66,21 +65,23 @@ def test_each_matrix_becomes_scales_and_codes(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3", "mixtral", "deepseek_v3"])
-def test_fake_quantization_rounds_to_the_same_values(
+def test_matrices_keep_their_values_within_half_a_step(
     family: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
-    """`engine.fake_quant=fp8_blockwise` simulates the weights of `engine.quantization=fp8`."""
+    """A step of e4m3 is an eighth of a power of two. Other tensors pass as they are."""
     FAMILIES[family]().save_pretrained(tmp_path)
     tensors = {k: v.to(dtype) for k, v in load_file(tmp_path / "model.safetensors").items()}
     names = fp8_weights_of(EngineSettings(quantization="fp8"), read_shape(tmp_path))
     assert names is not None
-    simulation = dict(fake_quantize(iter(tensors.items()), "fp8_blockwise"))
     scales: dict[str, torch.Tensor] = {}
     for name, tensor in quantize_weights(iter(tensors.items()), names):
         if name.endswith("_scale_inv"):
             scales[name.removesuffix("_scale_inv")] = tensor
         elif name in names.matrices:
-            assert torch.equal(dequantize(tensor, scales[name], dtype), simulation[name]), name
+            weight = tensors[name].float()
+            error = (dequantize(tensor, scales[name], torch.float32) - weight).abs()
+            smallest_step = scales[name].max() * 2**-9
+            assert (error <= 1.001 * (weight.abs() / 16).clamp(min=smallest_step / 2)).all(), name
         else:
             assert tensor is tensors[name]
 

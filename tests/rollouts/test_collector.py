@@ -276,7 +276,7 @@ def test_requests_of_a_silent_engine_are_aborted_and_go_to_the_next_one() -> Non
             fake_engine(lambda n, body: reply(body, "046")) as next_url,
         ):
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
-            settings = EngineSettings(request_timeout_s=0.5, token_timeout_s=0.01, retries=0)
+            settings = EngineSettings(request_timeout_s=0.1)
             collector = Collector(
                 0, msgspec.structs.replace(configuration(), engine=settings), outbox.put
             )

@@ -5,6 +5,7 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,7 @@ from tests.support.fake_engine import LAYERS, TOPK, Answer, Reply, fake_engine, 
 from tests.support.scripted_model import EOS, PROMPT
 
 SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
-FORM = RequestForm(api_key=None, longest_response=10, route_shape=(LAYERS, TOPK), vocab_size=48)
+FORM = RequestForm(api_key=None, longest_response=1, route_shape=(LAYERS, TOPK), vocab_size=48)
 
 
 class CountingEngine:
@@ -55,7 +56,7 @@ async def use(pool: EnginePool, *urls: str) -> None:
 
 @contextlib.asynccontextmanager
 async def pool_of(
-    *answers: Answer, **settings: Any
+    *answers: Answer, form: RequestForm = FORM, **settings: Any
 ) -> AsyncIterator[tuple[EnginePool, list[FromCollector], list[str]]]:
     """Open a pool of engines, and yield it with its reports and the URLs of the engines.
 
@@ -68,7 +69,7 @@ async def pool_of(
 
     async with contextlib.AsyncExitStack() as stack:
         urls = [await stack.enter_async_context(fake_engine(answer)) for answer in answers]
-        pool = EnginePool(EngineSettings(**settings), FORM, report)
+        pool = EnginePool(EngineSettings(**settings), form, report)
         await use(pool, *urls)
         try:
             yield pool, messages, urls
@@ -121,15 +122,14 @@ def test_an_engine_of_two_ranks_gets_twice_the_requests() -> None:
     assert (small.calls, large.calls) == (10, 20)
 
 
-@pytest.mark.parametrize("retries", [0, 2])
 def test_no_rollout_is_lost_while_one_of_two_engines_fails(
-    retries: int, caplog: pytest.LogCaptureFixture
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """The bad engine fails fast, so it always has the fewest requests in flight."""
     bad_engine = CountingEngine(failing)
 
     async def run() -> None:
-        async with pool_of(bad_engine, good, retries=retries, max_running_requests=8) as (
+        async with pool_of(bad_engine, good, max_running_requests=8) as (
             pool,
             messages,
             urls,
@@ -168,7 +168,7 @@ def test_invalid_responses_of_all_engines_are_sampled_twice_at_most() -> None:
             for _ in range(4)
         ]
         tokens = Counter[str]()
-        async with pool_of(*engines, retries=5) as (pool, _, _):
+        async with pool_of(*engines) as (pool, _, _):
             assert await generate_many(pool, 16, tokens) == {"GenerationRejected": 16}
             calls = sum(engine.calls for engine in engines)
             assert 16 <= calls <= 32  # requests of the last engine have no second chance
@@ -180,13 +180,13 @@ def test_invalid_responses_of_all_engines_are_sampled_twice_at_most() -> None:
 def test_the_only_engine_is_retried_a_limited_number_of_times() -> None:
     async def run() -> None:
         flaky = CountingEngine(lambda n, body: 503 if n < 2 else reply(body, "046"))
-        async with pool_of(flaky, retries=2) as (pool, messages, _):
+        async with pool_of(flaky) as (pool, messages, _):
             assert await generate_many(pool, 1) == {"stop": 1}
             assert messages == []
         dead = CountingEngine(failing)
-        async with pool_of(dead, retries=1) as (pool, messages, _):
+        async with pool_of(dead) as (pool, _, _):
             assert await generate_many(pool, 1) == {"RequestFailed": 1}
-            assert dead.calls == 2 and messages == []
+            assert dead.calls == 3
 
     asyncio.run(run())
 
@@ -194,9 +194,9 @@ def test_the_only_engine_is_retried_a_limited_number_of_times() -> None:
 def test_a_request_fails_only_after_all_engines_failed() -> None:
     async def run() -> None:
         engines = [CountingEngine(failing) for _ in range(3)]
-        async with pool_of(*engines, retries=1) as (pool, _, _):
+        async with pool_of(*engines) as (pool, _, _):
             assert await generate_many(pool, 1) == {"RequestFailed": 1}
-            assert [engine.calls for engine in engines] == [2, 2, 2]
+            assert [engine.calls for engine in engines] == [3, 3, 3]
 
     asyncio.run(run())
 
@@ -204,7 +204,7 @@ def test_a_request_fails_only_after_all_engines_failed() -> None:
 def test_an_invalid_request_is_not_repeated_and_excludes_no_engine() -> None:
     async def run() -> None:
         engines = [CountingEngine(lambda n, body: 400) for _ in range(2)]
-        async with pool_of(*engines, retries=5) as (pool, messages, _):
+        async with pool_of(*engines) as (pool, messages, _):
             assert await generate_many(pool, 8) == {"RequestFailed": 8}
             assert sum(engine.calls for engine in engines) == 8 and messages == []
 
@@ -237,7 +237,7 @@ def test_an_engine_that_is_left_out_is_used_again_after_a_set_without_it() -> No
 
 def test_requests_of_a_silent_engine_go_to_another() -> None:
     async def run() -> None:
-        async with pool_of(silent, good, request_timeout_s=1.5, token_timeout_s=0.0) as (
+        async with pool_of(silent, good, request_timeout_s=1.5) as (
             pool,
             messages,
             urls,
@@ -253,9 +253,11 @@ def test_an_engine_that_falls_silent_is_left_out_at_once() -> None:
 
     async def run() -> None:
         mute = CountingEngine(silent)
-        async with pool_of(
-            mute, good, request_timeout_s=0.2, token_timeout_s=0.0, max_running_requests=1
-        ) as (pool, messages, urls):
+        async with pool_of(mute, good, request_timeout_s=0.2, max_running_requests=1) as (
+            pool,
+            messages,
+            urls,
+        ):
             assert await generate_many(pool, 1) == {"stop": 1}
             (left_out,) = (m for m in messages if isinstance(m, EngineLeftOut))
             assert left_out.url == urls[0] and "answered no request" in left_out.reason
@@ -268,7 +270,7 @@ def test_an_engine_that_falls_silent_is_left_out_at_once() -> None:
 def test_the_last_engine_is_left_out_too_and_its_requests_wait_for_another() -> None:
     async def run() -> None:
         mute = CountingEngine(silent)
-        async with pool_of(mute, request_timeout_s=0.2, token_timeout_s=0.0) as (
+        async with pool_of(mute, request_timeout_s=0.2) as (
             pool,
             messages,
             urls,
@@ -287,11 +289,8 @@ def test_the_last_engine_is_left_out_too_and_its_requests_wait_for_another() -> 
 
 def test_an_engine_has_time_for_each_token_of_the_longest_response() -> None:
     async def run() -> None:
-        async with pool_of(silent, good, request_timeout_s=0.1, token_timeout_s=0.05) as (
-            pool,
-            _,
-            _,
-        ):
+        form = replace(FORM, longest_response=5)
+        async with pool_of(silent, good, form=form, request_timeout_s=0.1) as (pool, _, _):
             start = asyncio.get_running_loop().time()
             assert await generate_many(pool, 1) == {"stop": 1}
             assert 0.6 <= asyncio.get_running_loop().time() - start < 30
@@ -455,7 +454,7 @@ def test_a_request_whose_engines_end_five_times_is_not_sent_to_a_sixth() -> None
 
     async def run() -> None:
         engines = [CountingEngine(silent) for _ in range(7)]
-        async with pool_of(*engines, retries=9) as (pool, _, urls):
+        async with pool_of(*engines) as (pool, _, urls):
             requests = asyncio.ensure_future(generate_with_seeds(pool, 1))
             for num_lost in range(5):
                 while sum(engine.calls for engine in engines) <= num_lost:
@@ -471,7 +470,7 @@ def test_a_request_whose_engines_end_five_times_is_not_sent_to_a_sixth() -> None
 def test_a_request_that_four_engines_lost_still_goes_to_a_fifth() -> None:
     async def run() -> None:
         engines = [CountingEngine(silent) for _ in range(4)]
-        async with pool_of(*engines, request_timeout_s=0.1, token_timeout_s=0.0) as (
+        async with pool_of(*engines, request_timeout_s=0.1) as (
             pool,
             _,
             urls,
@@ -487,19 +486,22 @@ def test_a_request_that_four_engines_lost_still_goes_to_a_fifth() -> None:
 
 
 def test_an_engine_whose_connection_ends_loses_no_request() -> None:
-    """Whoever started it starts it again; `retries` counts answers alone."""
+    """Whoever started it starts it again. A round of requests without an answer does not count.
+
+    The engine is left out after the third.
+    """
 
     async def run() -> None:
-        async with pool_of(retries=0) as (pool, messages, _):
+        async with pool_of() as (pool, messages, _):
             dead_url = "http://127.0.0.1:9"
             await use(pool, dead_url)
-            requests = asyncio.ensure_future(generate_many(pool, 4))
+            requests = asyncio.ensure_future(generate_many(pool, 1))
             while not messages:
                 await asyncio.sleep(0.01)
             assert isinstance(messages[0], EngineLeftOut)
             async with fake_engine(good) as url:
                 await use(pool, dead_url, url)
-                assert await asyncio.wait_for(requests, 5) == {"stop": 4}
+                assert await asyncio.wait_for(requests, 5) == {"stop": 1}
 
     asyncio.run(run())
 
@@ -588,9 +590,7 @@ async def pool_of_nodes(
             )
             for name, answer in answers.items()
         }
-        settings = EngineSettings(
-            max_running_requests=2, request_timeout_s=30.0, token_timeout_s=0.0
-        )
+        settings = EngineSettings(max_running_requests=2, request_timeout_s=30.0)
         pool = EnginePool(settings, FORM, report, node=OWN_NODE)
         try:
             yield pool, left_out, engines

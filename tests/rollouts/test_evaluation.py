@@ -137,7 +137,7 @@ def test_an_evaluation_with_too_many_losses_fails(reason: str) -> None:
     """With NaN weights every response is rejected. That is an error, not 0.000 ± 0.000."""
     accuracy_of([group(CORRECT)] * 9 + [group_with_losses(1, reason)], 1, 0.1)
     with fails(
-        ExitCode.ENGINE_FAILED, match=rf"1 of 9 .*\(1 {reason} .*eval\.max_rejected_share=0\.1 "
+        ExitCode.ENGINE_FAILED, match=rf"1 of 9 .*\(1 {reason} .*; 0\.1 is the largest share "
     ):
         accuracy_of([group(CORRECT)] * 8 + [group_with_losses(1, reason)], 1, 0.1)
     with fails(ExitCode.ENGINE_FAILED, match="4 of 4"):
@@ -155,7 +155,7 @@ def test_a_failing_environment_is_refused_with_its_error(reason: str) -> None:
 
 
 def test_the_message_about_aborted_responses_names_the_key() -> None:
-    with fails(ExitCode.ENGINE_FAILED, match=r"1 aborted \(.*engine\.token_timeout_s"):
+    with fails(ExitCode.ENGINE_FAILED, match=r"1 aborted \(.*engine\.request_timeout_s"):
         accuracy_of([group_with_losses(1, "aborted")], 1)
 
 

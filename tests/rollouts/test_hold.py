@@ -3,6 +3,7 @@
 import asyncio
 import base64
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -310,9 +311,10 @@ def test_a_response_of_a_silent_engine_does_not_go_on() -> None:
         messages.append(message)
 
     async def run() -> Generation:
-        settings = EngineSettings(request_timeout_s=0.1, token_timeout_s=0.01)
+        settings = EngineSettings(request_timeout_s=0.1)
+        form = replace(FORM, longest_response=1)
         async with fake_engine(InterruptedEngine(2), seconds=0.5) as url:
-            pool = EnginePool(settings, FORM, report)
+            pool = EnginePool(settings, form, report)
             await pool.set_engines([Engine(url=url)])
             generation = await asyncio.wait_for(generate(pool), 5)
             await pool.close()

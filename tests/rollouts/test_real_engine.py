@@ -208,7 +208,7 @@ def pause_engine_during_requests(
         route_shape=(SHAPE.num_layers, SHAPE.topk),
         vocab_size=SHAPE.vocab_size,
     )
-    settings = EngineSettings(request_timeout_s=10.0, token_timeout_s=0.0, retries=0)
+    settings = EngineSettings(request_timeout_s=10.0)
 
     async def run() -> list[Generation | BaseException]:
         pool = EnginePool(settings, form, paused_engine.handle)

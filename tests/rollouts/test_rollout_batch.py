@@ -231,21 +231,22 @@ def test_an_evaluation_samples_as_training_does_by_default(hub: CollectorHub, pe
     assert [r.sampling.temperature for r in requests] == [0.7] * 3 + [0.0] * 3
 
 
-@pytest.mark.parametrize(("share", "is_error"), [(0.5, False), (0.3, True)])
-def test_an_evaluation_may_lose_the_share_of_its_key(
-    hub: CollectorHub, peer: Peer, share: float, is_error: bool
+@pytest.mark.parametrize(("samples", "is_error"), [(10, False), (9, True)])
+def test_an_evaluation_may_lose_a_tenth_of_its_responses(
+    hub: CollectorHub, peer: Peer, samples: int, is_error: bool
 ) -> None:
     queue = synced_queue(hub)
-    settings = EvalSettings(samples_per_prompt=2, max_rejected_share=share)
+    settings = EvalSettings(samples_per_prompt=samples)
     evaluation = Evaluation(
-        queue, PROMPTS, settings, SETTINGS, (1,), answer_requests(peer, lose_half, [])
+        queue, PROMPTS, settings, SETTINGS, (1,), answer_requests(peer, lose_one, [])
     )
     with fails(ExitCode.ENGINE_FAILED) if is_error else contextlib.nullcontext():
         assert evaluation.measure("4").num_rejected == 3
 
 
-def lose_half(request: GroupRequest) -> GroupDone:
-    return group_done(request.group_id, (make_ref(make_rollout(2, 3)),), rejections={"expired": 1})
+def lose_one(request: GroupRequest) -> GroupDone:
+    rollouts = (make_ref(make_rollout(2, 3)),) * (request.num_samples - 1)
+    return group_done(request.group_id, rollouts, rejections={"expired": 1})
 
 
 @dataclass

@@ -95,11 +95,11 @@ def test_a_rollout_above_the_bound_is_not_trained_in_silence(tmp_path: Path) -> 
 
 def test_rollouts_of_a_step_that_is_never_trained_are_unfinished(tmp_path: Path) -> None:
     parts = lead(
-        ScriptedParts(accuracies=[0.1, 0.9]),
+        ScriptedParts(accuracies=[0.7, 0.9]),
         tmp_path,
         steps=9,
         max_staleness=1,
-        evals={"every": 2, "stop_at": 0.8, "stop_average": 1},
+        evals={"every": 2, "stop_at": 0.8},
     )
     assert [call for call in parts.calls if call.startswith("train")] == ["train 1", "train 2"]
     assert parts.metrics[2]["account/unfinished"] == 8.0
@@ -157,7 +157,7 @@ def test_sync_when_evaluation_sends_weights_before_evaluations_only(tmp_path: Pa
 
 
 def test_run_stops_when_the_mean_accuracy_reaches_stop_at(tmp_path: Path) -> None:
-    evals = {"every": 1, "stop_at": 0.5, "stop_average": 2}
+    evals = {"every": 1, "stop_at": 0.5}
     parts = lead(
         ScriptedParts(accuracies=[0.1, 0.6, 0.3, 0.8, 0.9]), tmp_path, steps=9, evals=evals
     )
@@ -170,17 +170,17 @@ def test_run_stops_when_the_mean_accuracy_reaches_stop_at(tmp_path: Path) -> Non
 
 
 def test_the_mean_of_the_last_evaluations_ends_a_run() -> None:
-    settings = EvalSettings(stop_at=0.5, stop_average=2)
+    settings = EvalSettings(stop_at=0.5)
     assert not is_accuracy_reached([], settings)
     assert not is_accuracy_reached([0.9], settings)
     assert is_accuracy_reached([0.4, 0.6], settings)
     assert is_accuracy_reached([0.0, 0.4, 0.6], settings)
     assert not is_accuracy_reached([0.9, 0.9, 0.4, 0.4], settings)
-    assert not is_accuracy_reached([0.9, 0.9], EvalSettings(stop_at=None, stop_average=2))
+    assert not is_accuracy_reached([0.9, 0.9], EvalSettings(stop_at=None))
 
 
 def test_warning_when_stop_at_was_not_reached(tmp_path: Path) -> None:
-    evals = {"every": 1, "stop_at": 0.5, "stop_average": 2}
+    evals = {"every": 1, "stop_at": 0.5}
     screen = io.StringIO()
     lead(ScriptedParts(accuracies=[0.1, 0.2, 0.6]), tmp_path, evals=evals, stream=screen)
     last = screen.getvalue().splitlines()[-1]
@@ -225,16 +225,17 @@ def test_audit_obstacle_is_logged_once(tmp_path: Path) -> None:
 
 
 def test_consecutive_nonfinite_steps_end_the_run_and_are_recorded(tmp_path: Path) -> None:
-    parts = ScriptedParts(finite=[False, True, False, False])
-    with pytest.raises(StoppedByGuard, match=r"2 consecutive steps .*train\.max_nonfinite_steps=2"):
-        lead(parts, tmp_path, steps=9, max_nonfinite_steps=2)
+    parts = ScriptedParts(finite=[False, True, False, False, False])
+    with pytest.raises(StoppedByGuard, match=r"3 consecutive steps .*guard\.nonfinite=skip"):
+        lead(parts, tmp_path, steps=9)
     assert [text for text in parts.calls if text.startswith("train")] == [
         "train 1",
         "train 2",
         "train 3",
         "train 4",
+        "train 5",
     ]
-    assert [parts.metrics[step]["train/nonfinite"] for step in (1, 2, 3, 4)] == [1, 0, 1, 1]
+    assert [parts.metrics[step]["train/nonfinite"] for step in range(1, 6)] == [1, 0, 1, 1, 1]
 
 
 def test_step_without_rollouts_counts_as_neither_finite_nor_nonfinite(tmp_path: Path) -> None:
@@ -350,16 +351,16 @@ def test_a_step_that_fails_before_it_has_metrics_leaves_no_record(tmp_path: Path
 
 
 def test_a_step_that_fails_after_its_update_leaves_its_record(tmp_path: Path) -> None:
-    parts = ScriptedParts(finite=[True, False, False])
+    parts = ScriptedParts(finite=[True, False, False, False])
     with pytest.raises(StoppedByGuard):
-        lead(parts, tmp_path, steps=4, max_nonfinite_steps=2)
-    assert list(parts.metrics) == [0, 1, 2, 3]
+        lead(parts, tmp_path, steps=5)
+    assert list(parts.metrics) == [0, 1, 2, 3, 4]
 
 
 def test_a_run_without_any_update_fails(tmp_path: Path) -> None:
     parts = ScriptedParts(finite=[False, False])
     with pytest.raises(StoppedByGuard, match="every update had NaN or Inf"):
-        lead(parts, tmp_path, steps=2, max_nonfinite_steps=3)
+        lead(parts, tmp_path, steps=2)
 
 
 def test_a_failed_last_evaluation_keeps_the_trained_weights(tmp_path: Path) -> None:
@@ -391,7 +392,7 @@ def test_a_resumed_run_may_end_without_an_update(tmp_path: Path) -> None:
     cursor = PromptCursor(epoch=0, position=1, digest="d")
     state = make_state(1, selection=SelectorState(prompts=cursor)).position
     parts = ScriptedParts(finite=[False])
-    lead(parts, tmp_path, steps=2, resume_state=state, max_nonfinite_steps=3)
+    lead(parts, tmp_path, steps=2, resume_state=state)
     assert "save step-2" in parts.calls
 
 

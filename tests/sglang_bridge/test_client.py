@@ -263,7 +263,8 @@ def test_abandoned_request_closes_its_connection(how: str) -> None:
             task = asyncio.create_task(client.generate([1], SAMPLING, rid="a", return_routes=False))
             if how == "deadline":
                 with pytest.raises(
-                    RequestExpired, match=r"answered no request for 1 s .* engine\.token_timeout_s"
+                    RequestExpired,
+                    match=r"no request for 1 s .* engine\.request_timeout_s",
                 ):
                     await task
             else:

@@ -7,6 +7,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
+import pytest
+
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.fp8_weights import quantization_config
 from megatron_rl.rollouts.collector.engines.engine_pool import EnginePool
@@ -17,6 +19,9 @@ from sglang_bridge.server.lifeline import Lifeline
 from sglang_bridge.server.managed_engine import ManagedEngine
 from sglang_bridge.settings import ServerPlace, ServerSettings
 from tests.support.fake_engine import hold
+
+# In the environment of a CPU engine, 0 leaves the inputs of FP8 products as they are
+ROUND_ACTIVATIONS = "SGLANG_BRIDGE_ROUND_ACTIVATIONS"
 
 
 @contextlib.contextmanager
@@ -60,16 +65,21 @@ def running_engine(
 def running_fp8_engine(
     settings: ServerSettings, model_path: Path, directory: Path
 ) -> Iterator[ManagedEngine]:
-    """One FP8 server on CPU that starts without weights, as a run starts it."""
+    """One FP8 server on CPU that starts without weights, as a run starts it.
+
+    It does not round activations, so that float32 passes over the same weights agree with it.
+    """
     lifeline = Lifeline()
     config = quantization_config(read_shape(model_path))
-    server = ManagedEngine.start(
-        settings,
-        ServerPlace(model_path=str(model_path), device="cpu", quantization=config),
-        keys=create_keys(),
-        log_path=directory / "engine.log",
-        lifeline=lifeline,
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(ROUND_ACTIVATIONS, "0")
+        server = ManagedEngine.start(
+            settings,
+            ServerPlace(model_path=str(model_path), device="cpu", quantization=config),
+            keys=create_keys(),
+            log_path=directory / "engine.log",
+            lifeline=lifeline,
+        )
     try:
         server.wait_healthy(240)
         yield server

@@ -92,6 +92,8 @@ class ScriptedParts:
     audits: list[int] = field(default_factory=list, init=False)
     num_refreshes: int = field(default=0, init=False)
     audit_obstacle = ""
+    # The timeline asks the queue to tell it about arrivals
+    queue: SimpleNamespace = field(default_factory=SimpleNamespace, init=False)
     _open_step: int | None = field(default=None, init=False)
     _num_tokens: int = field(default=0, init=False)
 
@@ -374,4 +376,4 @@ def _entry_of(phase: Phase) -> dict[str, Any]:
 @functools.cache
 def _configuration() -> Configuration:
     """A configuration whose optional features are off."""
-    return compose(["samples.every=0", "logger.timeline=false", "logger.tensorboard=false"])
+    return compose(["samples.every=0", "logger.tensorboard=false"])

@@ -37,8 +37,8 @@ ADAM = OptimizerSettings(lr=1e-3, warmup_steps=1, decay="constant")
 
 
 def train_settings(**changes: Any) -> TrainSettings:
-    """Settings of one optimizer step over small chunks of logits, with changes."""
-    defaults = {"total_steps": 1, "optimizer_steps_per_batch": 1, "logit_chunk_tokens": 64}
+    """Settings of one optimizer step, with changes."""
+    defaults = {"total_steps": 1, "optimizer_steps_per_batch": 1}
     return TrainSettings(**(defaults | changes))
 
 
@@ -69,8 +69,8 @@ def make_policy(
     rollout = RolloutSettings(max_new_tokens=32, temperature=temperature)
     regularization = Regularization(algo)
     logprobs = ResponseLogprobs(
-        train_settings(),
         rollout,
+        64,
         vocab_size=shape.vocab_size,
         tp_group=tp_group,
         cp_group=cp_group,

@@ -29,7 +29,7 @@ from megatron_rl.planning.rank_view import RankView
 from megatron_rl.training.logprobs import ResponseLogprobs
 from megatron_rl.training.micro_batches import Batcher, MicroBatch
 from megatron_rl.training.warm_up import warm_up
-from tests.support.policies import TWO_DIGIT_ADDITION, train_settings
+from tests.support.policies import TWO_DIGIT_ADDITION
 
 _COLUMNS = 151_936
 _TRUE_VOCABULARY = 151_669
@@ -44,7 +44,6 @@ def make_worker(dtype: str) -> Any:
     shape = dataclasses.replace(read_shape(TWO_DIGIT_ADDITION), vocab_size=_TRUE_VOCABULARY)
     algo = EspoSettings()
     logprobs = ResponseLogprobs(
-        train_settings(),
         RolloutSettings(max_new_tokens=4),
         vocab_size=_TRUE_VOCABULARY,
         tp_group=None,

@@ -14,7 +14,7 @@ from megatron_rl.config.algorithms import (
     GspoSettings,
     SftSettings,
 )
-from megatron_rl.config.schema import RolloutSettings, TrainSettings
+from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses import ResponseTokens, open_loss
 from megatron_rl.training.logprobs import ResponseLogprobs
@@ -41,9 +41,8 @@ def logits(seed: int = 1) -> torch.Tensor:
 
 
 def response_logprobs(chunk_tokens: int, temperature: float = 0.7) -> ResponseLogprobs:
-    train = TrainSettings(total_steps=1, logit_chunk_tokens=chunk_tokens)
     rollout = RolloutSettings(max_new_tokens=8, temperature=temperature)
-    return ResponseLogprobs(train, rollout, vocab_size=VOCABULARY, tp_group=None)
+    return ResponseLogprobs(rollout, chunk_tokens, vocab_size=VOCABULARY, tp_group=None)
 
 
 @pytest.mark.parametrize("chunk_tokens", [1, 5, 64])

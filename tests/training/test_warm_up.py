@@ -22,7 +22,7 @@ from megatron_rl.planning.rank_view import RankView
 from megatron_rl.training.logprobs import ResponseLogprobs
 from megatron_rl.training.micro_batches import Batcher
 from megatron_rl.training.warm_up import warm_up
-from tests.support.policies import TWO_DIGIT_ADDITION, train_settings
+from tests.support.policies import TWO_DIGIT_ADDITION
 
 
 class Loss:
@@ -71,7 +71,6 @@ def test_kernels_run_forward_and_backward_without_the_model(algo: AlgoSettings) 
     loss = Loss(open_loss(algo, shape))
     regularization = Regularization(algo)
     logprobs = ResponseLogprobs(
-        train_settings(),
         rollout,
         vocab_size=shape.vocab_size,
         tp_group=None,

@@ -91,7 +91,7 @@ def _check_settings(
     yield from check_layer_spec(c.model, facts)
     yield from check_resume(c)
     yield from check_engine(c.engine, facts)
-    yield from check_quantization(c, facts)
+    yield from check_quantization(c)
     yield from check_sync(c)
     yield from check_colocated(c, facts)
     yield from check_grid(c.parallel, facts)

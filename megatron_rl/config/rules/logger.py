@@ -18,6 +18,18 @@ def check_logger(c: Configuration, facts: LaunchFacts) -> Iterator[BrokenRule]:
         yield BrokenRule(
             "logger.wandb", rule, "Install it with pip install wandb, or remove the key"
         )
+    if logger.prometheus is not None and not _has_valid_port(logger.prometheus):
+        rule = "Ports are numbers from 1 to 65535"
+        yield BrokenRule("logger.prometheus", rule, "Give a free one, such as 9400")
+    yield from _check_profiles(c, facts)
+
+
+def _has_valid_port(address: str) -> bool:
+    return 1 <= int(address.rpartition(":")[2]) <= 65535
+
+
+def _check_profiles(c: Configuration, facts: LaunchFacts) -> Iterator[BrokenRule]:
+    logger = c.logger
     last_rank = facts.world_size - 1
     if logger.profile_steps and any(rank > last_rank for rank in logger.profile_ranks):
         rule = f"The ranks of this run are 0 to {last_rank}"

@@ -30,7 +30,6 @@ _START_SETTINGS = (
     "device",
     "max_total_tokens",
     "threads",
-    "round_activations",
     "extra_args",
 )
 _ALL_ON_CPU = 'run everything on the CPU: CUDA_VISIBLE_DEVICES=""'
@@ -45,16 +44,6 @@ def check_formats_and_timeouts(c: Configuration) -> Iterator[BrokenRule]:
                 f"parallel.timeout_s={c.parallel.timeout_s:g}"
             )
             yield BrokenRule(key, rule, "Lower it, or raise parallel.timeout_s above it")
-    if c.engine.fake_quant == "bf16" and c.engine.dtype == "bfloat16":
-        rule = "This setting has no effect: engine.dtype=bfloat16 already rounds weights like this"
-        yield BrokenRule("engine.fake_quant", rule, "Use off, or engine.dtype=float32")
-    if c.engine.fake_quant != "off" and c.is_measurement and c.run.resume == "never":
-        rule = (
-            f"Without a checkpoint mode={c.mode} sends no weights, and engines serve model.path "
-            "unchanged"
-        )
-        remedy = "Use off, or give a checkpoint: run.resume=runs/NAME"
-        yield BrokenRule("engine.fake_quant", rule, remedy)
     if c.engine.dtype == "float32" and c.model.dtype == "bfloat16":
         rule = (
             "It is wider than model.dtype=bfloat16: rollouts would follow another policy than the "
@@ -137,9 +126,6 @@ def check_engine(engine: EngineSettings, facts: LaunchFacts) -> Iterator[BrokenR
             f"engine.tp={engine.tp}"
         )
         yield BrokenRule("engine.ep", rule, "Use a divisor of engine.tp")
-    if engine.mixed_sizes and engine.mode == "managed":
-        rule = "All engines that the run starts have the sizes engine.tp and engine.ep"
-        yield BrokenRule("engine.mixed_sizes", rule, "Remove it, or use engine=external")
     if engine.mode == "external":
         yield from _check_external(engine)
     else:

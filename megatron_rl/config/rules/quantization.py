@@ -14,15 +14,12 @@ from sglang_bridge.settings import server_device
 _LAYERS = ("unquantized_first_layers", "unquantized_last_layers")
 
 
-def check_quantization(c: Configuration, facts: LaunchFacts) -> Iterator[BrokenRule]:
+def check_quantization(c: Configuration) -> Iterator[BrokenRule]:
     """Yield broken rules about quantized engines that do not depend on the model."""
     engine = c.engine
     if engine.quantization is None:
         yield from _check_unquantized(engine)
         return
-    if engine.fake_quant != "off":
-        rule = "Engines hold FP8 weights already, and these would be rounded twice"
-        yield BrokenRule("engine.fake_quant", rule, "Use off, or engine.quantization=null")
     if c.is_measurement and c.run.resume == "never":
         rule = (
             f"Without a checkpoint mode={c.mode} sends no weights, and quantized engines get "
@@ -30,16 +27,10 @@ def check_quantization(c: Configuration, facts: LaunchFacts) -> Iterator[BrokenR
         )
         remedy = "Use null, or give a checkpoint: run.resume=runs/NAME"
         yield BrokenRule("engine.quantization", rule, remedy)
-    if engine.mode == "external":
-        return
-    is_on_gpus = server_device(engine, facts.num_gpus) == "cuda"
-    if is_on_gpus and not engine.round_activations:
-        rule = "FP8 products of GPUs take both factors in FP8"
-        yield BrokenRule("engine.round_activations", rule, "Use true")
 
 
 def _check_unquantized(engine: EngineSettings) -> Iterator[BrokenRule]:
-    for name in (*_LAYERS, "round_activations"):
+    for name in _LAYERS:
         if getattr(engine, name) != getattr(EngineSettings(), name):
             rule = "This setting has no effect: it is for quantized engines"
             yield BrokenRule(f"engine.{name}", rule, "Remove it, or use engine.quantization=fp8")
@@ -70,10 +61,7 @@ def check_blocks(
 def _remedy(engine: EngineSettings, shape: ModelShape, facts: LaunchFacts) -> str:
     """Return a way out: other parallel sizes if blocks divide the whole model."""
     if any(undivided_parts(shape, tp=1, ep=1)):
-        return (
-            "Use null, with engine.fake_quant=fp8_blockwise to simulate the rounding, or choose "
-            "another model"
-        )
+        return "Use null, or choose another model"
     is_on_gpus = server_device(engine, facts.num_gpus) == "cuda"  # CPU engines have ep=1
     fits_whole_experts = not any(undivided_parts(shape, tp=engine.tp, ep=engine.tp))
     if engine.ep < engine.tp and is_on_gpus and fits_whole_experts:

@@ -15,7 +15,6 @@ _CHECKPOINT_KEYS = (
     "run.on_failed_save",
     "run.stop_within_s",
 )
-_SAMPLE_KEYS = ("samples.groups", "samples.max_mb")
 # Values that request nothing, such as eval.every=0.
 _EMPTY_VALUES: tuple[object, ...] = (None, False, 0, "", "off", [], {})
 _TRAINING_KEYS = ("eval.every", "eval.start_step", "run.save_weights", "samples.", "guard.")
@@ -39,7 +38,7 @@ def check_unread_keys(c: Configuration, keys: Collection[str]) -> Iterator[Broke
         if key in _CHECKPOINT_KEYS and not c.run.checkpoint_every and _requests(c, key):
             rule = "With run.checkpoint_every=0 no checkpoint is saved"
             yield BrokenRule(key, rule, "Give run.checkpoint_every=N, or remove it")
-        elif key in _SAMPLE_KEYS and not c.samples.every:
+        elif key == "samples.groups" and not c.samples.every:
             rule = "With samples.every=0 no samples are kept"
             yield BrokenRule(key, rule, "Give samples.every=N, or remove it")
         elif (

@@ -2,7 +2,6 @@
 
 from megatron_rl.mcore.weights.engine_weights import open_engine_weights
 from megatron_rl.mcore.weights.export import iterate_hf_weights
-from megatron_rl.mcore.weights.fake_quant import fake_quantize
 from megatron_rl.mcore.weights.fp8_weights import complete, fp8_weights_of, quantize_weights
 from megatron_rl.mcore.weights.load import load_hf_weights
 from megatron_rl.mcore.weights.owned_export import OwnedWeights
@@ -12,7 +11,6 @@ from megatron_rl.mcore.weights.save import save_hf_weights
 __all__ = [
     "OwnedWeights",
     "complete",
-    "fake_quantize",
     "fp8_weights_of",
     "initialize_hf_weights",
     "iterate_hf_weights",

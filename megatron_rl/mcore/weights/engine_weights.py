@@ -9,7 +9,6 @@ import torch
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.job import Job
-from megatron_rl.mcore.weights.fake_quant import fake_quantize
 from megatron_rl.mcore.weights.fp8_weights import (
     check_part,
     complete,
@@ -29,7 +28,7 @@ def open_engine_weights(
     *,
     bucket_bytes: int,
 ) -> OwnedWeights:
-    """Return the weights in the engines' dtype, rounded or quantized as `engine` says.
+    """Return the weights in the engines' dtype, quantized if `engine` says so.
 
     models: this rank's chunks. bucket_bytes: of the buckets to rank 0.
     """
@@ -37,7 +36,6 @@ def open_engine_weights(
     names = fp8_weights_of(engine, shape)
 
     def transform(weights: NamedTensors) -> NamedTensors:
-        weights = fake_quantize(weights, engine.fake_quant)
         if names is None:
             return weights
         # Owners gather shards before this, so that no shard cuts a block

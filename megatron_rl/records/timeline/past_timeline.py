@@ -16,8 +16,7 @@ def read_spans(run: Path, steps: tuple[int, int] | None) -> list[Span]:
         spans = list(read_timeline(file))
     except OSError as error:
         raise RunUnreadable(
-            f"{file} cannot be read ({error}). Give the directory of a run with "
-            "logger.timeline=true"
+            f"{file} cannot be read ({error}). Give the directory of a run"
         ) from error
     if steps is not None:
         spans = choose_steps(spans, *steps)

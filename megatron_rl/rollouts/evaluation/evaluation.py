@@ -17,6 +17,9 @@ from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.wire.messages import GroupRequest
 from megatron_rl.rollouts.wire.rejections import require_usable
 
+# Lost responses count as incorrect: beyond this share of them, an accuracy means nothing.
+MAX_REJECTED_SHARE = 0.1
+
 
 @dataclass(frozen=True)
 class Accuracy:
@@ -108,15 +111,9 @@ class Evaluation:
         """Sample responses to every prompt and score them.
 
         label: makes group ids unique in the run.
-        Raises `Failure` when more than `eval.max_rejected_share` of
-        them could not be used.
+        Raises `Failure` when more than `MAX_REJECTED_SHARE` of them could not be used.
         """
-        settings = self.settings
-        return accuracy_of(
-            self.sample(label),
-            settings.samples_per_prompt,
-            max_rejected_share=settings.max_rejected_share,
-        )
+        return accuracy_of(self.sample(label), self.settings.samples_per_prompt)
 
     def sample(self, label: str) -> list[Group]:
         """Sample responses to every prompt and return the groups in the order of the prompts.
@@ -155,7 +152,10 @@ class Evaluation:
 
 
 def accuracy_of(
-    groups: Sequence[Group], samples_per_prompt: int, *, max_rejected_share: float
+    groups: Sequence[Group],
+    samples_per_prompt: int,
+    *,
+    max_rejected_share: float = MAX_REJECTED_SHARE,
 ) -> Accuracy:
     """Compute the accuracy of groups of `samples_per_prompt` requested rollouts each.
 
@@ -175,7 +175,6 @@ def accuracy_of(
         groups,
         num_samples,
         subject="an evaluation",
-        key="eval.max_rejected_share",
         limit=max_rejected_share,
         failure=partial(Failure, exit_code=ExitCode.ENGINE_FAILED),
     )

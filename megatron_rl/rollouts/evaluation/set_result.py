@@ -40,9 +40,8 @@ def measure_set(name: str, evaluation: Evaluation, *, label: str) -> SetResult:
 
     label: makes group ids unique in the run. Raises `Failure`.
     """
-    settings = evaluation.settings
-    samples = settings.samples_per_prompt
+    samples = evaluation.settings.samples_per_prompt
     groups = evaluation.sample(label)
-    accuracy = accuracy_of(groups, samples, max_rejected_share=settings.max_rejected_share)
+    accuracy = accuracy_of(groups, samples)
     graded_groups, _ = split_by_correctness(groups)
     return SetResult(name, accuracy, pass_rates(graded_groups, samples))

@@ -19,9 +19,9 @@ NO_VERDICT = "no_verdict"
 NON_FINITE = "logprobs_nonfinite"
 _MEANINGS = {
     ENGINE_FAILURE: "no engine answered",
-    EXPIRED: "an engine fell silent or is too slow; raise engine.token_timeout_s if it is slow",
+    EXPIRED: "an engine fell silent or is too slow; raise engine.request_timeout_s if it is slow",
     ABORTED: "an engine fell silent or is too slow and cut responses off; raise "
-    "engine.token_timeout_s if it is slow",
+    "engine.request_timeout_s if it is slow",
     ENVIRONMENT_FAILURE: "the environment raised an exception, or took longer than "
     "environment.timeout_s",
     PROCESS_LOST: "the process of the scorer or the environment ended or was silent twice, and no "
@@ -49,21 +49,22 @@ def require_usable(
     num_requested: int,
     *,
     subject: str,
-    key: str,
     limit: float,
+    key: str = "",
     failure: Callable[[str], Failure],
 ) -> Counter[str]:
     """Return the unusable rollouts by reason, or raise if there are too many.
 
     num_requested: number of rollouts that were requested.
     subject: name of the groups for the message.
-    key, limit: the configuration key and its value, the largest share that may be unusable.
+    limit: the largest share that may be unusable. key: the configuration key that sets it.
     Raises `UserClassFailed` or `failure` when more than this share, or all, are unusable.
     """
     losses = count_unusable(groups)
     if losses.total() > limit * num_requested or losses.total() == num_requested:
         first_error = first_user_class_error(groups, losses)
-        text = _message(subject, losses, num_requested, key, limit, first_error)
+        limit_text = f"{key}={limit:g}" if key else f"{limit:g}"
+        text = _message(subject, losses, num_requested, limit_text, first_error)
         raise UserClassFailed(text) if is_lost_by_user_class(losses) else failure(text)
     return losses
 
@@ -117,8 +118,7 @@ def _message(
     subject: str,
     losses: Mapping[str, int],
     num_requested: int,
-    key: str,
-    limit: float,
+    limit: str,
     first_error: str,
 ) -> str:
     by_count = sorted(losses.items(), key=lambda item: (-item[1], item[0]))
@@ -126,7 +126,7 @@ def _message(
     first = f", first: {first_error}" if first_error else ""
     return (
         f"{subject}: {sum(losses.values())} of {num_requested} rollouts cannot be used "
-        f"({reasons}){first}; {key}={limit:g} is the largest share that may be lost. "
+        f"({reasons}){first}; {limit} is the largest share that may be lost. "
         "logs/collector-*.log in the run directory shows the first of each kind with its cause, "
         "logs/engine-*.log the engines' messages"
     )

@@ -57,10 +57,11 @@ def required_bytes(
             sizes["logger.save_rollouts_every"] = num_saved * _batch_bytes(largest, shape)
     if c.mode == "rollout_only":
         sizes["mode=rollout_only"] = _recording_bytes(c, shape)
-    if c.sync.transport == "disk" and _sends_weights(c):
+    transport = c.sync.transport
+    if transport in ("disk", "delta") and _sends_weights(c):
         # A node whose copy cannot take a change gets complete weights beside it
-        pushes = 2 if c.sync.delta else 1
-        sizes["sync.transport=disk"] = pushes * parameters * BYTES[c.engine.dtype]
+        pushes = 2 if transport == "delta" else 1
+        sizes[f"sync.transport={transport}"] = pushes * parameters * BYTES[c.engine.dtype]
     return sizes
 
 

@@ -16,7 +16,12 @@ from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.evaluation.evaluation import Evaluation
 from megatron_rl.rollouts.evaluation.set_result import measure_set
 from megatron_rl.run.checkpoints.manager import CheckpointManager
-from megatron_rl.run.end_conditions import accuracy_unknown, ending_key, is_accuracy_reached
+from megatron_rl.run.end_conditions import (
+    NUM_AVERAGED,
+    accuracy_unknown,
+    ending_key,
+    is_accuracy_reached,
+)
 from megatron_rl.run.features.observer import Observers
 from megatron_rl.run.loop.engine_weights import EngineWeights
 from megatron_rl.run.loop.sampling import Sampling
@@ -117,7 +122,7 @@ class Evaluations:
         stop_at = self._settings.stop_at
         if stop_at is None or is_accuracy_reached(self._accuracies, self._settings):
             return ""
-        latest = list(self._accuracies)[-self._settings.stop_average :]
+        latest = list(self._accuracies)[-NUM_AVERAGED:]
         return (
             f"warning: eval.stop_at={stop_at:g} was not reached in {step} steps; "
             f"the last {len(latest)} evaluation(s) average {fmean(latest):.3f}"

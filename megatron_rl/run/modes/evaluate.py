@@ -17,7 +17,6 @@ from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.job import Job
 from megatron_rl.mcore.weights import (
     complete,
-    fake_quantize,
     fp8_weights_of,
     quantize_weights,
 )
@@ -181,7 +180,7 @@ def checkpoint_weights(
     def weights() -> NamedTensors:
         with explained_load_errors(checkpoint):
             dtype = torch_dtype(c.engine.dtype)
-            tensors = fake_quantize(saved_weights.all(dtype), c.engine.fake_quant)
+            tensors = saved_weights.all(dtype)
             names = fp8_weights_of(c.engine, shape)
             if names is not None:
                 tensors = complete(quantize_weights(tensors, names), names, dtype)

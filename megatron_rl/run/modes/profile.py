@@ -75,8 +75,7 @@ class PassRateProfile:
             self.records.progress.log(line)
 
     def _sample(self, prompts: Sequence[Prompt]) -> None:
-        """Raises `Failure` when more than eval.max_rejected_share of a chunk is lost."""
-        settings = self.evaluation.settings
+        """Raises `Failure` when more than `MAX_REJECTED_SHARE` of a chunk is lost."""
         progress = self.records.progress
         num_known = len(self.file.rates)
         if num_known:
@@ -87,11 +86,7 @@ class PassRateProfile:
             last = first + len(chunk)
             evaluation = replace(self.evaluation, prompts=chunk)
             groups = evaluation.sample(f"profile-{num_known + first}")
-            accuracy = accuracy_of(
-                groups,
-                settings.samples_per_prompt,
-                max_rejected_share=settings.max_rejected_share,
-            )
+            accuracy = accuracy_of(groups, self.evaluation.settings.samples_per_prompt)
             self.file.add([rate_of(group) for group in groups])
             progress.log(f"{last} of {len(prompts)} prompts: {accuracy}")
 

@@ -19,7 +19,7 @@ OUT/tokens.md, OUT/tokens.json and OUT/tokens.png; docs/comparisons.md explains 
 
 Other metrics over the steps. Outputs: OUT/metrics.md, OUT/metrics.json and OUT/metrics.png.
 
-    python -m tests.lab.comparison --out runs/stability --common engine.fake_quant=fp8_blockwise \\
+    python -m tests.lab.comparison --out runs/stability --common engine.dtype=bfloat16 \\
         --metric mismatch/k3_kl \\
         --variant replay: train.replay=rollout --variant live: train.replay=off
 

@@ -75,14 +75,9 @@ def _setting(settings: EngineSettings, name: str) -> Any:
 def _server_settings(c: Configuration) -> dict[str, Any]:
     """The settings that a server is started with.
 
-    Routes are recorded for each request, and fake quantization happens before weights are sent,
-    so neither is a setting of the server.
+    Routes are recorded for each request, so that is no setting of the server.
     """
-    engine = {
-        f"engine.{name}": value
-        for name, value in msgspec.to_builtins(c.engine).items()
-        if name != "fake_quant"
-    }
+    engine = {f"engine.{name}": value for name, value in msgspec.to_builtins(c.engine).items()}
     return engine | {"model.path": c.model.path, "model.init": c.model.init}
 
 

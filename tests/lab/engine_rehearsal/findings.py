@@ -91,7 +91,7 @@ def _assumption_findings(
         "max_total_tokens": kv_cache_slots(settings, place.device),
         "skip_tokenizer_init": True,
         "random_seed": place.seed,
-        "enable_metrics": settings.count_tokens,
+        "enable_metrics": True,
     }
     if place.return_routes:
         assumptions["moe_runner_backend"] = RECORDING_RUNNER

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -18,6 +18,7 @@ from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.engines.quantization import engine_quantization
 from megatron_rl.models.families import read_shape
+from megatron_rl.models.fp8_weights import fp8_weights
 from sglang_bridge.keys import create_keys, write_server_config
 from sglang_bridge.server.command import build_argv, build_environment
 from sglang_bridge.server.log_tail import last_exception
@@ -161,14 +162,14 @@ def sent_tensors(folder: Path, model_path: Path, dtype: str, weights: Weights) -
     (trainer / "config.json").write_text(json.dumps(config))
     request = ExportRequest(model_path=str(trainer), dtype=dtype)
     tensors = _ask("export_process", request, list[TensorSpec], folder, dict(os.environ))
-    return list(_with_scales(tensors)) if weights == "fp8_blockwise" else tensors
+    if weights != "fp8_blockwise":
+        return tensors
+    return list(_with_scales(tensors, fp8_weights(read_shape(trainer)).matrices))
 
 
-def _with_scales(tensors: Sequence[TensorSpec]) -> Iterator[TensorSpec]:
-    from megatron_rl.mcore.weights.fake_quant import is_linear
-
+def _with_scales(tensors: Sequence[TensorSpec], matrices: Set[str]) -> Iterator[TensorSpec]:
     for tensor in tensors:
-        if not is_linear(tensor.name):
+        if tensor.name not in matrices:
             yield tensor
             continue
         rows, columns = tensor.shape

@@ -31,7 +31,7 @@ from megatron_rl.training.old_policy import compute_old_policy
 from megatron_rl.training.policy import Policy
 from megatron_rl.training.update import update_policy
 from tests.support.batches import make_batch
-from tests.support.policies import ADAM, ASSETS, make_batcher, make_planner, train_settings
+from tests.support.policies import ADAM, ASSETS, make_batcher, make_planner
 
 GRID = ParallelSettings(timeout_s=60)
 REPEATS = 4
@@ -71,7 +71,6 @@ def build(directory: Path, dtype: str, spec: str) -> tuple[ModelShape, Policy]:
     settings = ModelSettings(path=str(directory), **options)
     models = wrap_data_parallel(build_models(shape, settings, GRID))
     logprobs = ResponseLogprobs(
-        train_settings(),
         RolloutSettings(max_new_tokens=32),
         vocab_size=shape.vocab_size,
         tp_group=None,

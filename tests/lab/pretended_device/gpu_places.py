@@ -281,15 +281,6 @@ def refuse_settings(out: Path) -> dict[str, Any]:
         "float32 engine": (node, ["model.dtype=float32"]),
         "engine on the CPU": (node, ["model.dtype=bfloat16", "engine.device=cpu"]),
         "no GPU": (none, ["engine.device=cuda"]),
-        "unrounded FP8 products": (
-            node,
-            [
-                "model=fp8_tiny",
-                "model.dtype=bfloat16",
-                "engine.quantization=fp8",
-                "engine.round_activations=false",
-            ],
-        ),
         "engines beside one rank": (
             node,
             [

@@ -188,7 +188,6 @@ def test_engines_and_kernels_are_chosen_for_the_device(outcome: dict[str, Any]) 
         ("one GPU for two", "engine.count=1"),
         ("engines beside one rank", "engine.count=2"),
         ("experts that TP cuts", "engine.ep=2"),
-        ("unrounded FP8 products", "engine.round_activations=false"),
     ],
 )
 def test_engines_without_their_gpu_are_refused(

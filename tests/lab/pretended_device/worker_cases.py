@@ -67,7 +67,6 @@ def settings_of(case: str, out: Path) -> Configuration:
         "train.tokens_per_micro_batch=64",
         "train.optimizer_steps_per_batch=2",
         "train.replay_measure_every=1",
-        "train.logit_chunk_tokens=64",
         "optimizer.lr=1e-3",
         "optimizer.warmup_steps=1",
         "optimizer.clip_grad=0.05",

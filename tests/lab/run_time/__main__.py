@@ -12,8 +12,8 @@ Start it in the root of the repository:
 are fitted to six of them, and predict the others, which have other settings. Nothing else should
 use the cores. Runs that are there already are not trained again.
 
-`fit` does the same with runs of yours, which have one engine, logger.timeline=true, eval.every=0
-and selection=uniform.
+`fit` does the same with runs of yours, which have one engine, eval.every=0 and
+selection=uniform.
 
 `ahead` measures what sampling ahead brings on this machine, and how much it can bring at most.
 

@@ -158,8 +158,7 @@ def _read_spans(directory: Path) -> list[Span]:
         return list(read_timeline(file))
     except OSError as error:
         raise RunUnreadable(
-            f"{file} cannot be read ({error}). Give the directory of a run with "
-            "logger.timeline=true"
+            f"{file} cannot be read ({error}). Give the directory of a run"
         ) from error
 
 

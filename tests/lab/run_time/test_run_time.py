@@ -293,7 +293,7 @@ def test_runs_that_cannot_be_fitted_are_refused(fit_runs: Sequence[Path], tmp_pa
     (short_run / "metrics.jsonl").write_text(
         "".join(json.dumps({"step": step}) + "\n" for step in range(8))
     )
-    with pytest.raises(RunUnreadable, match=r"logger\.timeline=true"):
+    with pytest.raises(RunUnreadable, match=r"timeline\.jsonl cannot be read"):
         read_run(short_run)
 
 

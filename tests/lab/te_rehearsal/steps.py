@@ -31,7 +31,7 @@ from megatron_rl.training.policy import Policy
 from megatron_rl.training.update import update_policy
 from tests.lab.te_rehearsal.models import GRID, Machine
 from tests.support.batches import make_batch
-from tests.support.policies import ADAM, make_planner, make_view, train_settings
+from tests.support.policies import ADAM, make_planner, make_view
 
 _ROLLOUTS = 2
 _TOKENS = 40  # a rollout has 9 to 40, so that each is a micro-batch
@@ -183,7 +183,6 @@ def _policy(chunks: list[torch.nn.Module], place: Place) -> Policy:
     models = wrap_data_parallel(chunks)
     rollout = RolloutSettings(max_new_tokens=32)
     logprobs = ResponseLogprobs(
-        train_settings(),
         rollout,
         vocab_size=place.shape.vocab_size,
         tp_group=place.layout.tp_group,

@@ -130,7 +130,7 @@ def test_the_command_writes_a_picture_and_a_trace(run_directory: Path) -> None:
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [(["--steps", "8:9"], "no step from 8 to 9"), ([], "logger.timeline=true")],
+    [(["--steps", "8:9"], "no step from 8 to 9"), ([], "timeline.jsonl cannot be read")],
 )
 def test_the_command_names_what_is_missing(
     run_directory: Path,

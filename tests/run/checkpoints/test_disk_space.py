@@ -72,6 +72,9 @@ def test_a_full_disk_is_refused_with_a_remedy(
     sizes = required_bytes(c, shape)
     assert sizes["run.save_weights=true"] == 8 * num_parameters(shape)
     assert sizes["sync.transport=disk"] == 4 * num_parameters(shape)
+    sync = dataclasses.replace(c.sync, transport="delta")
+    changes = required_bytes(dataclasses.replace(c, sync=sync), shape)
+    assert changes["sync.transport=delta"] == 8 * num_parameters(shape)
     set_free_bytes(monkeypatch)(sum(sizes.values()) - 1)
     with pytest.raises(
         Failure,

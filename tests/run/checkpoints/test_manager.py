@@ -50,7 +50,6 @@ def test_a_checkpoint_holds_the_position_of_the_loop(tmp_path: Path) -> None:
         steps=3,
         evals={"every": 1},
         checkpoints=make_manager(ranks, checkpoint_every=1),
-        max_nonfinite_steps=9,
     )
     positions = [state.position for state in ranks.states]
     assert [position.features["guards"]["nonfinite"] for position in positions] == [0, 1, 2]
@@ -351,7 +350,6 @@ def test_a_run_resumes_after_its_checkpoint(tmp_path: Path) -> None:
         tmp_path,
         steps=5,
         resume_state=run_state.position,
-        max_nonfinite_steps=3,
     )
     # The engines receive the weights of the checkpoint first
     assert parts.calls[:3] == ["sync 3", "sample step-4", "train 4"]
@@ -371,13 +369,12 @@ def test_steps_with_nan_before_a_resume_count(tmp_path: Path) -> None:
             tmp_path,
             steps=9,
             resume_state=state,
-            max_nonfinite_steps=3,
         )
 
 
 def test_evaluations_before_a_resume_count(tmp_path: Path) -> None:
     state = make_state(3, accuracies=(0.1, 0.5)).position
-    evals = {"every": 1, "stop_at": 0.6, "stop_average": 2}
+    evals = {"every": 1, "stop_at": 0.6}
     parts = lead(
         ScriptedParts(accuracies=[0.7]), tmp_path, steps=9, evals=evals, resume_state=state
     )
@@ -434,7 +431,6 @@ def test_metrics_with_nan_survive_in_a_checkpoint(tmp_path: Path) -> None:
             steps=9,
             evals={"every": 1},
             checkpoints=make_manager(ranks, stop),
-            max_nonfinite_steps=3,
         )
     state = ranks.states[-1].position
     assert state.unevaluated_metrics is not None

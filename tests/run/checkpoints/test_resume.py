@@ -353,6 +353,18 @@ def test_settings_of_an_older_version_are_compared_under_their_present_keys(
         ResumePoint(tmp_path, make_state(5, changed_settings)).changed_settings(c)
 
 
+def test_keys_that_only_an_older_version_had_are_ignored(tmp_path: Path) -> None:
+    c = make_configuration(tmp_path, "run.resume=auto")
+    old_keys = {
+        "engine.fake_quant": "off",
+        "engine.retries": 2,
+        "guard.window": 64,
+        "selection.expert.min_filled": 0.9,
+    }
+    state = make_state(5, flat_configuration(c) | old_keys)
+    assert ResumePoint(tmp_path, state).changed_settings(c) == []
+
+
 @pytest.mark.parametrize("open_steps", [(6,), (6, 7, 8)])
 def test_open_steps_resume_with_the_staleness_that_began_them_and_not_with_less(
     tmp_path: Path, open_steps: tuple[int, ...]

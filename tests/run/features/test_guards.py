@@ -108,15 +108,16 @@ def test_a_spike_is_skipped_and_counted(tmp_path: Path) -> None:
 
 
 def test_a_spike_does_not_enter_the_median(tmp_path: Path) -> None:
-    guard = GuardSettings(spike="skip", spike_factor=2.0, window=8)
-    parts, _ = run(Parts(norms=(*FLAT, *(9.0,) * 6, 1.5)), tmp_path, 15, guard=guard)
-    assert parts.metrics[15]["guard/max_norm"] == 2.0
+    guard = GuardSettings(spike="skip", spike_factor=2.0)
+    parts, _ = run(Parts(norms=(*FLAT, *(9.0,) * 9, 1.5)), tmp_path, 18, guard=guard)
+    assert parts.metrics[18]["guard/max_norm"] == 2.0
 
 
 def test_the_window_forgets_old_norms(tmp_path: Path) -> None:
-    guard = GuardSettings(spike="skip", spike_factor=2.0, window=8)
-    parts, _ = run(Parts(norms=(*FLAT, *(1.5,) * 8, 2.9)), tmp_path, 17, guard=guard)
-    assert parts.metrics[17]["guard/max_norm"] == 3.0 and parts.ranks.updates == 17
+    guard = GuardSettings(spike="skip", spike_factor=2.0)
+    norms = ((1.0,) * 32, (1.5,) * 17, (2.9,))
+    parts, _ = run(Parts(norms=sum(norms, ())), tmp_path, 50, guard=guard)
+    assert parts.metrics[50]["guard/max_norm"] == 3.0 and parts.ranks.updates == 50
 
 
 def test_the_first_norms_are_not_judged_and_without_a_guard_none_is(tmp_path: Path) -> None:
@@ -129,13 +130,13 @@ def test_the_first_norms_are_not_judged_and_without_a_guard_none_is(tmp_path: Pa
 
 
 def test_too_many_skips_in_a_row_end_the_run(tmp_path: Path) -> None:
-    guard = GuardSettings(spike="skip", max_skips=3)
-    norms = (*FLAT, 99.0, 99.0, 1.0, 99.0, 99.0, 99.0)
+    guard = GuardSettings(spike="skip")
+    norms = (*FLAT, 99.0, 99.0, 1.0, *(99.0,) * 10)
     parts = Parts(norms=norms)
-    with pytest.raises(StoppedByGuard, match=r"3 consecutive steps .*guard\.max_skips=3") as error:
-        run(parts, tmp_path, 20, guard=guard)
+    with pytest.raises(StoppedByGuard, match=r"10 consecutive steps .*guard\.spike=skip") as error:
+        run(parts, tmp_path, 25, guard=guard)
     assert error.value.exit_code == ExitCode.NON_FINITE == 5
-    assert max(parts.metrics) == 14
+    assert max(parts.metrics) == 21
 
 
 def test_a_spike_can_stop_the_run_with_a_record_of_its_step(tmp_path: Path) -> None:
@@ -148,7 +149,7 @@ def test_a_spike_can_stop_the_run_with_a_record_of_its_step(tmp_path: Path) -> N
 def test_nan_can_stop_the_run_at_once(tmp_path: Path) -> None:
     parts = Parts(finite=[True, False])
     with pytest.raises(StoppedByGuard, match=r"1 step had NaN .*guard\.nonfinite=stop"):
-        run(parts, tmp_path, 9, guard=GuardSettings(nonfinite="stop"), max_nonfinite_steps=9)
+        run(parts, tmp_path, 9, guard=GuardSettings(nonfinite="stop"))
     assert max(parts.metrics) == 2
 
 
@@ -175,21 +176,21 @@ def test_responses_with_nan_end_the_run(tmp_path: Path, action: Any) -> None:
 
 
 def test_the_history_of_the_guards_survives_in_a_checkpoint(tmp_path: Path) -> None:
-    guard = GuardSettings(spike="skip", entropy="stop", min_entropy=0.1, patience=3, max_skips=2)
-    norms = (*FLAT, 99.0)
-    entropies = [1.0] * 7 + [0.05, 0.05]
-    parts, _ = run(Parts(norms=norms, entropies=entropies), tmp_path, 9, every=3, guard=guard)
+    guard = GuardSettings(spike="skip", min_entropy=0.1)
+    norms = (*FLAT, *(99.0,) * 9)
+    entropies = [1.0] * 15 + [0.05, 0.05]
+    parts, _ = run(Parts(norms=norms, entropies=entropies), tmp_path, 17, every=17, guard=guard)
     state = parts.ranks.states[-1].position
     assert msgspec.convert(state.features["guards"], GuardState) == GuardState(
-        norms=FLAT, skips=1, low_entropy_since=8, low_entropy_steps=2
+        norms=FLAT, skips=9, low_entropy_since=16, low_entropy_steps=2
     )
     resumed_parts = Parts(parts.ranks, norms=(99.0,))
-    with pytest.raises(StoppedByGuard, match="2 consecutive steps had a spike"):
-        run(resumed_parts, tmp_path, 12, guard=guard, resume_state=state)
+    with pytest.raises(StoppedByGuard, match="10 consecutive steps had a spike"):
+        run(resumed_parts, tmp_path, 20, guard=guard, resume_state=state)
     resumed_parts = Parts(parts.ranks, entropies=[0.05])
     with pytest.raises(StoppedByGuard, match=r"below guard\.min_entropy=0\.1"):
-        run(resumed_parts, tmp_path, 12, guard=guard, resume_state=state)
-    assert max(resumed_parts.metrics) == 10
+        run(resumed_parts, tmp_path, 20, guard=guard, resume_state=state)
+    assert max(resumed_parts.metrics) == 18
 
 
 def checkpoint_names(tmp_path: Path) -> list[str]:
@@ -201,7 +202,7 @@ def test_collapsing_entropy_leaves_checkpoints_from_before_the_policy_that_showe
 ) -> None:
     """Step 4 measures the policy of step 3, so that checkpoint 3 is not good."""
     entropies = [1.0, 0.05, 1.0, 0.09, 0.08, 0.07, 1.0]
-    guard = GuardSettings(entropy="stop", min_entropy=0.1, patience=3)
+    guard = GuardSettings(min_entropy=0.1)
     parts = Parts(Ranks(tmp_path / "checkpoints"), entropies=entropies)
     screen = io.StringIO()
     with pytest.raises(StoppedByGuard, match=r"entropy 0\.07 .*resume=auto goes on after step 2"):
@@ -216,25 +217,25 @@ def test_collapsing_entropy_leaves_checkpoints_from_before_the_policy_that_showe
 
 
 def test_entropy_must_be_low_in_consecutive_steps(tmp_path: Path) -> None:
-    guard = GuardSettings(entropy="stop", min_entropy=0.1, patience=2)
-    parts = Parts(entropies=[1.0, 0.05, 1.0, 0.05, 1.0])
-    run(parts, tmp_path, 5, guard=guard)
-    assert max(parts.metrics) == 5
+    guard = GuardSettings(min_entropy=0.1)
+    parts = Parts(entropies=[1.0, 0.05, 0.05, 1.0, 0.05, 0.05, 1.0])
+    run(parts, tmp_path, 7, guard=guard)
+    assert max(parts.metrics) == 7
 
 
 def test_a_guard_that_stops_without_a_good_checkpoint_says_so(tmp_path: Path) -> None:
-    guard = GuardSettings(entropy="stop", min_entropy=0.1, patience=2)
-    parts = Parts(Ranks(tmp_path / "checkpoints"), entropies=[0.05, 0.05])
+    guard = GuardSettings(min_entropy=0.1)
+    parts = Parts(Ranks(tmp_path / "checkpoints"), entropies=[0.05, 0.05, 0.05])
     with pytest.raises(StoppedByGuard, match="No checkpoint from before step 0 is left"):
         run(parts, tmp_path, 9, every=1, guard=guard)
-    assert checkpoint_names(tmp_path) == ["iter_0000001"]
+    assert checkpoint_names(tmp_path) == ["iter_0000001", "iter_0000002"]
 
 
 def test_checkpoints_of_consecutive_steps_with_nan_are_set_aside(tmp_path: Path) -> None:
     """A run that resumes from one, with its count of these steps, would stop too soon."""
     parts = Parts(Ranks(tmp_path / "checkpoints"), finite=[True, True, False, False, False])
     with pytest.raises(StoppedByGuard, match=r"3 consecutive .*goes on after step 2"):
-        run(parts, tmp_path, 9, every=1, max_nonfinite_steps=3)
+        run(parts, tmp_path, 9, every=1)
     good_names = ["iter_0000001", "iter_0000002"]
     bad_names = [f"iter_000000{step}.damaged-1" for step in (3, 4)]
     assert checkpoint_names(tmp_path) == good_names + bad_names
@@ -242,10 +243,10 @@ def test_checkpoints_of_consecutive_steps_with_nan_are_set_aside(tmp_path: Path)
 
 def test_a_best_checkpoint_that_is_set_aside_is_the_best_no_longer(tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
-    parts = Parts(Ranks(store.folder), entropies=[1.0, 1.0, 0.05, 0.05])
+    parts = Parts(Ranks(store.folder), entropies=[1.0, 1.0, 0.05, 0.05, 0.05])
     store.folder.mkdir()
     store.set_best(BestState(metric="eval/accuracy", value=0.9, step=3))
-    guard = GuardSettings(entropy="stop", min_entropy=0.1, patience=2)
+    guard = GuardSettings(min_entropy=0.1)
     with pytest.raises(StoppedByGuard, match="goes on after step 1"):
         run(parts, tmp_path, 9, every=1, guard=guard)
     assert not store.best_link.is_symlink() and not (tmp_path / "best.json").exists()
@@ -303,14 +304,15 @@ def plan_of(step: int, *rollouts: RolloutRef) -> StepPlan:
 
 
 def test_steps_without_rollouts_do_not_shorten_the_trouble(tmp_path: Path) -> None:
-    """NaN in steps 3 and 5, and step 4 trains nothing: checkpoint 3 is from the trouble."""
+    """NaN in steps 3, 5 and 6, and step 4 trains nothing: checkpoint 3 is from the trouble."""
     rollout = make_ref(make_rollout(2, 2))
     progress = Progress(9, is_enabled=False)
-    guard = NonFiniteGuard(2, tmp_path, progress)
+    guard = NonFiniteGuard(tmp_path, progress)
     outcome = TrainOutcome(False, 0, MetricSums(), {})
     empty_outcome = TrainOutcome(True, 0, MetricSums(), {})
     guard.observe(plan_of(3, rollout), outcome)
     guard.observe(plan_of(4), empty_outcome)
+    guard.observe(plan_of(5, rollout), outcome)
     with pytest.raises(StoppedByGuard) as error:
-        guard.observe(plan_of(5, rollout), outcome)
+        guard.observe(plan_of(6, rollout), outcome)
     assert error.value.first_step == 3

@@ -30,11 +30,11 @@ def choose(
     groups: list[Group] = GROUPS,
     extremes: dict[SampleKind, RolloutRef] | None = None,
     seed: str = "0/samples/1",
-    max_mb: float = 4.0,
+    max_bytes: int = 10**6,
     num_groups: int = 8,
 ) -> Choices:
-    settings = SampleSettings(groups=num_groups, max_mb=max_mb)
-    return choose_samples(groups, extremes or {}, settings, seed)
+    settings = SampleSettings(groups=num_groups)
+    return choose_samples(groups, extremes or {}, settings, seed, max_bytes=max_bytes)
 
 
 def kinds_by_id(choices: Choices) -> dict[str, list[str]]:
@@ -97,6 +97,6 @@ def test_a_response_without_room_is_left_out_and_counted() -> None:
         with_logprobs(group(1.0, 0.0, name="a", num_generated=[5, 5000]), -0.1, -3.0),
         with_logprobs(group(1.0, 0.0, name="b", num_generated=[5, 5]), -0.1, -3.0),
     ]
-    choices = choose(groups, max_mb=0.1)
+    choices = choose(groups, max_bytes=10**5)
     assert choices.num_left_out == 1
     assert sorted(c.rollout.rollout_id for c in choices.choices) == ["a/0", "b/0", "b/1"]

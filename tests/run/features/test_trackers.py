@@ -100,18 +100,19 @@ def test_names_of_metrics_become_names_of_prometheus() -> None:
     assert prometheus_name("eval/sums/pass@4") == "megatron_rl_eval_sums_pass_4"
 
 
-def test_a_port_that_is_taken_is_a_warning() -> None:
+@pytest.mark.parametrize("host", ["", "127.0.0.1:", "[127.0.0.1]:"])
+def test_a_port_that_is_taken_is_a_warning(host: str) -> None:
     tracker = PrometheusTracker("127.0.0.1", 0, "first")
     lines: list[str] = []
     try:
-        settings = LoggerSettings(prometheus_port=tracker.port)
+        settings = LoggerSettings(prometheus=f"{host}{tracker.port}")
         trackers = trackers_of(settings, Path("second"), lines.append)
         trackers.write(1, {"a": 1.0})
         trackers.close()
     finally:
         tracker.close()
     (line,) = lines
-    assert line.startswith(f"warning: logger.prometheus_port={tracker.port}: OSError")
+    assert line.startswith(f"warning: logger.prometheus={host}{tracker.port}: OSError")
     assert "Address already in use on 127.0.0.1. Choose a free port" in line
     assert line.endswith("The run continues without it")
 

@@ -22,11 +22,11 @@ from megatron_rl.run.modes import profile
 from tests.support.failures import fails
 from tests.support.groups import group
 
-SETTINGS = EvalSettings(samples_per_prompt=2, max_rejected_share=0.5)
+SETTINGS = EvalSettings(samples_per_prompt=10)
 HEADER = Header(
     data={},
     model="m",
-    samples=2,
+    samples=10,
     temperature=1.0,
     max_new_tokens=8,
     reward={"name": "r"},
@@ -38,9 +38,9 @@ PROMPTS = [
     for name, label in (("a", "easy"), ("b", "easy"), ("c", "hard"))
 ]
 CORRECTNESS: dict[str, tuple[float | None, ...]] = {
-    "a": (1.0, 1.0),
-    "b": (1.0, 0.0),
-    "c": (0.0, None),
+    "a": (1.0,) * 10,
+    "b": (1.0, 0.0) * 5,
+    "c": (*(0.0,) * 9, None),
 }
 
 
@@ -61,7 +61,7 @@ class ScriptedEvaluation:
         if prompt.id == self.failing_id:
             lost_group = group(name=prompt.id)
             return msgspec.structs.replace(
-                lost_group, prompt=prompt, rollouts=(), rejections={"expired": 2}
+                lost_group, prompt=prompt, rollouts=(), rejections={"expired": 10}
             )
         full_group = group(*CORRECTNESS[prompt.id], name=prompt.id)
         return msgspec.structs.replace(full_group, prompt=prompt)
@@ -108,7 +108,7 @@ def test_every_prompt_gets_a_rate(tmp_path: Path) -> None:
     assert requests == ["a", "b", "c"]
     _, rates = read_file(tmp_path / "rates.jsonl")
     counts = [(rate.id, rate.correct, rate.samples) for rate in rates]
-    assert counts == [("a", 2, 2), ("b", 1, 2), ("c", 0, 1)]
+    assert counts == [("a", 10, 10), ("b", 5, 10), ("c", 0, 9)]
     assert values["profile/pass_rate"] == pytest.approx(0.5)
     for kind in ("mixed", "all_correct", "all_incorrect"):
         assert values[f"profile/{kind}"] == pytest.approx(1 / 3)

@@ -40,5 +40,5 @@ def test_directories_of_killed_processes_are_removed_and_others_stay(tmp_path: P
 
 
 def test_the_default_is_the_directory_of_temporary_files() -> None:
-    with open_scratch(None) as path:
+    with open_scratch() as path:
         assert os.access(path, os.W_OK)

@@ -11,7 +11,6 @@ import pytest
 
 from sglang_bridge import addresses
 from sglang_bridge.server.command import (
-    ROUND_ACTIVATIONS,
     build_argv,
     build_environment,
     cpu_shim_path,
@@ -60,9 +59,8 @@ def test_routes_can_be_disabled() -> None:
     assert "--enable-return-routed-experts" not in argv
 
 
-def test_engines_count_their_tokens_unless_they_shall_not() -> None:
+def test_engines_count_their_tokens() -> None:
     assert "--enable-metrics" in argv_of()
-    assert "--enable-metrics" not in argv_of(count_tokens=False)
 
 
 def test_load_format_is_the_checkpoint_or_dummy() -> None:
@@ -78,11 +76,6 @@ def test_quantized_engines_start_without_weights() -> None:
     assert json.loads(override.partition("=")[2]) == {"quantization_config": config}
     assert argv.count("--load-format=dummy") == 1
     assert not any(argument.startswith(("--quantization", "--weight-version")) for argument in argv)
-
-
-def test_cpu_engines_round_activations_unless_they_shall_not() -> None:
-    assert environment_of({})[ROUND_ACTIVATIONS] == "1"
-    assert environment_of({}, round_activations=False)[ROUND_ACTIVATIONS] == "0"
 
 
 def test_start_checkpoint_has_weight_version_0() -> None:

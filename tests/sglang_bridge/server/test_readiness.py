@@ -48,13 +48,12 @@ def check(
     port: int,
     *,
     return_routes: bool = True,
-    tp: int = 1,
     model_path: str | None = None,
     **settings: Any,
-) -> None:
-    engines = [Engine(url=f"http://127.0.0.1:{port}", tp=tp)]
-    server_settings = ServerSettings(tp=tp, **{"start_timeout_s": 0.6, **settings})
-    require_external_engines(
+) -> list[Engine]:
+    engines = [Engine(url=f"http://127.0.0.1:{port}")]
+    server_settings = ServerSettings(**{"start_timeout_s": 0.6, **settings})
+    return require_external_engines(
         engines,
         create_keys(),
         server_settings,
@@ -167,11 +166,10 @@ def test_settings_of_other_types_are_refused(server: Any, key: str, value: Any) 
         check(server.server_port)
 
 
-def test_tensor_parallel_size_must_match_the_server(server: Any) -> None:
-    with pytest.raises(EngineError, match=r"engine\.tp=2: http.* runs with tp_size=1"):
-        check(server.server_port, tp=2)
-    server.answer = (200, {**INFO, "tp_size": 2, "pp_size": 1, "dp_size": 1})
-    check(server.server_port, tp=2)
+def test_an_engine_has_the_parallel_sizes_that_it_reports(server: Any) -> None:
+    server.answer = (200, {**INFO, "tp_size": 4, "ep_size": 2, "pp_size": 1, "dp_size": 1})
+    (engine,) = check(server.server_port)
+    assert (engine.tp, engine.ep) == (4, 2)
 
 
 @pytest.mark.parametrize("key", ["pp_size", "dp_size"])

@@ -27,6 +27,9 @@ from sglang_bridge.settings import DEFAULT_KEEP_ALIVE_SECONDS, MANAGED_KEEP_ALIV
 
 # Requests in flight for each that an engine can run at a time, so that the next one is waiting.
 QUEUE_PER_SLOT = 2
+# Of the deadline of a request, for each token of the longest response. A loaded engine takes up to
+# some hundredths of a second for a token.
+TOKEN_SECONDS = 0.1
 # An engine aborts a request after its forward pass. An engine that takes so long hangs.
 STOP_SECONDS = 120.0
 
@@ -173,7 +176,6 @@ class EnginePool:
             seed=seed,
             is_wanted=is_wanted,
             stop=stop,
-            retries=self._settings.retries,
             rejected_tokens=rejected_tokens,
             threads=self._threads,
         )
@@ -181,7 +183,7 @@ class EnginePool:
 
     def _open_client(self, engine: Engine) -> GenerateClient:
         deadline = self._settings.request_timeout_s
-        deadline += self._settings.token_timeout_s * self._form.longest_response
+        deadline += TOKEN_SECONDS * self._form.longest_response
         is_managed = self._settings.mode == "managed"
         return GenerateClient(
             engine.url,

@@ -17,6 +17,8 @@ from sglang_bridge.client import may_succeed_elsewhere
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.generation import FinishReason, Generation, GenerationRejected
 
+# Rounds in which all engines are tried again after each of them has failed.
+_RETRIES = 2
 # A request that was running on so many engines when they failed is not tried on another one. It
 # may be the cause.
 _MAX_LOST_ENGINES = 5
@@ -34,13 +36,12 @@ class _NotWanted(Exception):
 class _Attempts:
     """The failures of one response's requests.
 
-    retries: rounds in which all engines may be tried again. rejected_tokens: receives the tokens of
-    answers that cannot be used, by the reason.
+    rejected_tokens: receives the tokens of answers that cannot be used, by the reason.
     """
 
-    def __init__(self, retries: int, rejected_tokens: Counter[str]) -> None:
+    def __init__(self, rejected_tokens: Counter[str]) -> None:
         self.failed_members: set[Member] = set()  # in this round
-        self._retries = retries
+        self._retries = _RETRIES
         self._rejected_tokens = rejected_tokens
         # Engines that fell silent, lost their connection or were removed while they worked on it
         self._num_lost_engines = 0
@@ -93,7 +94,7 @@ class ResponseSampler:
     """Samples one response.
 
     response: receives the pieces as they arrive.
-    rid: GROUP/ROLLOUT. retries, rejected_tokens: as of `_Attempts`.
+    rid: GROUP/ROLLOUT. rejected_tokens: as of `_Attempts`.
     is_wanted: if it returns False, nothing more is sent.
     stop: cuts a response off that repeats itself. threads: measure its repetition.
     """
@@ -109,7 +110,6 @@ class ResponseSampler:
         seed: int | None,
         is_wanted: Callable[[], bool],
         stop: RepetitionStop | None,
-        retries: int,
         rejected_tokens: Counter[str],
         threads: Executor | None,
     ) -> None:
@@ -122,7 +122,7 @@ class ResponseSampler:
         self._seed = seed
         self._is_wanted = is_wanted
         self._stop = stop
-        self._attempts = _Attempts(retries, rejected_tokens)
+        self._attempts = _Attempts(rejected_tokens)
         self._threads = threads
 
     async def sample(self) -> Generation:

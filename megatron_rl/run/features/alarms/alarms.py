@@ -93,17 +93,12 @@ class MismatchAlarm:
     """Compares the mismatches of quantized engines and of bfloat16 engines.
 
     The latter was measured in earlier steps of the same run, before it was resumed with quantized
-    engines. `setting` replaces it.
-
-    engine: the settings of the engines. setting: guard.bf16_mismatch, which takes its place.
+    engines.
     """
 
-    def __init__(self, engine: EngineSettings, setting: float | None) -> None:
+    def __init__(self, engine: EngineSettings) -> None:
         self._is_quantized = engine.quantization is not None
-        self._is_bf16 = (
-            engine.dtype == "bfloat16" and not self._is_quantized and engine.fake_quant == "off"
-        )
-        self._setting = setting
+        self._is_bf16 = engine.dtype == "bfloat16" and not self._is_quantized
         self.state = MismatchState()
         self._exceeds = False
 
@@ -125,17 +120,17 @@ class MismatchAlarm:
         if self._is_bf16 and 0 < mismatch < math.inf:
             old = self.state
             self.state = MismatchState(steps=old.steps + 1, k3_sum=old.k3_sum + mismatch)
-        has_comparison = self._setting is not None or self.state.steps > 0
-        if not self._is_quantized or not has_comparison:
+        if not self._is_quantized or not self.state.steps:
             return None
         exceeded_before = self._exceeds
-        ratio = mismatch / (self._bf16_mean if self._setting is None else self._setting)
+        ratio = mismatch / self._bf16_mean
         self._exceeds = not ratio <= _MAX_MISMATCH_RATIO  # also NaN
         if exceeded_before or not self._exceeds:
             return None
         return (
             f"warning: mismatch/k3_kl {mismatch:.3g} is {ratio:.3g} times its value with bfloat16 "
-            f"engines ({self._source()}), above {_MAX_MISMATCH_RATIO:g} times. "
+            f"engines ({self._bf16_mean:.3g}, the mean of {self.state.steps} earlier step(s) of "
+            f"this run), above {_MAX_MISMATCH_RATIO:g} times. "
             "Check sync/audit_mismatches, keep layers unquantized "
             "(engine.unquantized_first_layers, engine.unquantized_last_layers), replay routes "
             "(train.replay=rollout), or use engine.quantization=null"
@@ -144,11 +139,6 @@ class MismatchAlarm:
     @property
     def _bf16_mean(self) -> float:
         return self.state.k3_sum / self.state.steps
-
-    def _source(self) -> str:
-        if self._setting is not None:
-            return f"guard.bf16_mismatch={self._setting:g}"
-        return f"{self._bf16_mean:.3g}, the mean of {self.state.steps} earlier step(s) of this run"
 
 
 class UnchangedWeightsAlarm:

@@ -6,7 +6,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.config.schema import EngineSettings, GuardSettings
+from megatron_rl.config.schema import EngineSettings
 from megatron_rl.records.progress import Progress
 from megatron_rl.run.features.alarms.alarms import (
     AccountAlarm,
@@ -45,12 +45,12 @@ class Alarms(AccountWarnings):
 
     name = "alarms"
 
-    def __init__(self, progress: Progress, engine: EngineSettings, settings: GuardSettings) -> None:
+    def __init__(self, progress: Progress, engine: EngineSettings) -> None:
         super().__init__(progress)
         self._unchanged_weights = UnchangedWeightsAlarm()
         self._balance = ZeroVarianceBalanceAlarm()
         self._selection = SelectionAlarm()
-        self._mismatch = MismatchAlarm(engine, settings.bf16_mismatch)
+        self._mismatch = MismatchAlarm(engine)
 
     def after_step(self, values: dict[str, float]) -> None:
         """Print what is wrong with a step."""
@@ -86,4 +86,4 @@ def open_alarms(parts: FeatureParts) -> AccountWarnings | None:
     if c.mode == "rollout_only":
         return AccountWarnings(progress)
     engine = EngineSettings() if parts.connections is None else c.engine
-    return Alarms(progress, engine, c.guard)
+    return Alarms(progress, engine)

@@ -232,7 +232,6 @@ def apply_phase(worker: Worker, c: Configuration) -> None:
         loss = open_loss(c.algo, worker.shape)
     vocab_size = worker.shape.vocab_size
     logprobs = ResponseLogprobs(
-        c.train,
         c.rollout,
         vocab_size=vocab_size,
         entropy_grad=worker.policy.regularization.entropy_grad,

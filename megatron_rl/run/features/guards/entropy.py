@@ -1,10 +1,10 @@
-"""Finds an entropy that has collapsed (`guard.entropy`)."""
+"""Finds an entropy that has collapsed (`guard.min_entropy`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron_rl.config.schema import GuardSettings
+from megatron_rl.config.schema import LOW_ENTROPY_STEPS, GuardSettings
 from megatron_rl.run.features.guards.stopped_by_guard import StoppedByGuard
 
 
@@ -25,7 +25,7 @@ class EntropyGuard:
         The policy from before the step has that entropy. Raises `StoppedByGuard`.
         """
         limit = self.settings.min_entropy
-        if self.settings.entropy == "off" or limit is None or entropy is None:
+        if limit is None or entropy is None:
             return
         if not entropy < limit:
             self.count = 0
@@ -33,10 +33,10 @@ class EntropyGuard:
             return
         self.count += 1
         self.since = step if self.since is None else self.since
-        if self.count < self.settings.patience:
+        if self.count < LOW_ENTROPY_STEPS:
             return
         text = (
             f"step {step}: policy/entropy {entropy:.4g} is below guard.min_entropy={limit:g}, for "
-            f"guard.patience={self.settings.patience} steps or more (guard.entropy=stop)"
+            f"{LOW_ENTROPY_STEPS} steps or more"
         )
         raise StoppedByGuard(text, max(self.since - 1, 0))

@@ -47,8 +47,8 @@ class GuardState(msgspec.Struct, frozen=True, kw_only=True):
 class Guards(Observer):
     """Watches the numbers of every step, and stops the run if they go wrong.
 
-    max_nonfinite_steps: train.max_nonfinite_steps. rollouts: the folder for batches of steps that
-    were not applied. store: the checkpoints of `checkpoints`.
+    rollouts: the folder for batches of steps that were not applied. store: the checkpoints of
+    `checkpoints`.
     """
 
     name = "guards"
@@ -57,7 +57,6 @@ class Guards(Observer):
         self,
         settings: GuardSettings,
         *,
-        max_nonfinite_steps: int,
         rollouts: Path,
         progress: Progress,
         checkpoints: CheckpointManager,
@@ -69,9 +68,7 @@ class Guards(Observer):
         self._store = store
         self._spikes = SpikeGuard(settings, rollouts, progress)
         self._entropy = EntropyGuard(settings)
-        self._nonfinite = NonFiniteGuard(
-            max_nonfinite_steps, rollouts, progress, settings.nonfinite
-        )
+        self._nonfinite = NonFiniteGuard(rollouts, progress, settings.nonfinite)
         # An earlier process, or this one, may have changed the weights
         self._has_updated = False
 
@@ -178,7 +175,6 @@ def open_guards(parts: FeatureParts) -> Guards | None:
     directory = parts.setup.directory
     return Guards(
         c.guard,
-        max_nonfinite_steps=c.train.max_nonfinite_steps,
         rollouts=directory.rollouts,
         progress=parts.setup.progress,
         checkpoints=parts.checkpoints,

@@ -11,16 +11,18 @@ from megatron_rl.records.progress import Progress
 from megatron_rl.run.features.guards.stopped_by_guard import StoppedByGuard
 from megatron_rl.training.worker import TrainOutcome
 
+# One batch may have NaN by chance. Consecutive ones have a cause that training does not remove.
+_MAX_STEPS = 3
+
 
 @dataclass
 class NonFiniteGuard:
     """Counts consecutive steps with a NaN or Inf in the loss or the gradients.
 
-    max_steps: train.max_nonfinite_steps. rollouts: the folder that holds their batches.
-    action: guard.nonfinite. since: the first of these steps.
+    rollouts: the folder that holds their batches. action: guard.nonfinite. since: the first of
+    these steps.
     """
 
-    max_steps: int
     rollouts: Path
     progress: Progress
     action: Literal["skip", "stop"] = "skip"
@@ -49,15 +51,12 @@ class NonFiniteGuard:
             f"step {plan.step}: NaN or Inf in the loss or the gradients. No rank applied that "
             f"optimizer step, and the rest of the batch was skipped. The batch is in {batch}"
         )
-        if self.count < self.max_steps and self.action != "stop":
+        if self.count < _MAX_STEPS and self.action != "stop":
             return
         steps = "1 step" if self.count == 1 else f"{self.count} consecutive steps"
-        key = f"train.max_nonfinite_steps={self.max_steps}"
-        if self.action == "stop":
-            key = "guard.nonfinite=stop"
         text = (
-            f"{steps} had NaN or Inf in the loss or the gradients ({key}). The batches are in "
-            f"{self.rollouts}"
+            f"{steps} had NaN or Inf in the loss or the gradients "
+            f"(guard.nonfinite={self.action}). The batches are in {self.rollouts}"
         )
         raise StoppedByGuard(text, plan.step if self.since is None else self.since)
 

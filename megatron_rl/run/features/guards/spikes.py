@@ -13,6 +13,10 @@ from megatron_rl.run.features.guards.stopped_by_guard import StoppedByGuard
 from megatron_rl.training.worker import TrainOutcome
 
 _MIN_NORMS = 8
+# Optimizer steps that the median covers. It follows norms that change slowly.
+_WINDOW = 32
+# After as many consecutive spikes, larger norms are the rule and no step would be applied again.
+_MAX_SKIPS = 10
 
 
 class SpikeGuard:
@@ -29,7 +33,7 @@ class SpikeGuard:
         self._settings = settings
         self._rollouts = rollouts
         self._progress = progress
-        self.norms: deque[float] = deque(maxlen=settings.window)
+        self.norms: deque[float] = deque(maxlen=_WINDOW)
         self.skips = 0
 
     @property
@@ -61,14 +65,14 @@ class SpikeGuard:
         if settings.spike == "stop":
             reason = f"{text} (guard.spike=stop). The batch is in {batch}"
             raise StoppedByGuard(reason, plan.step)
-        if self.skips >= settings.max_skips:
+        if self.skips >= _MAX_SKIPS:
             raise StoppedByGuard(
-                f"{self.skips} consecutive steps had a spike (guard.max_skips="
-                f"{settings.max_skips}): {text}. Raise guard.spike_factor if such norms are usual",
+                f"{self.skips} consecutive steps had a spike (guard.spike=skip): {text}. Raise "
+                "guard.spike_factor if such norms are usual",
                 plan.step,
             )
 
     def restore(self, norms: tuple[float, ...], skips: int) -> None:
         """Go on where a run was saved."""
-        self.norms = deque(norms, maxlen=self._settings.window)
+        self.norms = deque(norms, maxlen=_WINDOW)
         self.skips = skips

@@ -26,7 +26,7 @@ from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
 from megatron_rl.run.features.observer import Observer
 from megatron_rl.run.features.parts import FeatureParts
 from megatron_rl.run.features.samples.assembly import SampleContext, SampleTexts, assemble
-from megatron_rl.run.features.samples.selection import Choice, choose_samples
+from megatron_rl.run.features.samples.selection import MAX_BYTES, Choice, choose_samples
 from megatron_rl.run.loop.trained_step import TrainedStep
 from megatron_rl.training.dispatcher import CommandTable
 from megatron_rl.training.worker import Worker
@@ -147,10 +147,9 @@ class SampleKeeper(SampleGatherer):
     ) -> int | None:
         """Write the samples and return their number, None if they cannot be written."""
         file = samples_file(self._directory, step)
-        max_bytes = int(self._settings.max_mb * 2**20)
         try:
             samples = self._assemble(step, contexts, parts)
-            return write_samples(file, samples, max_bytes)
+            return write_samples(file, samples, MAX_BYTES)
         except Exception as error:  # as in `_choose`
             problem = write_problem(error, file)
             self._warn(step, error, problem or f"{type(error).__name__}: {error}")
@@ -190,7 +189,7 @@ class SampleKeeper(SampleGatherer):
 class _Choice:
     """The samples of a step, and the command that gathers them.
 
-    num_left_out: responses of chosen groups that do not fit into `samples.max_mb`.
+    num_left_out: responses of chosen groups that do not fit into the file.
     """
 
     contexts: tuple[SampleContext, ...]

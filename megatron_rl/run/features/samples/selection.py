@@ -18,6 +18,8 @@ from megatron_rl.records.samples.sample import SampleKind
 # sample are its other columns. Compression makes a file smaller.
 _TOKEN_BYTES = 40
 _SAMPLE_BYTES = 512
+# A step's file stays small enough to keep one for every few steps and to open it in a browser.
+MAX_BYTES = 4 * 2**20
 
 
 @dataclass(frozen=True)
@@ -36,7 +38,7 @@ class Choice:
 class Choices:
     """The responses to keep, the most important ones first.
 
-    num_left_out: responses of chosen groups that do not fit into `samples.max_mb`.
+    num_left_out: responses of chosen groups that do not fit into the file.
     """
 
     choices: tuple[Choice, ...]
@@ -48,14 +50,16 @@ def choose_samples(
     trained_extremes: Mapping[SampleKind, RolloutRef],
     settings: SampleSettings,
     seed: str,
+    *,
+    max_bytes: int = MAX_BYTES,
 ) -> Choices:
     """Choose whole groups: first groups with an extreme response, then random ones.
 
-    The extremes are chosen before the other responses of their groups, as far as `samples.max_mb`
-    allows.
+    The extremes are chosen before the other responses of their groups, as far as the file has room.
 
     groups: all groups of the step.
     trained_extremes: extremes that only the training ranks can tell.
+    max_bytes: the largest size of the file.
     """
     candidates = [
         Choice(index, rollout) for index, group in enumerate(groups) for rollout in group.rollouts
@@ -66,7 +70,7 @@ def choose_samples(
     num_random = max(0, settings.groups - len(places))
     places += random.Random(seed).sample(others, min(num_random, len(others)))
     places = places[: settings.groups]
-    return _fit(_in_order(extremes, candidates, places), settings.max_mb)
+    return _fit(_in_order(extremes, candidates, places), max_bytes)
 
 
 def _extremes(
@@ -132,9 +136,9 @@ def _in_order(
                 yield candidate
 
 
-def _fit(choices: Iterable[Choice], max_mb: float) -> Choices:
+def _fit(choices: Iterable[Choice], max_bytes: int) -> Choices:
     """Leave out each response for which the file has no room."""
-    free_bytes = max_mb * 2**20
+    free_bytes = max_bytes
     fitting_choices = []
     num_left_out = 0
     for choice in choices:

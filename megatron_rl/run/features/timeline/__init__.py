@@ -1,1 +1,1 @@
-"""The timeline of a run (`logger.timeline`)."""
+"""The timeline of a run: `timeline.jsonl`."""

@@ -61,9 +61,9 @@ class RunTimeline(Observer):
 
 
 def open_timeline(parts: FeatureParts) -> RunTimeline | None:
-    """Return the timeline of rank 0, None with `logger.timeline=false`."""
+    """Return the timeline of rank 0, None on other ranks."""
     setup = parts.setup
-    if setup.job.rank or not parts.configuration.logger.timeline:
+    if setup.job.rank:
         return None
     file = setup.directory.path / TIMELINE_FILE
     timeline = RunTimeline(parts.enter(Timeline(file, setup.progress.log)))

@@ -1,1 +1,1 @@
-"""Metrics for services outside of the run (`logger.wandb`, `logger.prometheus_port`)."""
+"""Metrics for services outside of the run (`logger.wandb`, `logger.prometheus`)."""

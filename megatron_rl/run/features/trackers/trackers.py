@@ -24,6 +24,8 @@ from megatron_rl.records.reminder import FIRST_SECONDS, growing_intervals
 from megatron_rl.run.features.observer import Observer
 from megatron_rl.run.features.parts import FeatureParts
 
+# The default: metrics are readable on this machine alone.
+_LOCAL_HOST = "127.0.0.1"
 _LOGIN_SECONDS = 60
 _FINISH_SECONDS = 60.0
 _INVALID_CHARACTERS = re.compile(r"[^a-zA-Z0-9_]")
@@ -111,7 +113,7 @@ class PrometheusTracker:
     address it listens on; port 0 stands for any free one. Raises OSError if that is impossible.
     """
 
-    name = "logger.prometheus_port"
+    name = "logger.prometheus"
 
     def __init__(self, host: str, port: int, run: str) -> None:
         import prometheus_client
@@ -199,7 +201,7 @@ class Trackers(Observer):
 def open_trackers(parts: FeatureParts) -> Trackers | None:
     """Open the trackers on rank 0, which receive every record. None if the settings name none."""
     settings = parts.configuration.logger
-    if parts.metrics is None or (settings.wandb is None and settings.prometheus_port is None):
+    if parts.metrics is None or (settings.wandb is None and settings.prometheus is None):
         return None
     trackers = trackers_of(settings, parts.setup.directory.path, parts.setup.progress.log)
     parts.enter(contextlib.closing(trackers))
@@ -213,10 +215,11 @@ def trackers_of(settings: LoggerSettings, directory: Path, log: Callable[[str], 
     project = settings.wandb
     if project is not None:
         trackers[WandbTracker.name] = lambda: WandbTracker(project, directory, log)
-    port = settings.prometheus_port
-    if port is not None:
-        trackers[f"{PrometheusTracker.name}={port}"] = lambda: PrometheusTracker(
-            settings.prometheus_host, port, directory.name
+    address = settings.prometheus
+    if address is not None:
+        host, _, port = address.rpartition(":")
+        trackers[f"{PrometheusTracker.name}={address}"] = lambda: PrometheusTracker(
+            host.strip("[]") or _LOCAL_HOST, int(port), directory.name
         )
     return Trackers(trackers, log)
 
