@@ -286,8 +286,10 @@ def test_sigterm_stops_all_runs(tmp_path: Path) -> None:
     script = tmp_path / "run.py"
     script.write_text(
         "import os, pathlib, time\n"
-        f"(pathlib.Path({str(tmp_path)!r}) / f'{{os.getpid()}}.pid').touch()\n"
+        f"file = pathlib.Path({str(tmp_path)!r}) / f'{{os.getpid()}}.pid'\n"
+        "file.touch()\n"
         "time.sleep(60)\n"
+        "file.with_suffix('.end').touch()\n"
     )
     planner = RunPlanner(tmp_path, "quickstart", ranks=1)
     runs = [planner.run("a", (), seed) for seed in range(2)]
@@ -309,6 +311,7 @@ def test_sigterm_stops_all_runs(tmp_path: Path) -> None:
     assert exit_request.value.code == ExitCode.TERMINATED
     pids = [int(file.stem) for file in tmp_path.glob("*.pid")]
     assert len(pids) == 2 and not any(map(psutil.pid_exists, pids))
+    assert list(tmp_path.glob("*.end")) == []
 
 
 def test_parallel_runs_have_separate_logs(
