@@ -56,7 +56,7 @@ class Observer:
         """Take tokens that `after_quiet` will not get, because the run ends before."""
 
     def after_step(self, values: dict[str, float]) -> None:
-        """Take all metrics of a step, before its evaluation."""
+        """Take the metrics of a step, before its evaluation and its checkpoint."""
 
     def after_evaluation(self, values: dict[str, float]) -> None:
         """Take all metrics of a step, with the metrics of its evaluation."""
