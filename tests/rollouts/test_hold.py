@@ -311,7 +311,7 @@ def test_a_response_of_a_silent_engine_does_not_go_on() -> None:
         messages.append(message)
 
     async def run() -> Generation:
-        settings = EngineSettings(request_timeout_s=0.1)
+        settings = EngineSettings(request_timeout_s=0.3)
         form = replace(FORM, longest_response=1)
         async with fake_engine(InterruptedEngine(2), seconds=0.5) as url:
             pool = EnginePool(settings, form, report)
