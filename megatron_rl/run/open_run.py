@@ -302,6 +302,12 @@ def _warnings(
             "warning: run.resume=auto resumes from checkpoints, and run.checkpoint_every=0 saves "
             "none: if this run is stopped, its training is lost"
         )
+    missing_settings = resume_point.missing_settings(c)
+    if missing_settings:
+        yield (
+            "settings of the checkpoint that this run does not have, of another algorithm or "
+            f"version: {', '.join(missing_settings)}"
+        )
     for checkpoint in resume_point.damaged_checkpoints:
         yield f"warning: skipping a damaged checkpoint: {checkpoint}"
     if beliefs is not None:

@@ -144,6 +144,17 @@ class ResumePoint:
             return [text for key, text in changes.items() if key.startswith("data.")]
         return [text for key, text in changes.items() if not key.startswith("run.")]
 
+    def missing_settings(self, c: Configuration) -> list[str]:
+        """The settings of the checkpoint that this run does not have, as `key=value`.
+
+        They are of another algorithm, or of another version.
+        """
+        if self.state is None:
+            return []
+        settings = _rename_keys(self.state.settings)
+        keys = sorted(settings.keys() - flat_configuration(c).keys())
+        return [f"{key}={settings[key]!r}" for key in keys if not key.startswith(_FREE_SECTIONS)]
+
     def _require_staleness(self, rollout: RolloutSettings) -> None:
         """Raise `Failure` unless all rollouts of later steps may be trained."""
         assert self.state is not None

@@ -353,7 +353,7 @@ def test_settings_of_an_older_version_are_compared_under_their_present_keys(
         ResumePoint(tmp_path, make_state(5, changed_settings)).changed_settings(c)
 
 
-def test_keys_that_only_an_older_version_had_are_ignored(tmp_path: Path) -> None:
+def test_keys_that_only_an_older_version_had_are_named_and_refuse_nothing(tmp_path: Path) -> None:
     c = make_configuration(tmp_path, "run.resume=auto")
     old_keys = {
         "engine.fake_quant": "off",
@@ -362,7 +362,16 @@ def test_keys_that_only_an_older_version_had_are_ignored(tmp_path: Path) -> None
         "selection.expert.min_filled": 0.9,
     }
     state = make_state(5, flat_configuration(c) | old_keys)
-    assert ResumePoint(tmp_path, state).changed_settings(c) == []
+    resume_point = ResumePoint(tmp_path, state)
+    assert resume_point.changed_settings(c) == []
+    assert resume_point.missing_settings(c) == [
+        "engine.fake_quant='off'",
+        "engine.retries=2",
+        "guard.window=64",
+        "selection.expert.min_filled=0.9",
+    ]
+    same_version = ResumePoint(tmp_path, make_state(5, flat_configuration(c)))
+    assert same_version.missing_settings(c) == ResumePoint().missing_settings(c) == []
 
 
 @pytest.mark.parametrize("open_steps", [(6,), (6, 7, 8)])
