@@ -300,7 +300,8 @@ class SelectionSettings(Section):
     # completed unless `skip` names what they show. 0: sample whole groups at once.
     probe_samples: Whole = 4
     # belief: the largest weight of prompts that are sampled less often. A group counts
-    # min(reweight, 1 / acceptance) times, so that all prompts count equally. null: no such weights.
+    # min(reweight, 1 / acceptance) times. From 10 on, all prompts have the same expected weight.
+    # null: no such weights.
     reweight: Annotated[float, Ge(1), Le(10**4)] | None = None
     # belief: the directory of a run, or of one of its checkpoints. A new run starts with the
     # beliefs of that run.
@@ -466,7 +467,8 @@ class SyncSettings(Section):
     # Syncs between audits of the engines' weights. The first sync is always audited. 0: only that
     # one.
     audit_every: Whole = 10
-    # The longest time that a sync may take. Must be less than parallel.timeout_s.
+    # The limit for forming a group with an engine, and again for the rest of a sync without its
+    # audit. Must be less than parallel.timeout_s.
     timeout_s: Seconds = 120.0
 
 

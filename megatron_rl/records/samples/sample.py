@@ -67,8 +67,8 @@ class SampleQuestion:
 class SampleTraining:
     """The part of a sample in the update of its step.
 
-    group_kind: kind of the group, such as "mixed"; "stopped" and "surplus" for groups that the
-    selection of prompts did not use.
+    group_kind: kind of the group, such as "mixed"; "stopped" for a probe that was not extended,
+    which may still train; "surplus" for a mixed group that the step did not need.
     is_trained: whether the step's update was planned to train on it.
     advantage: of the response, with penalties and the weight of its group; None without one.
     weight: of its group.
