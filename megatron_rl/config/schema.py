@@ -296,8 +296,8 @@ class SelectionSettings(Section):
     # belief: prompts to sample less often. all_correct: those whose responses are probably all
     # correct. zero_variance: also those whose responses are probably all incorrect.
     skip: Literal["all_correct", "zero_variance"] = "all_correct"
-    # belief: rollouts that a prompt gets first if it is probably one of these. Its group is
-    # completed unless `skip` names what they show. 0: sample whole groups at once.
+    # belief: rollouts that a prompt gets first if a mixed group has a chance below 0.6. Its group
+    # is completed unless `skip` names what they show. 0: sample whole groups at once.
     probe_samples: Whole = 4
     # belief: the largest weight of prompts that are sampled less often. A group counts
     # min(reweight, 1 / acceptance) times. From 10 on, all prompts have the same expected weight.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 
@@ -35,6 +36,9 @@ class TimeToStore:
 
     def _note_stop_request(self) -> None:
         seconds = self._seconds_to_stop()
+        # A limit may come after the request: SIGTERM after SIGUSR1
+        if self._deadline == math.inf and seconds is not None and seconds != math.inf:
+            self._deadline = None
         if self._deadline is None and seconds is not None:
             now = self._clock()
             self._hold_deadline = now + seconds / 6

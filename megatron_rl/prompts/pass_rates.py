@@ -160,6 +160,20 @@ def _read_bytes(path: Path, key: str) -> bytes:
         ) from error
 
 
+def _with_options(identity: dict[str, Any]) -> dict[str, Any]:
+    """Return an identity whose generator of reasoning-gym is among the options.
+
+    Older files have it as `task`, and its settings as `task_config`.
+    """
+    if identity.get("source") == "mixture":
+        sources = {name: _with_options(entry) for name, entry in identity["sources"].items()}
+        return identity | {"sources": sources}
+    if "task" not in identity:
+        return identity
+    others = {name: value for name, value in identity.items() if not name.startswith("task")}
+    return others | {"options": {"task": identity["task"]} | identity.get("task_config", {})}
+
+
 def _parse_file(content: bytes, key: str) -> tuple[Header, list[PassRate]]:
     lines = content.splitlines()
     header = _decode(lines[0] if lines else b"", Header, f"{key} line 1")
@@ -168,6 +182,7 @@ def _parse_file(content: bytes, key: str) -> tuple[Header, list[PassRate]]:
             f"{key}: the file has format {header.format}, but this version reads format {_FORMAT}. "
             f"{_REMEDY}"
         )
+    header = msgspec.structs.replace(header, data=_with_options(header.data))
     rates: dict[str, PassRate] = {}
     for number, line in enumerate(lines[1:], 2):
         rate = _decode(line, PassRate, f"{key} line {number}")

@@ -250,6 +250,11 @@ CREDIT = [
         "credit.length_start=1.5",
         "a number of tokens",
     ),
+    (
+        "credit.length=excess credit.length_start=200",
+        "credit.length_start=200.0",
+        "at most 10",
+    ),
     ("credit.repetition_ngram=32", "credit.repetition_ngram=32", "at most 31"),
     (
         "algo.advantages=one credit.all_correct=zvp",

@@ -330,3 +330,18 @@ def test_a_damaged_part_is_named(tmp_path: Path) -> None:
     words = r"data\.pass_rates=.*rates\.jsonl\.part line 1: .*no valid header"
     with pytest.raises(PromptDataError, match=words):
         read_part(tmp_path / "rates.jsonl", HEADER)
+
+
+def test_a_file_with_the_older_keys_of_reasoning_gym_is_of_the_same_data_set(
+    tmp_path: Path,
+) -> None:
+    options = {"task": "chain_sum", "min_terms": 3}
+    settings = DataSettings(source="reasoning_gym", options=options)
+    identity: dict[str, Any] = {"source": "reasoning_gym", "seed": 0, "task": "chain_sum"}
+    identity["task_config"] = {"min_terms": 3}
+    old_header = msgspec.structs.replace(HEADER, data=identity)
+    file = write_rates(tmp_path / "rates.jsonl", old_header)
+    assert read_pass_rates(file, settings)
+    other = DataSettings(source="reasoning_gym", options=options | {"min_terms": 4})
+    with pytest.raises(PromptDataError, match="another data set"):
+        read_pass_rates(file, other)

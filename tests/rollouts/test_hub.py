@@ -4,11 +4,14 @@ import re
 import socket
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
+import msgspec
 import pytest
 import zmq
 
 from megatron_rl.contracts.exit_codes import Failure
+from megatron_rl.rollouts.queue import hub as hub_module
 from megatron_rl.rollouts.queue.hub import CollectorConnected, CollectorGone, CollectorHub, Event
 from megatron_rl.rollouts.wire.messages import MAX_MESSAGE_BYTES, Alive, Drop, Problem, Stop
 from tests.support.collectors import Peer, group_done
@@ -130,6 +133,21 @@ def test_a_message_for_several_nodes_reaches_those_that_are_connected(
     hub.send_to_each([0, 1, 3], Drop(("a",)))
     assert [peer.receive(1), other.receive(1)] == [[Drop(("a",))]] * 2
     other.close()
+
+
+def test_a_message_for_many_nodes_is_encoded_once(
+    hub: CollectorHub, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    messages: list[Drop] = []
+
+    def encode(message: Drop) -> bytes:
+        messages.append(message)
+        return msgspec.msgpack.encode(message)
+
+    codec = SimpleNamespace(msgpack=SimpleNamespace(encode=encode))
+    monkeypatch.setattr(hub_module, "msgspec", codec)
+    hub.send_to_each(range(64), Drop(("a",)))
+    assert len(messages) == 1
 
 
 @pytest.mark.parametrize("epoch", [1, 2])

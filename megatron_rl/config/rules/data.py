@@ -119,8 +119,9 @@ def _check_owners(source: SourceSettings, section: str) -> Iterator[BrokenRule]:
             rule = f"source={source.source} does not read this key"
             yield BrokenRule(f"{section}.{key}", rule, f"Remove it, or use source={owners[0]}")
     if source.options and source.source != "reasoning_gym" and ":" not in source.source:
-        rule = f"Options are for a user-defined class, and source={source.source}"
-        yield BrokenRule(f"{section}.options", rule, "Remove them")
+        rule = f"source={source.source} reads no options"
+        remedy = "Remove them, or use reasoning_gym. A user-defined class gets them, too"
+        yield BrokenRule(f"{section}.options", rule, remedy)
     if ":" in source.source and (problem := missing_module(source.source)):
         yield BrokenRule(f"{section}.source", problem, PYTHONPATH_REMEDY)
 

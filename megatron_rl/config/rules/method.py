@@ -42,8 +42,11 @@ def _check_plugins(c: Configuration) -> Iterator[BrokenRule]:
             if problem := missing_module(name):
                 yield BrokenRule(key, problem, PYTHONPATH_REMEDY)
         elif key != "algo.name" and name not in _WITH_OPTIONS and attrgetter(options)(c):
-            rule = f"Options are for a user-defined class, and {key}={name}"
-            yield BrokenRule(options, rule, "Remove them")
+            rule = f"{key}={name} reads no options"
+            readers = {"environment.name": "demonstration", "data.source": "reasoning_gym"}
+            also = f", or use {readers[key]}" if key in readers else ""
+            remedy = f"Remove them{also}. A user-defined class gets them, too"
+            yield BrokenRule(options, rule, remedy)
     if ":" in c.reward.name and c.reward.answer != RewardSettings.answer:
         rule = f"Only exact_match reads this key, and reward.name={c.reward.name}"
         yield BrokenRule("reward.answer", rule, "Remove it")
@@ -94,7 +97,7 @@ def check_environment(c: Configuration) -> Iterator[BrokenRule]:
 
 
 def _check_demonstration(c: Configuration) -> Iterator[BrokenRule]:
-    if c.environment.options not in ({}, {"tool": "calculator"}):
+    if c.environment.options not in ({}, {"tool": None}, {"tool": "calculator"}):
         rule = "The only option of environment=demonstration is {tool: calculator}"
         yield BrokenRule("environment.options", rule, "Give it, or remove the options")
     if c.data.source == "reasoning_gym":

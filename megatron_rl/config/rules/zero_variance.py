@@ -23,11 +23,14 @@ _SELECTION_KEYS = {
     "belief": tuple(field.name for field in fields(SelectionSettings) if field.name != "surplus"),
 }
 
+# Beyond this multiple of the median, no response of a group would be penalized.
+MAX_MULTIPLE = 10
+
 
 def check_selection(c: Configuration, keys: Collection[str]) -> Iterator[BrokenRule]:
     """Yield broken rules about the selector, its keys and its probes.
 
-    keys: those that the command line sets.
+    keys: of the command line.
     """
     selection_keys = [key for key in keys if key.partition(".")[0] == "selection"]
     for key in selection_keys:
@@ -104,7 +107,7 @@ def check_credit(c: Configuration) -> Iterator[BrokenRule]:
 def check_stop_repetition(c: Configuration, keys: Collection[str]) -> Iterator[BrokenRule]:
     """Yield broken rules about responses that are cut off because they repeat themselves.
 
-    keys: those that the command line sets.
+    keys: of the command line.
     """
     key = "rollout.stop_repetition"
     if c.is_measurement or c.mode == "train_only":
@@ -146,6 +149,10 @@ def _check_lengths(c: Configuration) -> Iterator[BrokenRule]:
     if buffer is not None and not buffer.is_integer():
         rule = "With credit.length=buffer it is a number of tokens"
         yield BrokenRule("credit.length_start", rule, "Give a whole number, or leave it null")
+    multiple = c.credit.length_start if c.credit.length == "excess" else None
+    if multiple is not None and multiple > MAX_MULTIPLE:
+        rule = "With credit.length=excess it is a multiple of the group's median length"
+        yield BrokenRule("credit.length_start", rule, f"Give at most {MAX_MULTIPLE}, such as 1.5")
     for name, tokens, limit in (
         ("length_start", buffer, longest),
         ("repetition_ngram", c.credit.repetition_ngram, longest - 1),

@@ -46,9 +46,10 @@ class Collectors:
     def send_state(self) -> None:
         """Send the state to all collectors."""
         self.number += 1
-        nodes = self.connected_nodes
+        nodes = self.hub.nodes
         limited_nodes = [node for node in nodes if self._roster.is_limited(node)]
-        others = [node for node in nodes if node not in limited_nodes]
+        # Lazily: a send that fails receives messages, and another collector may have connected then
+        others = (node for node in nodes if node not in limited_nodes and self._is_configured(node))
         self.hub.send_to_each(others, self._state(self._roster.engines))
         for node in limited_nodes:
             self._send_state_to(node)

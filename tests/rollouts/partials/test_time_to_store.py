@@ -1,5 +1,6 @@
 """The time that a checkpoint may take to store open responses, with processes that hang."""
 
+import math
 import re
 import socket
 import threading
@@ -10,8 +11,8 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.schema import RolloutSettings
-from megatron_rl.engines.connections import EngineConnections
-from megatron_rl.engines.on_update import OnUpdate, StoredPartials, open_steps_ahead
+from megatron_rl.engines.connections import EngineConnections, StoredPartials
+from megatron_rl.engines.on_update import OnUpdate, open_steps_ahead
 from megatron_rl.engines.time_to_store import TimeToStore
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.queue.hub import CollectorHub
@@ -80,6 +81,18 @@ def test_a_stop_request_without_a_limit_takes_no_time_away() -> None:
     seconds_to_stop.request()
     time_to_store = TimeToStore(seconds_to_stop)
     assert not time_to_store.is_over_for_engines() and not time_to_store.is_over()
+
+
+def test_a_limit_that_comes_after_the_request_starts_the_time() -> None:
+    """The file `stop`, or SIGUSR1, sets no limit outside of Slurm. SIGTERM does."""
+    clock = FakeClock()
+    limits: list[float | None] = [None, math.inf]
+    time_to_store = TimeToStore(lambda: limits[-1], clock=clock)
+    clock.now += 1000
+    assert not time_to_store.is_over_for_engines() and not time_to_store.is_over()
+    limits.append(12.0)
+    results = look_every_second(time_to_store, clock, 8)
+    assert results == [(False, False)] * 3 + [(True, False)] * 4 + [(True, True)]
 
 
 @pytest.mark.parametrize("comes_later", [False, True])
