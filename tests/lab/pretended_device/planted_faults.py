@@ -126,10 +126,10 @@ def cpu_tensor_for_a_kernel(step: Step) -> str:
 
 
 def replay_without_device(step: Step) -> str:
-    def real_mask(self: Any, experts: torch.Tensor) -> torch.Tensor:
+    def real_mask(experts: torch.Tensor, real_rows: torch.Tensor | None) -> torch.Tensor:
         return torch.ones(len(experts), dtype=torch.bool)
 
-    with replace(router_target.RouterTarget, "_real_mask", real_mask):
+    with replace(router_target, "_real_mask", real_mask):
         return error_of(step)
 
 
