@@ -99,7 +99,7 @@ def test_processes_are_the_main_job_and_this_module(
     assert generation[1:] == [str(ROOT / "launch/train_rl.py"), *generation_overrides(case)]
     assert measurement[1:4] == ["-m", "tests.lab.replay_gaps", "--measure"]
     assert measurement[4:] == [str(case.directory), *measurement_overrides(case)]
-    assert "| moe | fp8 |" in (tmp_path / "table.md").read_text()
+    assert "| moe | bfloat16 |" in (tmp_path / "table.md").read_text()
 
 
 def test_the_table_has_a_row_for_each_way_to_replay(tmp_path: Path) -> None:
