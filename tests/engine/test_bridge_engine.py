@@ -99,17 +99,13 @@ def sample(
 
 
 def test_external_server_is_checked(engine: ManagedEngine) -> None:
-    def check(keys: RunKeys = engine.keys, *, tp: int = 1, dtype: str = "float32") -> None:
-        settings = ServerSettings(tp=tp, dtype=dtype, start_timeout_s=5.0)  # type: ignore[arg-type]
-        require_external_engines(
-            [Engine(url=engine.url, tp=tp)], keys, settings, return_routes=True
-        )
+    def check(keys: RunKeys = engine.keys, *, dtype: str = "float32") -> None:
+        settings = ServerSettings(dtype=dtype, start_timeout_s=5.0)  # type: ignore[arg-type]
+        require_external_engines([Engine(url=engine.url)], keys, settings, return_routes=True)
 
     check()
     with pytest.raises(EngineError, match=r"engine\.key_file"):
         check(create_keys())
-    with pytest.raises(EngineError, match=r"engine\.tp=2"):
-        check(tp=2)
     with pytest.raises(EngineError, match=r"engine\.dtype=bfloat16"):
         check(dtype="bfloat16")
 
