@@ -44,15 +44,15 @@ class EngineConnections:
 
     fleet: decides which engines serve. open_admin: opens the control client of an engine.
     sends_weights: False where engines serve the weights that they have loaded themselves.
-    token_counter: compares the engines' counts of tokens with the run's, None if they do not count.
+    token_counter: compares the engines' counts of tokens with the run's.
     """
 
     queue: RolloutQueue
     weights: WeightSync
     fleet: Fleet
     open_admin: Callable[[Engine], AdminClient]
+    token_counter: TokenCounter
     sends_weights: bool = True
-    token_counter: TokenCounter | None = None
 
     def set_version(self, version: int) -> None:
         """Use the engines that hold these weights now, and no response of others."""
@@ -98,9 +98,8 @@ class EngineConnections:
         """Stop all responses, store their sampled parts until `release_partials`, and go on.
 
         Of a response that an engine does not give back, what it has sampled since its last
-        interruption is not stored: a resumed run samples that again. The
-        result has no group that a collector has not stored after a minute. If the run has to stop,
-        both have less time.
+        interruption is not stored: a resumed run samples that again. The result lacks groups that
+        a collector has not stored after a minute. If the run has to stop, both have less time.
 
         idle: called about every half second.
         """

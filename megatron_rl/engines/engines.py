@@ -149,7 +149,7 @@ class Engines:
         queue.on_engine_failure = fleet.handle_engine_failure
         queue.on_lost_collector = fleet.handle_lost_collector
         return EngineConnections(
-            queue, weights, fleet, self._open_admin, sends_weights, token_counter
+            queue, weights, fleet, self._open_admin, token_counter, sends_weights
         )
 
     @property

@@ -70,9 +70,9 @@ class Fleet:
         board: NodeBoard,
         nodes: Sequence[int],
         log: Callable[[str], None],
+        token_counter: TokenCounter,
+        open_counter: Callable[[Engine], AdminClient],
         urls: UrlList | None = None,
-        token_counter: TokenCounter | None = None,
-        open_counter: Callable[[Engine], AdminClient] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.members = members
@@ -182,9 +182,8 @@ class Fleet:
 
     def _count_tokens_of(self, serving: dict[str, Member], *, have_sampled: bool) -> None:
         """Count the tokens of the engines that serve, by name."""
-        if self._token_counter is not None and self._open_counter is not None:
-            counters = [self._open_counter(member.engine) for member in serving.values()]
-            self._token_counter.set_engines(counters, have_sampled=have_sampled)
+        counters = [self._open_counter(member.engine) for member in serving.values()]
+        self._token_counter.set_engines(counters, have_sampled=have_sampled)
 
     def handle_engine_failure(self, url: str, reason: str) -> None:
         """A collector does not use an engine any more, because it failed."""
@@ -195,8 +194,7 @@ class Fleet:
 
     def handle_lost_collector(self, node: int, epoch: int, reason: str) -> None:
         """The collector of a node is gone. Its process may live and hang."""
-        if self._token_counter is not None:
-            self._token_counter.restart()
+        self._token_counter.restart()
         orders = self._orders.get(node, NodeOrders())
         self._order(
             node,

@@ -133,8 +133,8 @@ def open_steps_ahead(
 ) -> tuple[StepsAhead, OnUpdate]:
     """Make both parts of sampling ahead from the settings.
 
-    idle: called regularly while responses come to rest. stores_partials: the
-    sampled part of a rollout can be stored.
+    idle: called regularly while responses come to rest. stores_partials: the sampled part of a
+    rollout can be stored.
     """
     resumes = settings.on_update == "resume"
     steps_ahead = StepsAhead(settings.max_staleness, continues_responses=resumes)

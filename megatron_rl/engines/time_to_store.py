@@ -36,10 +36,8 @@ class TimeToStore:
 
     def _note_stop_request(self) -> None:
         seconds = self._seconds_to_stop()
-        # A limit may come after the request: SIGTERM after SIGUSR1
-        if self._deadline == math.inf and seconds is not None and seconds != math.inf:
-            self._deadline = None
-        if self._deadline is None and seconds is not None:
+        # A request without a limit may get one later: SIGTERM after SIGUSR1
+        if self._deadline is None and seconds is not None and math.isfinite(seconds):
             now = self._clock()
             self._hold_deadline = now + seconds / 6
             self._deadline = now + seconds / 2

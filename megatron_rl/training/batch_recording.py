@@ -75,8 +75,9 @@ class BatchRecorder:
 
     def refs_to_record(self, plan: StepPlan) -> Iterator[RolloutRef]:
         """Yield the rollouts that this rank would write: its node's, on one rank of each node."""
+        node = self._node
         if self._is_writer:
-            yield from (ref for ref in plan.rollouts if ref.location.node == self._node)
+            yield from (ref for ref in plan.rollouts if ref.location.node == node)
 
     def record_regularly(self, plan: StepPlan, read: Callable[[RolloutRef], Rollout]) -> None:
         """Record the batch of every `every`-th step (a collective)."""
@@ -104,11 +105,12 @@ class BatchRecorder:
 
         read: reads a rollout of this node. It is called on the rank that has `refs_to_record`.
         """
+        node = self._node
         refs_by_prompt = _refs_by_prompt(plan)
         names = record_groups(
             directory,
-            _groups_of_node(plan, refs_by_prompt, self._node, read),
-            self._node,
+            _groups_of_node(plan, refs_by_prompt, node, read),
+            node,
             is_writer=self._is_writer,
             group=self.group,
             read=read,
@@ -132,8 +134,10 @@ class BatchRecorder:
     @property
     def _is_writer(self) -> bool:
         """True on the first rank of each node."""
-        ranks = (rank for rank, other in enumerate(self.receivers) if other.node == self._node)
-        return self.rank == min(ranks)
+        node = self._node
+        return self.rank == min(
+            rank for rank, other in enumerate(self.receivers) if other.node == node
+        )
 
 
 def _refs_by_prompt(plan: StepPlan) -> list[list[RolloutRef]]:

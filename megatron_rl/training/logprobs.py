@@ -30,7 +30,7 @@ class ResponseLogprobs:
         self,
         rollout: RolloutSettings,
         chunk_tokens: int = _CHUNK_TOKENS,
-        /,
+        /,  # callers unpack a dictionary of groups, whose type fits no number
         *,
         vocab_size: int,
         tp_group: dist.ProcessGroup | None,

@@ -15,14 +15,12 @@ _LOCK = "lock"
 
 
 @contextlib.contextmanager
-def open_scratch(root: Path | None = None) -> Iterator[Path]:
-    """Make an empty directory below `root`, and remove it at the end.
+def open_scratch() -> Iterator[Path]:
+    """Make an empty directory below the system's one for temporary files, and remove it at the end.
 
-    root: None for the system's directory of temporary files. Directories of processes that were
-    killed are removed as well: nobody holds their lock any more.
+    Directories of processes that were killed are removed as well: nobody holds their lock any more.
     """
-    base = Path(tempfile.gettempdir()) if root is None else root
-    base.mkdir(parents=True, exist_ok=True)
+    base = Path(tempfile.gettempdir())
     _remove_orphans(base)
     path = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=base))
     descriptor = os.open(path / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -82,6 +82,18 @@ class ScriptedQueue:
             self.calls.append(f"disconnect {node} before {epoch}: {reason}")
 
 
+def _return_engine(engine: Any) -> Any:
+    return engine
+
+
+class NoTokenCounter:
+    """In place of a `TokenCounter` where a test counts no tokens."""
+
+    def set_engines(self, engines: Sequence[Any], *, have_sampled: bool = True) -> None: ...
+
+    def restart(self) -> None: ...
+
+
 class ScriptedFleet:
     """A fleet of one managed engine on each node, over scripted parts.
 
@@ -106,7 +118,8 @@ class ScriptedFleet:
         scripted_queue: Any = self.queue
         scripted_prober: Any = self.prober
         scripted_board: Any = self.board
-        open_counter: Any = None if token_counter is None else lambda engine: engine
+        no_counter: Any = NoTokenCounter()
+        open_counter: Any = _return_engine
         for node, count in enumerate(engines):
             for index in range(count):
                 self.members.add(managed_name(node, index), engine_of(node, index))
@@ -120,7 +133,7 @@ class ScriptedFleet:
             nodes=list(nodes),
             log=self.lines.append,
             urls=urls,
-            token_counter=token_counter,
+            token_counter=token_counter or no_counter,
             open_counter=open_counter,
             clock=self.clock,
         )

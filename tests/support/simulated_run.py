@@ -53,6 +53,7 @@ from sglang_bridge.weights.updater import UpdateSummary
 from tests.support.clocks import FakeClock
 from tests.support.collectors import request
 from tests.support.fake_engine import configuration
+from tests.support.fleets import NoTokenCounter
 
 _TO_COLLECTOR = msgspec.msgpack.Decoder(ToCollector)
 _CONFIGURATION = configuration()
@@ -608,6 +609,7 @@ class SimulatedRun:
             log=self.lines.append,
         )
         urls_list: Any = self.list
+        token_counter: Any = NoTokenCounter()
         fleet = Fleet(
             self.members,
             self.queue,
@@ -617,12 +619,18 @@ class SimulatedRun:
             nodes=list(range(len(self.nodes))),
             log=self.lines.append,
             urls=urls_list if has_list else None,
+            token_counter=token_counter,
+            open_counter=self._open_admin,
             clock=self.clock,
         )
         self.queue.on_engine_failure = fleet.handle_engine_failure
         self.queue.on_lost_collector = fleet.handle_lost_collector
         return EngineConnections(
-            queue=self.queue, weights=weights, fleet=fleet, open_admin=self._open_admin
+            queue=self.queue,
+            weights=weights,
+            fleet=fleet,
+            open_admin=self._open_admin,
+            token_counter=token_counter,
         )
 
     def _open_admin(self, engine: Engine) -> Any:

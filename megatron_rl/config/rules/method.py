@@ -14,8 +14,8 @@ from megatron_rl.contracts.plugins import PYTHONPATH_REMEDY, missing_module
 # Limits of espo_kernels' entropy groups. Importing them from there would import torch.
 _MAX_FRACTIONS = 15
 _MAX_DENOMINATOR = 1_000_000
-# The source and the environment of this project that read options
-_WITH_OPTIONS = ("reasoning_gym", "demonstration")
+# The values of this project that read options
+_OPTION_READERS = {"data.source": "reasoning_gym", "environment.name": "demonstration"}
 
 
 def check_method(c: Configuration) -> Iterator[BrokenRule]:
@@ -41,10 +41,9 @@ def _check_plugins(c: Configuration) -> Iterator[BrokenRule]:
         if ":" in name:
             if problem := missing_module(name):
                 yield BrokenRule(key, problem, PYTHONPATH_REMEDY)
-        elif key != "algo.name" and name not in _WITH_OPTIONS and attrgetter(options)(c):
+        elif key != "algo.name" and name != _OPTION_READERS.get(key) and attrgetter(options)(c):
             rule = f"{key}={name} reads no options"
-            readers = {"environment.name": "demonstration", "data.source": "reasoning_gym"}
-            also = f", or use {readers[key]}" if key in readers else ""
+            also = f", or use {_OPTION_READERS[key]}" if key in _OPTION_READERS else ""
             remedy = f"Remove them{also}. A user-defined class gets them, too"
             yield BrokenRule(options, rule, remedy)
     if ":" in c.reward.name and c.reward.answer != RewardSettings.answer:

@@ -23,8 +23,8 @@ _SELECTION_KEYS = {
     "belief": tuple(field.name for field in fields(SelectionSettings) if field.name != "surplus"),
 }
 
-# Beyond this multiple of the median, no response of a group would be penalized.
-MAX_MULTIPLE = 10
+# A larger multiple of the median length is probably meant as a number of tokens.
+_MAX_MULTIPLE = 10
 
 
 def check_selection(c: Configuration, keys: Collection[str]) -> Iterator[BrokenRule]:
@@ -150,9 +150,9 @@ def _check_lengths(c: Configuration) -> Iterator[BrokenRule]:
         rule = "With credit.length=buffer it is a number of tokens"
         yield BrokenRule("credit.length_start", rule, "Give a whole number, or leave it null")
     multiple = c.credit.length_start if c.credit.length == "excess" else None
-    if multiple is not None and multiple > MAX_MULTIPLE:
+    if multiple is not None and multiple > _MAX_MULTIPLE:
         rule = "With credit.length=excess it is a multiple of the group's median length"
-        yield BrokenRule("credit.length_start", rule, f"Give at most {MAX_MULTIPLE}, such as 1.5")
+        yield BrokenRule("credit.length_start", rule, f"Give at most {_MAX_MULTIPLE}, such as 1.5")
     for name, tokens, limit in (
         ("length_start", buffer, longest),
         ("repetition_ngram", c.credit.repetition_ngram, longest - 1),

@@ -40,7 +40,7 @@ def credit_warning(selection: SelectionSettings, credit: CreditSettings) -> str:
     if keys and selection.reweight is None:
         texts.append(
             "prompts that are sampled less often count less. "
-            f"selection.reweight={1 / Acceptance.minimum:g} lets all count equally"
+            f"selection.reweight={1 / Acceptance.minimum:g} gives all the same expected weight"
         )
     if keys and selection.probe_samples:
         texts.append(

@@ -88,14 +88,16 @@ def _view(sample: Sample) -> SampleView:
     kinds = ", ".join(kind.value.replace("-", " ") for kind in sample.kinds)
     title = f"response {sample.sample_index}"
     tokens = sample.tokens
+    mismatches = tokens.mismatches
+    num_shown = min(len(tokens), _MAX_TOKENS)
     verdict, verdict_kind = _verdict(sample)
     return SampleView(
         title=f"{title}: {kinds}" if kinds else title,
         verdict=verdict,
         verdict_kind=verdict_kind,
         facts=" · ".join(_facts(sample)),
-        tokens=tuple(_token(tokens, index) for index in range(len(tokens))[:_MAX_TOKENS]),
-        hidden_tokens=max(0, len(tokens) - _MAX_TOKENS),
+        tokens=tuple(_token(tokens, mismatches[index], index) for index in range(num_shown)),
+        hidden_tokens=len(tokens) - num_shown,
     )
 
 
@@ -127,12 +129,12 @@ def _facts(sample: Sample) -> Iterator[str]:
         yield f"{clip_share:.1%} clipped"
 
 
-def _token(tokens: SampleTokens, index: int) -> TokenView:
+def _token(tokens: SampleTokens, mismatch: float, index: int) -> TokenView:
     numbers = {
         "log-probability": tokens.rollout_logprobs[index],
         "entropy": tokens.entropies[index],
         "ratio": tokens.ratios[index],
-        "mismatch": tokens.mismatches[index],
+        "mismatch": mismatch,
         "advantage": tokens.advantages[index],
     }
     tooltip = ", ".join(f"{name} {value:.3g}" for name, value in numbers.items() if value == value)

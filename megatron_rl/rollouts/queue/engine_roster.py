@@ -19,7 +19,6 @@ class EngineRoster:
 
     def __init__(self) -> None:
         self._engines: dict[str, Engine] = {}  # by URL
-        self.engines: tuple[Engine, ...] = ()  # the same
         self._num_ranks: Counter[int] = Counter()  # of the engines of each node that has some
         # The node of a collector, and an engine of another node that failed for it
         self._unreachable: set[tuple[int, str]] = set()
@@ -34,10 +33,14 @@ class EngineRoster:
         self._unreachable = {pair for pair in self._unreachable if pair[1] in unchanged_urls}
         self.left_out &= unchanged_urls
         self._engines = new_engines
-        self.engines = tuple(new_engines.values())
         self._num_ranks = Counter()
-        for engine in self.engines:
+        for engine in new_engines.values():
             self._num_ranks[engine.node] += engine.tp
+
+    @property
+    def engines(self) -> tuple[Engine, ...]:
+        """The engines of all nodes that serve."""
+        return tuple(self._engines.values())
 
     def find(self, url: str) -> Engine | None:
         """Return the engine with this URL, None if none serves."""

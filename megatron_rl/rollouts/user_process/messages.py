@@ -70,8 +70,7 @@ class CancelCall(msgspec.Struct, frozen=True, tag="cancel"):
 class ActionError(msgspec.Struct, frozen=True, kw_only=True):
     """Exception of an action of an episode.
 
-    kind: name of its class. reason: why the rollout is rejected, "" for other
-    exceptions.
+    kind: name of its class. reason: why the rollout is rejected, "" for other exceptions.
     """
 
     kind: str

@@ -13,7 +13,10 @@ ZVP = CreditSettings(all_correct="zvp", all_incorrect="zvp")
 def test_both_differences_are_named() -> None:
     warning = credit_warning(SelectionSettings(name="belief"), ZVP)
     assert warning.startswith("warning: selection=belief with credit.all_correct=zvp: prompts")
-    assert "selection.reweight=10 lets all count equally; a stopped probe counts" in warning
+    assert (
+        "selection.reweight=10 gives all the same expected weight; a stopped probe counts"
+        in warning
+    )
 
 
 @pytest.mark.parametrize(

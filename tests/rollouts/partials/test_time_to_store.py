@@ -34,10 +34,11 @@ def connect(hub: CollectorHub, log: Any, *engines: Engine) -> EngineConnections:
     queue.submit([request("a")])
     members = [SimpleNamespace(engine=engine) for engine in engines]
     fleet: Any = SimpleNamespace(members=SimpleNamespace(serving=members))
-    no_weights: Any = None
+    nothing: Any = None
     return EngineConnections(
         queue,
-        weights=no_weights,
+        weights=nothing,
+        token_counter=nothing,
         fleet=fleet,
         open_admin=lambda engine: AdminClient(engine, create_keys(), timeout=5),
     )

@@ -59,8 +59,7 @@ class TokenAudit(Observer):
 
 
 def open_token_audit(parts: FeatureParts) -> TokenAudit | None:
-    """Return the audit on rank 0, None where engines do not count tokens, or nothing is saved."""
+    """Return the audit on rank 0, None without engines, or where nothing is saved."""
     if parts.checkpoints is None or parts.connections is None:
         return None
-    counter = parts.connections.token_counter
-    return None if counter is None else TokenAudit(counter)
+    return TokenAudit(parts.connections.token_counter)
