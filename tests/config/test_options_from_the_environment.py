@@ -36,6 +36,7 @@ from tests.support.scripted_model import EOS, PROMPT
 
 SECRET = "sk-not-to-be-written"
 OPTIONS = "{api_key: ${oc.env:JUDGE_KEY}, headers: {auth: 'Bearer ${oc.env:JUDGE_KEY}'}, limit: 3}"
+LENGTHS = (120, 285, 400)  # of text before a value: messages are cut off at 300 characters
 OVERRIDES = ["experiment=smoke", "reward=custom", f"reward.name={__name__}:Judge"]
 
 
@@ -106,10 +107,24 @@ class Broken:
 
 
 class Verbose(Broken):
-    """The key is where messages are cut off, or behind that."""
+    """The key is before the end of a message, where it is cut off, or behind that."""
 
     def __init__(self, api_key: str, headers: dict[str, str], limit: int) -> None:
         self.error = RuntimeError(f"{'x' * limit} {api_key}")
+
+
+class Diverse(Broken):
+    """Raises each message in turn, first a short one."""
+
+    def __init__(self, api_key: str, headers: dict[str, str], limit: int) -> None:
+        super().__init__(api_key, headers, limit)
+        self.errors = [self.error, *(RuntimeError(f"{'x' * n} {api_key}") for n in LENGTHS)]
+
+    async def score(self, prompt, text, finish_reason):  # type: ignore[no-untyped-def]
+        raise self.errors.pop(0)
+
+    async def play(self, episode: Episode) -> None:
+        raise self.errors.pop(0)
 
 
 class VerboseConstructor:
@@ -142,49 +157,53 @@ def test_errors_of_reward_source_and_loss_leave_the_value_out() -> None:
         assert SECRET not in text
 
 
-def test_reports_of_a_collector_leave_the_value_out(caplog: pytest.LogCaptureFixture) -> None:
-    reward = RewardSettings(**broken_options())
-    environment = EnvironmentSettings(**broken_options())
-    for settings in ({"reward": reward}, {"environment": environment}):
-        message = first_reply(settings)
-        text = str(message) + caplog.text
-        assert "key=${oc.env:JUDGE_KEY}" in text
-        assert SECRET not in text
-        caplog.clear()
-
-
-@pytest.mark.parametrize("length", [120, 285, 400])
-def test_messages_that_are_cut_off_hold_no_part_of_the_value(
-    length: int, caplog: pytest.LogCaptureFixture
+@pytest.mark.slow
+@pytest.mark.parametrize("section", ["reward", "environment"])
+def test_reports_of_a_collector_leave_the_value_out(
+    section: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    reward = RewardSettings(**verbose_options("Verbose", length))
-    environment = EnvironmentSettings(**verbose_options("Verbose", length))
-    source = DataSettings(source=reward.name, options=verbose_options("Verbose", length)["options"])
-    text = "".join(str(first_reply(s)) for s in ({"reward": reward}, {"environment": environment}))
-    constructor = RewardSettings(**verbose_options("VerboseConstructor", length))
+    settings_class = {"reward": RewardSettings, "environment": EnvironmentSettings}[section]
+    options = {"name": f"{__name__}:Diverse", "options": make_configuration().reward.options}
+    first, *others = replies({section: settings_class(**options)}, 1 + len(LENGTHS))
+    assert "key=${oc.env:JUDGE_KEY}" in first + caplog.text
+    assert ["RuntimeError: xxx" in text for text in others] == [True] * len(LENGTHS)
+    assert SECRET[:8] not in "".join([first, *others, caplog.text])
+
+
+@pytest.mark.parametrize("length", LENGTHS)
+def test_messages_that_are_cut_off_hold_no_part_of_the_value(length: int) -> None:
+    options = verbose_options("Verbose", length)
+    source = DataSettings(source=options["name"], options=options["options"])
+    constructor = RewardSettings(**options | {"name": f"{__name__}:VerboseConstructor"})
+    text = ""
     for call in (lambda: next(generate_questions(source)), lambda: open_scorer(constructor)):
         with pytest.raises((PluginError, PromptDataError)) as error:
             call()
         text += "".join(traceback.format_exception(error.value))
-    assert SECRET[:8] not in text + caplog.text
+    assert "xxx" in text
+    assert SECRET[:8] not in text
 
 
-def first_reply(settings: dict[str, Any]) -> FromCollector:
-    """The reply of a collector to one request."""
+def replies(settings: dict[str, Any], count: int) -> list[str]:
+    """What a collector says to so many requests, one after another."""
 
-    async def run() -> FromCollector:
+    async def run() -> list[str]:
         async with fake_engine(lambda n, body: reply(body, "046")) as url:
             outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
             configure = msgspec.structs.replace(configuration(), **settings)
             collector = Collector(0, configure, outbox.put)
             await collector.handle(serving(url))
             sampling = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
-            await collector.handle(
-                GroupRequest(group_id="g", prompt=PROMPT, num_samples=1, sampling=sampling)
-            )
-            message = await asyncio.wait_for(outbox.get(), 8)
+            messages = []
+            for number in range(count):
+                await collector.handle(
+                    GroupRequest(
+                        group_id=str(number), prompt=PROMPT, num_samples=1, sampling=sampling
+                    )
+                )
+                messages.append(str(await asyncio.wait_for(outbox.get(), 8)))
             await collector.close()
-            return message
+            return messages
 
     return asyncio.run(run())
 

@@ -1,7 +1,5 @@
 """Final answers in texts: extraction, comparison and run time."""
 
-from collections.abc import Callable
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -13,9 +11,9 @@ from megatron_rl.rewards.answers import (
     last_number,
     partial_number,
 )
-
-MEGABYTE = 1_000_000
 from tests.support.processor_time import processor_seconds
+
+LENGTH = 100_000  # of long texts, in characters
 
 
 @pytest.mark.parametrize(
@@ -306,30 +304,29 @@ def test_whole_numbers_are_not_partial(text: str) -> None:
     assert partial_number(text) is None
 
 
-@pytest.mark.parametrize("find", [last_number, last_line, last_boxed, canonical, partial_number])
 @pytest.mark.parametrize(
     "text",
     [
-        "7" * MEGABYTE,
-        "7," * (MEGABYTE // 2),
-        "777," * (MEGABYTE // 4) + "7777",
-        "-" * MEGABYTE,
-        "." * MEGABYTE,
-        "1." * (MEGABYTE // 2),
-        r"\boxed{" * (MEGABYTE // 7),
-        r"\boxed{" + "{" * MEGABYTE,
-        r"\boxed{" + "{}" * (MEGABYTE // 2) + "}",
-        "\\" * MEGABYTE,
-        "\n" * MEGABYTE,
-        " " * MEGABYTE,
-        "$" * MEGABYTE + "5" + "$" * MEGABYTE,
+        "7" * LENGTH,
+        "7," * (LENGTH // 2),
+        "777," * (LENGTH // 4) + "7777",
+        "-" * LENGTH,
+        "." * LENGTH,
+        "1." * (LENGTH // 2),
+        r"\boxed{" * (LENGTH // 7),
+        r"\boxed{" + "{" * LENGTH,
+        r"\boxed{" + "{}" * (LENGTH // 2) + "}",
+        "\\" * LENGTH,
+        "\n" * LENGTH,
+        " " * LENGTH,
+        "$" * LENGTH + "5" + "$" * LENGTH,
         r"\text{" * 40 + "5" + r"\text{ }" * 40,
         "(, " * 60 + "5" + ", x" * 60,
         "(1, " + "\\pi " * 40 + "and so on",
         "(1, " + "\\ldots, " * 20,
-        "\x00" * MEGABYTE,
-        "٣" * (MEGABYTE // 2),
-        "\ud800" * (MEGABYTE // 2),
+        "\x00" * LENGTH,
+        "٣" * (LENGTH // 2),
+        "\ud800" * (LENGTH // 2),
     ],
     ids=[
         "digits",
@@ -354,13 +351,17 @@ def test_whole_numbers_are_not_partial(text: str) -> None:
         "surrogates",
     ],
 )
-def test_a_megabyte_of_any_text_takes_linear_time(
-    find: Callable[[str], str | None], text: str
-) -> None:
-    assert processor_seconds(lambda: find(text)) < 2.0
+def test_long_texts_take_linear_time(text: str) -> None:
+    """Quadratic time would be tens of seconds."""
+
+    def find_all() -> None:
+        for find in (last_number, last_line, last_boxed, canonical, partial_number):
+            find(text)
+
+    assert processor_seconds(find_all) < 0.4
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(text=st.text())
 def test_any_text_is_read_without_errors(text: str) -> None:
     for find in (last_number, last_line, last_boxed):
