@@ -36,7 +36,7 @@ from tests.support.scripted_model import EOS, PROMPT
 
 SECRET = "sk-not-to-be-written"
 OPTIONS = "{api_key: ${oc.env:JUDGE_KEY}, headers: {auth: 'Bearer ${oc.env:JUDGE_KEY}'}, limit: 3}"
-LENGTHS = (120, 285, 400)  # of text before a value: messages are cut off at 300 characters
+LENGTHS = (120, 285, 400)  # of text before a value: messages end after 200 or 300 characters
 OVERRIDES = ["experiment=smoke", "reward=custom", f"reward.name={__name__}:Judge"]
 
 
