@@ -185,7 +185,7 @@ def test_messages_that_are_cut_off_hold_no_part_of_the_value(length: int) -> Non
 
 
 def replies(settings: dict[str, Any], count: int) -> list[str]:
-    """What a collector says to so many requests, one after another."""
+    """Return the messages of a collector after so many requests, one after another."""
 
     async def run() -> list[str]:
         async with fake_engine(lambda n, body: reply(body, "046")) as url:
