@@ -7,9 +7,12 @@ import ast
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from pathlib import Path
 
 import pytest
+
+from tests.support.style import walk
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = {
@@ -71,23 +74,32 @@ UNPICKLING = re.compile(
 Graph = Mapping[str, set[str]]
 
 
+@cache
+def all_imports(source: str) -> tuple[str, ...]:
+    """The dotted name of every import. Those of relative ones begin with points."""
+    names: list[str] = []
+    for node in walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            package = "." * node.level + (node.module or "")
+            names += [f"{package}.{alias.name}" for alias in node.names]
+    return tuple(names)
+
+
 def imports_of(source: str) -> Iterator[str]:
     """Yield the dotted name of every absolute import, such as `a.b.c` for `from a.b import c`.
 
     Imports inside functions and `if TYPE_CHECKING` are included.
     """
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.level == 0:
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    yield from (name for name in all_imports(source) if not name.startswith("."))
 
 
 def has_relative_import(source: str) -> bool:
-    nodes = ast.walk(ast.parse(source))
-    return any(isinstance(node, ast.ImportFrom) and node.level > 0 for node in nodes)
+    return any(name.startswith(".") for name in all_imports(source))
 
 
+@cache
 def read_modules(package: str) -> dict[str, str]:
     """The source of every module of a package, by its dotted name."""
     folder = PACKAGES[package]

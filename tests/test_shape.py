@@ -1,6 +1,5 @@
 """Shape of the code: rooms of a size that can be read, and no dense code or private names."""
 
-import ast
 import gc
 import re
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ import pytest
 from tests.support import shape
 from tests.support.style import (
     MAX_PARTICIPLES_PER_1000,
+    Source,
     functions_of,
     has_docstring,
     participles_per_1000,
@@ -23,49 +23,45 @@ MAX_MODULES = 16
 MAX_ROOMS = 16
 
 
-def read_files(*folders: str) -> dict[str, str]:
-    """The text of every Python file, by its path from the root."""
-    paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    return {str(path.relative_to(ROOT)): path.read_text() for path in paths}
+@pytest.fixture(scope="module")
+def sources() -> dict[str, Source]:
+    return shape.read_sources(SOURCE_FOLDERS)
 
 
 @pytest.fixture(scope="module")
-def files() -> dict[str, str]:
-    return read_files(*SOURCE_FOLDERS)
+def test_sources() -> dict[str, Source]:
+    return shape.read_sources(["tests"])
 
 
-@pytest.fixture(scope="module")
-def test_files() -> dict[str, str]:
-    return read_files("tests")
-
-
-def list_problems(files: dict[str, str]) -> list[str]:
+def list_problems(sources: dict[str, Source]) -> list[str]:
     return [
         f"{name}:{problem.line}: {problem.text}"
-        for name, text in files.items()
-        for problem in problems_of(text)
+        for name, source in sources.items()
+        for problem in problems_of(source)
     ]
 
 
-def test_source_follows_the_style(files: dict[str, str]) -> None:
-    assert len(files) > 300, "are the folders right?"
-    assert list_problems(files) == []
+def test_source_follows_the_style(sources: dict[str, Source]) -> None:
+    assert len(sources) > 300, "are the folders right?"
+    assert list_problems(sources) == []
 
 
-def test_tests_follow_the_style(test_files: dict[str, str]) -> None:
-    assert len(test_files) > 200, "is the folder right?"
-    assert list_problems(test_files) == []
+def test_tests_follow_the_style(test_sources: dict[str, Source]) -> None:
+    assert len(test_sources) > 200, "is the folder right?"
+    assert list_problems(test_sources) == []
 
 
-def test_bare_participles_are_rare(files: dict[str, str], test_files: dict[str, str]) -> None:
-    assert participles_per_1000(files.values()) <= MAX_PARTICIPLES_PER_1000
-    assert participles_per_1000(test_files.values()) <= MAX_PARTICIPLES_PER_1000
+def test_bare_participles_are_rare(
+    sources: dict[str, Source], test_sources: dict[str, Source]
+) -> None:
+    assert participles_per_1000(sources.values()) <= MAX_PARTICIPLES_PER_1000
+    assert participles_per_1000(test_sources.values()) <= MAX_PARTICIPLES_PER_1000
 
 
-def test_every_module_has_a_docstring(files: dict[str, str]) -> None:
-    assert [name for name, text in files.items() if not has_docstring(text)] == []
-    assert not has_docstring("a = 1\n")
-    assert has_docstring('"""A module."""\n') and has_docstring("")
+def test_every_module_has_a_docstring(sources: dict[str, Source]) -> None:
+    assert [name for name, source in sources.items() if not has_docstring(source)] == []
+    assert not has_docstring(Source.parse("a = 1\n"))
+    assert has_docstring(Source.parse('"""A module."""\n')) and has_docstring(Source.parse(""))
 
 
 def crowded_folders(names: list[str]) -> dict[str, int]:
@@ -78,8 +74,8 @@ def crowded_folders(names: list[str]) -> dict[str, int]:
     return {folder: count for folder, count in counts.items() if count > MAX_MODULES}
 
 
-def test_a_folder_has_few_modules(files: dict[str, str]) -> None:
-    assert crowded_folders(list(files)) == {}
+def test_a_folder_has_few_modules(sources: dict[str, Source]) -> None:
+    assert crowded_folders(list(sources)) == {}
 
 
 def test_the_trainer_consists_of_few_rooms() -> None:
@@ -110,13 +106,17 @@ def unproven(docstring: str, tests: dict[str, set[str]]) -> list[str]:
 
 
 def test_an_invariant_names_the_test_that_enforces_it(
-    files: dict[str, str], test_files: dict[str, str]
+    sources: dict[str, Source], test_sources: dict[str, Source]
 ) -> None:
     tests = {
-        name: {function.name for function in functions_of(ast.parse(text))}
-        for name, text in test_files.items()
+        name: {function.name for function in functions_of(source)}
+        for name, source in test_sources.items()
     }
-    claims = [f"{name}: {claim}" for name, text in files.items() for claim in unproven(text, tests)]
+    claims = [
+        f"{name}: {claim}"
+        for name, source in sources.items()
+        for claim in unproven(source.text, tests)
+    ]
     assert claims == []
 
 
@@ -144,12 +144,12 @@ def f(x, y):
 
 @pytest.mark.parametrize("problem", OFFENDERS)
 def test_each_rule_finds_a_planted_offender(problem: str) -> None:
-    texts = [offender.text for offender in problems_of(OFFENDERS[problem])]
+    texts = [offender.text for offender in problems_of(Source.parse(OFFENDERS[problem]))]
     assert len(texts) == 1 and problem in texts[0]
 
 
 def test_correct_code_has_no_problem() -> None:
-    assert list(problems_of(CORRECT)) == []
+    assert list(problems_of(Source.parse(CORRECT))) == []
 
 
 @pytest.mark.parametrize(
@@ -166,11 +166,12 @@ def test_correct_code_has_no_problem() -> None:
     ],
 )
 def test_each_kind_of_bound_name_is_measured(source: str) -> None:
-    assert participles_per_1000([source]) > 0
+    assert participles_per_1000([Source.parse(source)]) > 0
 
 
 def test_nouns_and_longer_names_are_no_participles() -> None:
-    assert participles_per_1000(["seed = speed = found_files = is_used = 1"]) == 0
+    source = Source.parse("seed = speed = found_files = is_used = 1")
+    assert participles_per_1000([source]) == 0
 
 
 def test_a_crowded_folder_is_found() -> None:
@@ -201,18 +202,28 @@ LIMITS = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def no_garbage() -> None:
-    """Free what earlier tests have left.
+def no_garbage() -> Iterator[None]:
+    """Free what earlier tests have left, and do not look for garbage among the trees.
 
     A finalizer that prints a traceback parses code. While this module parses, Python would take
     that for an error of its own: "AST constructor recursion depth mismatch".
     """
     gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(scope="module")
-def measures() -> dict[str, shape.Measure]:
-    return shape.measure()
+def measures(
+    sources: dict[str, Source], test_sources: dict[str, Source]
+) -> dict[str, shape.Measure]:
+    trainer_sources = {
+        name: source
+        for name, source in sources.items()
+        if name.startswith(tuple(f"{folder}/" for folder in shape.SOURCE_FOLDERS))
+    }
+    return shape.measure(trainer_sources, test_sources)
 
 
 @pytest.mark.parametrize("name", LIMITS)
@@ -256,12 +267,12 @@ def test_c(): assert box.items == []
 
 
 def test_each_relation_is_measured() -> None:
-    trees = {"a.py": ast.parse(PLANTED)}
-    classes = shape.classes_of(trees)
+    sources = {"a.py": Source.parse(PLANTED)}
+    classes = shape.classes_of(sources)
     counter = classes[0]
     pairs = {attribute for _, attribute in shape.write_pairs(counter)}
     assert pairs == {"_count", "_log", "part.state", "part.other"}
     assert shape.constructor_parameters(counter) == ["limit", "_count"]
     assert shape.lonely_protocols(classes) == ["Reader"]
-    assert shape.uncaught_exceptions(classes, trees) == ["Derived", "Unexpected"]
-    assert shape.tests_of_private_names(trees) == ["a.py::test_a", "a.py::test_b"]
+    assert shape.uncaught_exceptions(classes, sources.values()) == ["Derived", "Unexpected"]
+    assert shape.tests_of_private_names(sources) == ["a.py::test_a", "a.py::test_b"]

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from tests.support.style import Function
+from tests.support.style import Function, Source, functions_of, parse_all, walk
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE_FOLDERS = ("launch", "megatron_rl", "sglang_bridge", "kernels/espo_kernels")
@@ -74,19 +74,16 @@ class Class:
         return any(ast.unparse(base) == "Protocol" for base in self.node.bases)
 
 
-def read_trees(folders: Iterable[str]) -> dict[str, ast.Module]:
-    """Return the syntax tree of every Python file, by its path from the root."""
+def read_sources(folders: Iterable[str]) -> dict[str, Source]:
+    """Return every Python file, by its path from the root."""
     paths = [path for folder in folders for path in sorted((ROOT / folder).rglob("*.py"))]
-    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in paths}
+    return parse_all({str(path.relative_to(ROOT)): path.read_text() for path in paths})
 
 
-def classes_of(trees: Mapping[str, ast.Module]) -> list[Class]:
+def classes_of(sources: Mapping[str, Source]) -> list[Class]:
     """Return all classes, nested ones included."""
     return [
-        Class(path, node)
-        for path, tree in trees.items()
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ClassDef)
+        Class(path, node) for path, source in sources.items() for node in source.of(ast.ClassDef)
     ]
 
 
@@ -105,7 +102,7 @@ def write_pairs(item: Class) -> set[tuple[str, str]]:
 
 
 def _changed_attributes(method: Function) -> Iterator[str]:
-    for node in ast.walk(method):
+    for node in walk(method):
         target: ast.expr | None = None
         if isinstance(node, ast.Attribute | ast.Subscript):
             is_change = isinstance(node.ctx, ast.Store | ast.Del)
@@ -153,6 +150,7 @@ def lonely_protocols(classes: Iterable[Class]) -> list[str]:
     A class implements a protocol if it or its bases have all of the protocol's names.
     """
     by_name: dict[str, Class] = {item.name: item for item in classes}
+    all_names = {name: _all_names(item, by_name) for name, item in by_name.items()}
     lonely = []
     for protocol in by_name.values():
         if not protocol.is_protocol:
@@ -161,7 +159,7 @@ def lonely_protocols(classes: Iterable[Class]) -> list[str]:
         users = [
             item
             for item in by_name.values()
-            if not item.is_protocol and names <= _all_names(item, by_name)
+            if not item.is_protocol and names <= all_names[item.name]
         ]
         if len(users) <= 1 and not _is_callable(names):
             lonely.append(protocol.name)
@@ -183,7 +181,7 @@ def _names_of(item: Class) -> set[str]:
     for method in item.methods:
         names |= {
             node.attr
-            for node in ast.walk(method)
+            for node in walk(method)
             if isinstance(node, ast.Attribute)
             and isinstance(node.ctx, ast.Store)
             and isinstance(node.value, ast.Name)
@@ -200,11 +198,11 @@ def _all_names(item: Class, by_name: Mapping[str, Class]) -> set[str]:
     return names
 
 
-def uncaught_exceptions(classes: Iterable[Class], trees: Mapping[str, ast.Module]) -> list[str]:
+def uncaught_exceptions(classes: Iterable[Class], sources: Iterable[Source]) -> list[str]:
     """Return the exceptions that no handler, `suppress`, `isinstance` or tuple names."""
     parents = {item.name: item.bases for item in classes}
     exceptions = {name for name in parents if _is_exception(name, parents)}
-    names = {name for tree in trees.values() for name in _handled_names(tree)}
+    names = {name for source in sources for name in _handled_names(source)}
     return sorted(exceptions - names)
 
 
@@ -214,27 +212,25 @@ def _is_exception(name: str, parents: Mapping[str, list[str]]) -> bool:
     return name in ("BaseException", "Exception") or name.endswith(("Error", "Failure"))
 
 
-def _handled_names(tree: ast.Module) -> Iterator[str]:
-    for node in ast.walk(tree):
-        expressions: list[ast.expr] = []
-        if isinstance(node, ast.ExceptHandler) and node.type is not None:
-            expressions = [node.type]
-        elif isinstance(node, ast.Call) and _last_name(node.func) in ("suppress", "isinstance"):
-            expressions = list(node.args)
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.Tuple):
-            expressions = [node.value]
-        for expression in expressions:
-            yield from (_last_name(part) for part in ast.walk(expression))
+def _handled_names(source: Source) -> Iterator[str]:
+    expressions = [handler.type for handler in source.of(ast.ExceptHandler) if handler.type]
+    for call in source.of(ast.Call):
+        if _last_name(call.func) in ("suppress", "isinstance"):
+            expressions += call.args
+    for assignment in source.of(ast.Assign):
+        if isinstance(assignment.value, ast.Tuple):
+            expressions.append(assignment.value)
+    for expression in expressions:
+        yield from (_last_name(part) for part in walk(expression))
 
 
-def tests_of_private_names(trees: Mapping[str, ast.Module]) -> list[str]:
+def tests_of_private_names(sources: Mapping[str, Source]) -> list[str]:
     """Return the test functions that use a private name of another object or module."""
     return [
         f"{path}::{function.name}"
-        for path, tree in trees.items()
-        for function in ast.walk(tree)
-        if isinstance(function, Function) and function.name.startswith("test_")
-        if any(map(_is_private_use, ast.walk(function)))
+        for path, source in sources.items()
+        for function in functions_of(source)
+        if function.name.startswith("test_") and any(map(_is_private_use, walk(function)))
     ]
 
 
@@ -291,10 +287,11 @@ class Measure:
     offenders: list[str]
 
 
-def measure() -> dict[str, Measure]:
+def measure(
+    sources: Mapping[str, Source], test_sources: Mapping[str, Source]
+) -> dict[str, Measure]:
     """Return all measures by their names."""
-    trees = read_trees(SOURCE_FOLDERS)
-    classes = classes_of(trees)
+    classes = classes_of(sources)
     behaviour = [item for item in classes if len(item.methods) >= MIN_METHODS]
     private_parameters = [
         f"{item.name}.{name}"
@@ -309,10 +306,10 @@ def measure() -> dict[str, Measure]:
         ),
         "private constructor parameters": _number(private_parameters),
         "protocols with one implementation": _number(lonely_protocols(classes)),
-        "exceptions that nobody catches": _number(uncaught_exceptions(classes, trees)),
+        "exceptions that nobody catches": _number(uncaught_exceptions(classes, sources.values())),
         "message kinds": _number(message_kinds()),
         "keys": _number(settings_keys()),
-        "tests of private names": _number(tests_of_private_names(read_trees(["tests"]))),
+        "tests of private names": _number(tests_of_private_names(test_sources)),
         "entries of launch/ without a command": _number(entries_without_command()),
     }
 
@@ -328,7 +325,8 @@ def _number(offenders: list[str]) -> Measure:
 
 def main() -> int:
     """Print the value of each measure, and the first offenders."""
-    for name, result in measure().items():
+    measures = measure(read_sources(SOURCE_FOLDERS), read_sources(["tests"]))
+    for name, result in measures.items():
         print(f"{name}: {result.value}")
         print("    " + ", ".join(result.offenders[:12]))
     return 0
