@@ -14,6 +14,8 @@ TESTS  ?= tests
 # Of a soak
 MINUTES ?= 20
 export OMP_NUM_THREADS ?= 1
+# pytest keeps the test modules that it rewrote: collecting them again takes half of the time.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help install extras peers bench faults soak gpu-check gpu-carry te-rehearsal train check test test-all lint clean

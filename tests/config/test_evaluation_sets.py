@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.config.curriculum import sized_for_all_phases, sized_for_engines
 from megatron_rl.config.schema import Configuration
+from tests.support.configurations import configuration_of
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def questions(tmp_path: Path) -> Path:
 
 
 def compose_sets(*overrides: str) -> Configuration:
-    return compose(["experiment=smoke", *overrides])
+    return configuration_of(["experiment=smoke", *overrides])
 
 
 def test_a_set_may_be_the_path_of_its_file(questions: Path) -> None:

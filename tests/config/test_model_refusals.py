@@ -6,15 +6,14 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.contracts.refusal import ConfigurationRefused
-from tests.support.configurations import MakeCheckpoint
+from tests.support.configurations import MakeCheckpoint, configuration_of
 
 
 def refusal_of(path: Path) -> str:
     """The text of the only refusal of a checkpoint."""
     with pytest.raises(ConfigurationRefused) as error:
-        compose([f"model.path={path}"])
+        configuration_of([f"model.path={path}"])
     (refusal,) = error.value.refusals
     text = str(refusal)
     assert text.startswith(f"model.path={path}: ")
@@ -58,7 +57,9 @@ def test_a_broken_tokenizer_is_refused(checkpoint: Path) -> None:
 def test_missing_weights_are_refused(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").unlink()
     assert "no model.safetensors" in refusal_of(checkpoint)
-    assert compose([f"model.path={checkpoint}", "model.init=random"]).model.init == "random"
+    assert (
+        configuration_of([f"model.path={checkpoint}", "model.init=random"]).model.init == "random"
+    )
 
 
 def shard(path: Path, *names: str, cut: int = 0) -> None:
@@ -74,13 +75,13 @@ def shard(path: Path, *names: str, cut: int = 0) -> None:
 
 def test_complete_weights_are_accepted(checkpoint: Path) -> None:
     shard(checkpoint / "model.safetensors", "a", "b")
-    assert compose([f"model.path={checkpoint}"]).model.path == str(checkpoint)
+    assert configuration_of([f"model.path={checkpoint}"]).model.path == str(checkpoint)
     (checkpoint / "model.safetensors").unlink()
     shard(checkpoint / "1.safetensors", "a")
     shard(checkpoint / "2.safetensors", "b", "c")
     index = {"weight_map": {"a": "1.safetensors", "b": "2.safetensors", "c": "2.safetensors"}}
     (checkpoint / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert compose([f"model.path={checkpoint}"]).model.path == str(checkpoint)
+    assert configuration_of([f"model.path={checkpoint}"]).model.path == str(checkpoint)
 
 
 @pytest.mark.parametrize("cut", [1, 5, 9, 10_000])

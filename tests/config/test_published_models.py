@@ -6,13 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.models.families import read_shape
 from megatron_rl.planning.memory import engine_memory, rank_memory
 from tests.support.character_tokenizer import write_character_tokenizer
-from tests.support.configurations import refusals
+from tests.support.configurations import configuration_of, refusals
 
 PUBLISHED = Path(__file__).parents[1] / "support" / "published"
 GIB = 2**30
@@ -41,7 +40,7 @@ def configuration(checkpoint: Path, name: str, *overrides: str) -> Configuration
     layout, ranks = LAYOUTS[name]
     facts = LaunchFacts(world_size=ranks, local_world_size=8, num_gpus=8)
     model = (f"model={name}", f"model.path={checkpoint}", f"parallel={layout}")
-    return compose(["experiment=smoke", *model, *ENGINES, *overrides], facts=facts)
+    return configuration_of(["experiment=smoke", *model, *ENGINES, *overrides], facts=facts)
 
 
 def test_the_cluster_layout_passes_every_rule(checkpoint: Path, name: str) -> None:

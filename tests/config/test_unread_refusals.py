@@ -54,6 +54,20 @@ def test_unread_keys_of_an_experiment_and_empty_values_are_accepted(checkpoint: 
     assert c.run.checkpoint_every == 0, "a script may pass run.resume to any run"
 
 
+def test_the_demonstration_reads_its_options(checkpoint: Path) -> None:
+    demonstration = ("algo=sft", "train.replay=off", "environment=demonstration")
+    options = ("data=column_addition_calls", "+environment.options.tool=calculator")
+    c = accept(checkpoint, *demonstration, *options, "data.max_prompt_tokens=60")
+    assert c.environment.options == {"tool": "calculator"}
+    single = ("environment=single_turn", "+environment.options.tool=calculator")
+    assert_refused(
+        checkpoint,
+        ["data=column_addition_calls", *single],
+        "environment.options={'tool': 'calculator'}",
+        "reads no options",
+    )
+
+
 def test_profile_mode_reads_the_samples_of_evaluations(checkpoint: Path) -> None:
     profile = ("mode=profile", "data.pass_rates=r.jsonl")
     c = accept(checkpoint, *profile, "eval.samples_per_prompt=3", "run.save_weights=false")

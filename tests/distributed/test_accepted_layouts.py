@@ -7,18 +7,18 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.config.rules import broken_rules
 from megatron_rl.config.schema import Configuration, ModelSettings, ParallelSettings
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.refusal import Refusal
+from tests.support.configurations import configuration_of
 from tests.support.layouts import LAYOUTS, RANKS, RECOMPUTE, Recompute, cases_of, kind_of
 from tests.support.policies import COLUMN_ADDITION
 
 
 @pytest.fixture(scope="module")
 def smallest() -> Configuration:
-    return compose(
+    return configuration_of(
         [
             "experiment=smoke",
             f"model.path={COLUMN_ADDITION}",

@@ -16,7 +16,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason, Role, Rollout, Segment
@@ -30,6 +29,7 @@ from megatron_rl.rollouts.wire.repetition import RepetitionStop
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.generation import Generation
 from sglang_bridge.server.managed_engine import ManagedEngine
+from tests.support.configurations import configuration_of
 from tests.support.engines import interrupt, running_engine
 from tests.support.exactness import EXACT
 from tests.support.policies import COLUMN_ADDITION
@@ -246,7 +246,7 @@ def test_each_piece_has_the_probabilities_of_its_own_weights(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     checkpoints = write_versions(tmp_path)
-    settings = compose(["experiment=quickstart"]).data
+    settings = configuration_of(["experiment=quickstart"]).data
     prompts = open_prompts(settings, Tokenizer.from_directory(str(checkpoints[0]))).train[
         :NUM_PROMPTS
     ]

@@ -9,7 +9,6 @@ from typing import Literal
 import numpy as np
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason
@@ -22,6 +21,7 @@ from megatron_rl.rollouts.wire.messages import FromCollector
 from megatron_rl.rollouts.wire.repetition import RepetitionStop
 from sglang_bridge.generation import Generation
 from sglang_bridge.server.managed_engine import ManagedEngine
+from tests.support.configurations import configuration_of
 from tests.support.engines import running_engine
 from tests.support.exactness import EXACT
 from tests.support.policies import COLUMN_ADDITION
@@ -89,7 +89,7 @@ async def sample(
 def test_checks_change_no_bit_and_a_low_threshold_stops_responses(
     tmp_path: Path, dtype: Literal["float32", "bfloat16"]
 ) -> None:
-    settings = compose(["experiment=quickstart"]).data
+    settings = configuration_of(["experiment=quickstart"]).data
     tokenizer = Tokenizer.from_directory(str(COLUMN_ADDITION))
     prompts = open_prompts(settings, tokenizer).train[:NUM_PROMPTS]
     with running_engine(COLUMN_ADDITION, tmp_path, dtype=dtype) as engine:

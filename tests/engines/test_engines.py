@@ -4,12 +4,12 @@ import dataclasses
 
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.engines.engines import collector_template, name_external_engines
 from megatron_rl.engines.server_places import server_places
 from megatron_rl.models.families import read_shape
 from sglang_bridge.keys import create_keys
+from tests.support.configurations import configuration_of
 from tests.support.engine_rollouts import ONLY_RANK
 
 
@@ -17,13 +17,13 @@ from tests.support.engine_rollouts import ONLY_RANK
     ("replay", "has_routes"), [("rollout", True), ("trainer", False), ("off", False)]
 )
 def test_routes_are_requested_only_for_replay_of_rollouts(replay: str, has_routes: bool) -> None:
-    c = compose(["experiment=smoke", f"train.replay={replay}"])
+    c = configuration_of(["experiment=smoke", f"train.replay={replay}"])
     template = collector_template(c, read_shape(c.model.path), create_keys())
     assert (template.routes is not None) == has_routes
 
 
 def test_engines_get_the_gpus_behind_the_ranks_and_seeds_of_their_own() -> None:
-    c = compose(["experiment=smoke"])
+    c = configuration_of(["experiment=smoke"])
     engine = dataclasses.replace(c.engine, count=2, tp=2, device="cuda")
     job = dataclasses.replace(ONLY_RANK, local_world_size=4, node=1, num_nodes=1)
     places = server_places(engine, c.model, job, seed=7, return_routes=True)
@@ -40,7 +40,7 @@ def test_a_wait_names_the_engines_or_the_file_that_lists_them() -> None:
 
 
 def test_nodes_that_share_engines_hold_equal_parts_of_each() -> None:
-    c = compose(["experiment=smoke"])
+    c = configuration_of(["experiment=smoke"])
     engine = dataclasses.replace(c.engine, count=2, tp=4, nodes_per_engine=2, device="cuda")
     seeds = []
     for node in range(4):

@@ -6,12 +6,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.engines.quantization import engine_quantization, require_fp8_gpu
 from megatron_rl.engines.server_places import server_places
 from megatron_rl.models.families import read_shape
+from tests.support.configurations import configuration_of
 from tests.support.engine_rollouts import ONLY_RANK
 
 
@@ -39,7 +39,7 @@ def test_places_of_quantized_engines_are_refused_before_a_server_starts(
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA B200")
-    c = compose(["experiment=smoke"])
+    c = configuration_of(["experiment=smoke"])
     engine = dataclasses.replace(c.engine, device="cuda", quantization="fp8")
     options: dict[str, Any] = {"seed": 0, "return_routes": True}
     quantization = engine_quantization(engine, read_shape(c.model.path))
@@ -50,7 +50,7 @@ def test_places_of_quantized_engines_are_refused_before_a_server_starts(
 
 
 def test_unquantized_engines_keep_the_configuration_of_their_checkpoint() -> None:
-    shape = read_shape(compose(["experiment=smoke"]).model.path)
+    shape = read_shape(configuration_of(["experiment=smoke"]).model.path)
     assert engine_quantization(EngineSettings(), shape) is None
     config = engine_quantization(
         EngineSettings(quantization="fp8", unquantized_first_layers=1), shape

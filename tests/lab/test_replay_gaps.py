@@ -5,9 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_rl.config.cli import compose
 from tests.lab import replay_gaps
 from tests.lab.replay_gaps import GapCase, generation_overrides, measurement_overrides
+from tests.support.configurations import configuration_of
 from tests.support.policies import TWO_DIGIT_ADDITION
 from tests.support.scripts import ROOT, start_module
 
@@ -60,7 +60,7 @@ def test_the_measurement_has_the_same_settings_without_engines(tmp_path: Path) -
     assert engine_settings <= set(generation_overrides(case))
     overrides = measurement_overrides(case)
     assert not [override for override in overrides if override.startswith("engine")]
-    configuration = compose(overrides)
+    configuration = configuration_of(overrides)
     assert configuration.mode == "train_only"
     assert configuration.rollout.recording == str(case.directory)
     assert configuration.train.optimizer_steps_per_batch == 2

@@ -12,7 +12,6 @@ import pytest
 
 from launch import checkpoint
 from launch.profile_prompts import settings_of
-from megatron_rl.config.cli import compose
 from megatron_rl.config.keys import declared_keys
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.launch_facts import LaunchFacts
@@ -21,6 +20,7 @@ from tests.engine.test_smoke_run import NAMES
 from tests.lab import replay_gaps, simulate_selection
 from tests.lab.comparison.__main__ import check_options, plan_runs
 from tests.lab.comparison.arguments import make_parser
+from tests.support.configurations import configuration_of
 from tests.support.policies import TWO_DIGIT_ADDITION
 from tests.support.question_files import read_jsonl
 
@@ -136,7 +136,7 @@ def test_every_training_command_composes(
             ranks = int(prefix[prefix.index("--nproc-per-node") + 1])
         nodes = int(prefix[prefix.index("--nnodes") + 1]) if "--nnodes" in prefix else 1
         make_directories(workspace, overrides)
-        compose(overrides, facts=LaunchFacts(nodes * ranks, ranks))
+        configuration_of(overrides, facts=LaunchFacts(nodes * ranks, ranks))
 
 
 def test_every_profile_command_composes(workspace: Path) -> None:
@@ -144,7 +144,7 @@ def test_every_profile_command_composes(workspace: Path) -> None:
     assert pairs
     for _, arguments in pairs:
         (workspace / arguments[arguments.index("--out") + 1]).unlink()
-        compose(settings_of(arguments), facts=LaunchFacts(1, 1))
+        configuration_of(settings_of(arguments), facts=LaunchFacts(1, 1))
 
 
 @pytest.mark.parametrize(

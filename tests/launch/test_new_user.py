@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.refusal import ConfigurationRefused
+from tests.support.configurations import configuration_of
 from tests.support.scripts import start_script
 
 COMMAND = [
@@ -27,7 +27,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def refusal_of(*overrides: str) -> str:
     with pytest.raises(ConfigurationRefused) as refusal:
-        compose(overrides)
+        configuration_of(overrides)
     return str(refusal.value)
 
 
@@ -94,7 +94,7 @@ def test_a_model_name_of_a_hub_is_refused() -> None:
 
 
 def test_the_command_without_a_typo_is_accepted() -> None:
-    assert compose(COMMAND).data.train_path == "sums.jsonl"
+    assert configuration_of(COMMAND).data.train_path == "sums.jsonl"
 
 
 def test_a_refused_process_leaves_no_traceback_and_no_files(directory: Path) -> None:

@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 
 from launch import preflight as preflight_module
-from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration, EngineSettings, ParallelSettings
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.models.families import read_shape
+from tests.support.configurations import configuration_of
 from tests.support.policies import TWO_DIGIT_ADDITION
 from tests.support.recordings import write_recording
 from tests.support.scripts import ROOT, start_script
@@ -105,7 +105,7 @@ def test_host_memory_and_run_root(preflight: ModuleType, tmp_path: Path) -> None
 
 def test_rank_memory_is_reported_part_by_part(preflight: ModuleType) -> None:
     shape = read_shape(PUBLISHED / "qwen3_30b_a3b")
-    settings = compose(["experiment=smoke", "model.recompute=full"])
+    settings = configuration_of(["experiment=smoke", "model.recompute=full"])
     c = replace(settings, parallel=ParallelSettings(ep=8))
     facts = LaunchFacts(world_size=8, local_world_size=8, num_gpus=8)
     rank, engine = preflight.check_rank_memory(c, shape, facts, 79 * 2**30)
@@ -127,7 +127,7 @@ def test_rank_memory_is_reported_part_by_part(preflight: ModuleType) -> None:
 
 def test_memory_of_colocated_engines_is_checked_on_gpus(preflight: ModuleType) -> None:
     shape = read_shape(PUBLISHED / "qwen3_30b_a3b")
-    c = compose(["experiment=smoke"])
+    c = configuration_of(["experiment=smoke"])
     c = replace(
         c, parallel=ParallelSettings(ep=8), engine=replace(c.engine, colocated=True, count=8)
     )
@@ -145,7 +145,7 @@ def test_memory_of_colocated_engines_is_checked_on_gpus(preflight: ModuleType) -
 def test_a_node_without_the_memory_of_a_save_is_refused(preflight: ModuleType) -> None:
     shape = read_shape(PUBLISHED / "qwen3_30b_a3b")
     facts = LaunchFacts(world_size=8, local_world_size=8, num_gpus=8)
-    settings = compose(["experiment=smoke", "run.checkpoint_every=1"])
+    settings = configuration_of(["experiment=smoke", "run.checkpoint_every=1"])
     c = replace(settings, parallel=ParallelSettings(ep=8))
     (check,) = preflight.check_save_memory(c, shape, facts, 400 * 2**30)
     # (1,541,093,376 + 28,991,029,248 / 8) x 20 bytes, on each of eight ranks
@@ -155,7 +155,10 @@ def test_a_node_without_the_memory_of_a_save_is_refused(preflight: ModuleType) -
     one_rank = LaunchFacts(world_size=1, local_world_size=1)
     (check,) = preflight.check_save_memory(single, shape, one_rank, 2**30)
     assert check.refuses and "beside the" in str(check), "without GPUs it trains in the same memory"
-    assert list(preflight.check_save_memory(compose(["experiment=smoke"]), shape, facts, 0)) == []
+    assert (
+        list(preflight.check_save_memory(configuration_of(["experiment=smoke"]), shape, facts, 0))
+        == []
+    )
 
 
 def test_little_shared_memory_is_a_warning(preflight: ModuleType, tmp_path: Path) -> None:
@@ -168,7 +171,7 @@ def with_groups(
     engines: int, *, per_tree: int = 1, transport: Any = "distributed", **sizes: int
 ) -> Configuration:
     """Return a configuration with engines on each node and parallel sizes."""
-    c = compose(["experiment=smoke"])
+    c = configuration_of(["experiment=smoke"])
     return replace(
         c,
         parallel=replace(c.parallel, **sizes),
@@ -204,7 +207,7 @@ def test_groups_for_weights_are_counted_where_nccl_makes_them(preflight: ModuleT
 
 
 def test_a_low_hard_limit_of_open_files_is_a_warning(preflight: ModuleType) -> None:
-    c = compose(["experiment=smoke"])
+    c = configuration_of(["experiment=smoke"])
     engine = replace(c.engine, count=4, max_running_requests=256)
     rollout = replace(c.rollout, prompts_per_step=512, on_update="resume", max_staleness=3)
     c = replace(c, engine=engine, rollout=rollout)
@@ -253,7 +256,7 @@ def test_external_engines_are_checked_as_training_checks_them(
     preflight: ModuleType, server: Any
 ) -> None:
     url = f"http://127.0.0.1:{server.server_address[1]}"
-    config = compose(["experiment=smoke", "engine=external", f"engine.urls=[{url}]"])
+    config = configuration_of(["experiment=smoke", "engine=external", f"engine.urls=[{url}]"])
     (check,) = preflight.check_external_engines(config)
     assert check.passes and url in str(check)
     server.info["pp_size"] = 2
@@ -265,19 +268,21 @@ def test_external_engines_are_checked_as_training_checks_them(
 
 
 def test_engines_that_do_not_answer_are_named(preflight: ModuleType) -> None:
-    config = compose(["experiment=smoke", "engine=external", "engine.urls=[http://127.0.0.1:9]"])
+    config = configuration_of(
+        ["experiment=smoke", "engine=external", "engine.urls=[http://127.0.0.1:9]"]
+    )
     (check,) = preflight.check_external_engines(config)
     assert check.refuses and "http://127.0.0.1:9: " in str(check)
 
 
 def opening(preflight: ModuleType, *overrides: str) -> dict[str, Any]:
-    return {check.name: check for check in preflight.check_opening(compose(overrides))}
+    return {check.name: check for check in preflight.check_opening(configuration_of(overrides))}
 
 
 def test_data_and_classes_are_opened(preflight: ModuleType) -> None:
     checks = opening(preflight, *SMALL)
     assert [name for name, check in checks.items() if check.refuses] == []
-    data = preflight.check_data(compose(SMALL))
+    data = preflight.check_data(configuration_of(SMALL))
     assert not data.refuses and "38 to train, 8 held out; " in str(data)
 
 
@@ -296,16 +301,16 @@ def test_data_that_training_refuses_fails(
 ) -> None:
     with (tmp_path / "sums.jsonl").open("a") as file:
         file.write(row)
-    check = preflight.check_data(compose([*SMALL, *overrides]))
+    check = preflight.check_data(configuration_of([*SMALL, *overrides]))
     assert check.refuses and reason in str(check)
 
 
 def test_the_data_of_every_mode_is_read(preflight: ModuleType, tmp_path: Path) -> None:
     sets = (*SMALL, "mode=eval", "eval.sets={sums: sums.jsonl}")
-    assert str(preflight.check_data(compose(sets))) == "ok    data: 50 in sums"
+    assert str(preflight.check_data(configuration_of(sets))) == "ok    data: 50 in sums"
     write_recording(tmp_path / "recorded", read_shape(TWO_DIGIT_ADDITION), steps=2)
     recording = ("mode=train_only", f"rollout.recording={tmp_path}", "train.total_steps=2")
-    check = preflight.check_data(compose(["experiment=smoke", *recording]))
+    check = preflight.check_data(configuration_of(["experiment=smoke", *recording]))
     assert str(check) == "ok    data: 2 recorded batches"
 
 
@@ -350,10 +355,10 @@ def test_one_rank_of_a_node_prints(
     for name, value in ranks.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert preflight.preflight(compose(SMALL)) == ExitCode.OK
+    assert preflight.preflight(configuration_of(SMALL)) == ExitCode.OK
     assert capsys.readouterr().out == ""
     monkeypatch.setenv("LOCAL_RANK", "0")
-    preflight.preflight(compose(SMALL))
+    preflight.preflight(configuration_of(SMALL))
     lines = capsys.readouterr().out.splitlines()
     assert all(line.startswith(f"{preflight.socket.gethostname()}: ") for line in lines)
     assert any("address: 127.0.0.1" in line for line in lines)

@@ -3,8 +3,8 @@
 import pytest
 
 from espo_kernels.espo_groups.settings import MAX_DENOMINATOR, MAX_GROUPS, group_settings
-from megatron_rl.config.cli import compose
 from megatron_rl.contracts.refusal import ConfigurationRefused
+from tests.support.configurations import configuration_of
 
 SMALLEST = 1 / MAX_DENOMINATOR
 TENTHS = [0.1, 0.2, 0.3, 0.4]  # as floats, these add up to exactly 1.0
@@ -40,7 +40,7 @@ def kernel_accepts(fractions: list[float]) -> bool:
 )
 def test_configuration_and_kernel_accept_the_same_fractions(fractions: list[float]) -> None:
     try:
-        compose(["experiment=smoke", "algo=espo", f"algo.fractions={fractions}"])
+        configuration_of(["experiment=smoke", "algo=espo", f"algo.fractions={fractions}"])
         is_accepted = True
     except ConfigurationRefused as refusal:
         assert "algo.fractions" in str(refusal)

@@ -19,7 +19,6 @@ from tests.support.failures import fails
 compat.install()
 
 from megatron_rl.config.algorithms import CispoSettings, KlSettings
-from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration, ParallelSettings
 from megatron_rl.contracts.step_plan import Denominators
 from megatron_rl.losses import open_loss
@@ -38,6 +37,7 @@ from megatron_rl.training.reference_policy import compute_reference_logprobs
 from megatron_rl.training.replay.update_routes import with_routes
 from megatron_rl.training.update import update_policy
 from tests.support.batches import make_batch
+from tests.support.configurations import configuration_of
 from tests.support.policies import ADAM, TWO_DIGIT_ADDITION, make_batcher, make_policy
 
 
@@ -190,7 +190,7 @@ def test_without_a_penalty_there_is_no_reference(megatron: Any, tmp_path: Path) 
 
 
 def configuration(*overrides: str) -> Configuration:
-    return compose(["experiment=smoke", f"model.path={TWO_DIGIT_ADDITION}", *overrides])
+    return configuration_of(["experiment=smoke", f"model.path={TWO_DIGIT_ADDITION}", *overrides])
 
 
 def test_errors_in_the_reference_name_its_key(megatron: Any, other: Path, tmp_path: Path) -> None:

@@ -32,7 +32,6 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megatron_rl.config.algorithms import GrpoSettings
-from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.contracts.commands import Checkpoint, WaitForSave
 from megatron_rl.contracts.exit_codes import ExitCode
@@ -56,6 +55,7 @@ from megatron_rl.run.checkpoints.saving import CheckpointWriter, SaveResult
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.run.modes.evaluate import checkpoint_weights
 from tests.support.checkpoints import make_state
+from tests.support.configurations import configuration_of
 from tests.support.disk_log import DiskLog
 from tests.support.policies import ADAM, TWO_DIGIT_ADDITION, make_policy
 
@@ -332,7 +332,7 @@ def test_checkpoint_of_another_model_is_refused_by_name(
     assert "Traceback" not in str(refusal.value)
     # The groups of this process exist already.
     monkeypatch.setattr("megatron_rl.run.modes.evaluate.parallel.initialize", lambda *_, **__: None)
-    configuration = compose(["experiment=smoke", "mode=eval"])
+    configuration = configuration_of(["experiment=smoke", "mode=eval"])
     with pytest.raises(Failure, match=message):
         list(checkpoint_weights(configuration, shape, store.path(1), megatron)().stream_all())
     (store.path(1) / "metadata.json").unlink()
@@ -428,7 +428,9 @@ def test_a_checkpoint_is_as_large_as_the_free_space_that_it_requires(
 ) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     result = CheckpointWriter(worker, store, nbytes=0, keep=1).save(Checkpoint(1, b"{}"))
-    c = compose(["experiment=smoke", f"model.path={TWO_DIGIT_ADDITION}", "model.dtype=float32"])
+    c = configuration_of(
+        ["experiment=smoke", f"model.path={TWO_DIGIT_ADDITION}", "model.dtype=float32"]
+    )
     expected_bytes = checkpoint_bytes(c, read_shape(TWO_DIGIT_ADDITION))
     # A small part does not grow with the model: random numbers, metadata
     assert result is not None and 0 <= result.nbytes - expected_bytes < 2**20

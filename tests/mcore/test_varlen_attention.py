@@ -14,10 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_rl.config.cli import compose
 from megatron_rl.mcore.layers.varlen_attention import VarlenAttention
 from megatron_rl.models.families import read_shape
 from megatron_rl.planning import memory
+from tests.support.configurations import configuration_of
 
 LENGTHS = [7, 40, 9, 1]
 BOUNDS = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
@@ -165,7 +165,7 @@ def test_the_memory_plan_counts_what_attention_saves(
     """
     rows = 24
     dim = 16
-    c = compose(["experiment=smoke", "model.spec=local"])
+    c = configuration_of(["experiment=smoke", "model.spec=local"])
     c = replace(
         c,
         model=replace(c.model, dtype="bfloat16"),

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration, EngineSettings, ParallelSettings
 from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.engines.server_places import server_places
 from megatron_rl.models.families import read_shape
 from megatron_rl.planning.colocated import GIB, ColocatedMemory, colocated_memory, require_memory
 from megatron_rl.planning.memory import engine_memory, rank_memory
+from tests.support.configurations import configuration_of
 
 PUBLISHED = Path(__file__).parents[1] / "support/published"
 SHAPE = read_shape(PUBLISHED / "qwen3_30b_a3b")
@@ -27,7 +27,7 @@ FITS = ColocatedMemory(
 
 
 def settings(ep: int, tp: int = 4) -> Configuration:
-    c = compose(["experiment=smoke", "model.recompute=full"])
+    c = configuration_of(["experiment=smoke", "model.recompute=full"])
     options: dict[str, Any] = {"dtype": "bfloat16"}
     return replace(
         c,

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 
 from megatron_rl.config.algorithms import KlSettings
-from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration, ParallelSettings
 from megatron_rl.config.values import Dtype
 from megatron_rl.models.parameter_count import num_parameters
@@ -19,6 +18,7 @@ from megatron_rl.planning.memory import (
     rank_memory,
     rank_parameters,
 )
+from tests.support.configurations import configuration_of
 
 SMALL = ModelShape(
     architecture="Qwen3MoeForCausalLM",
@@ -49,7 +49,7 @@ DENSE = 3 * 8 * 32
 
 
 def make_settings(**parallel: int | bool) -> Configuration:
-    c = compose(["experiment=smoke"])
+    c = configuration_of(["experiment=smoke"])
     return replace(
         c,
         parallel=ParallelSettings(**parallel),

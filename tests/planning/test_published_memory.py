@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration, ParallelSettings
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.memory import rank_memory
+from tests.support.configurations import configuration_of
 
 PUBLISHED = Path(__file__).parents[1] / "support" / "published"
 GIB = 2**30
@@ -26,7 +26,7 @@ LARGE_MIXTRAL = replace(
 
 def make_settings(parallel: ParallelSettings) -> Configuration:
     """Settings of pre-training in bfloat16 with one sequence of 4096 tokens a micro-batch."""
-    c = compose(["experiment=smoke"])
+    c = configuration_of(["experiment=smoke"])
     return replace(
         c,
         parallel=parallel,

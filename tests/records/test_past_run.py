@@ -4,15 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.past_run import RunUnreadable, flat_settings, read_metrics, read_settings
 from megatron_rl.records.run_directory import RunDirectory, to_yaml
+from tests.support.configurations import configuration_of
 from tests.support.past_runs import make_run_directory
 
 
 def test_metrics_and_settings_are_read_as_they_were_written(tmp_path: Path) -> None:
-    configuration = compose(
+    configuration = configuration_of(
         ["experiment=smoke", "optimizer.lr=3e-5", f"run.root={tmp_path}", "run.name=a", "seed=7"]
     )
     directory = make_run_directory(configuration)

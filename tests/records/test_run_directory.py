@@ -15,12 +15,12 @@ from pydantic import TypeAdapter
 
 from megatron_rl import records
 from megatron_rl.config import schema
-from megatron_rl.config.cli import compose
 from megatron_rl.config.keys import declared_keys
 from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.records.exit_record import write_exit_record
 from megatron_rl.records.run_directory import RunDirectory, commit_of, run_directory_path, to_yaml
 from megatron_rl.records.run_lock import claim_run, mark_run_alive, run_is_alive
+from tests.support.configurations import configuration_of
 from tests.support.past_runs import make_run_directory
 
 
@@ -32,7 +32,7 @@ def test_the_path_of_a_run_directory(tmp_path: Path) -> None:
 
 
 def test_config_yaml_holds_every_key_and_reads_back() -> None:
-    config = compose(["run.name='1e3'", "optimizer.lr=3e-5", "algo=gspo"])
+    config = configuration_of(["run.name='1e3'", "optimizer.lr=3e-5", "algo=gspo"])
     tree: Any = OmegaConf.to_container(OmegaConf.create(to_yaml(config)))
     assert TypeAdapter(schema.Configuration).validate_python(tree) == config
     keys = {
@@ -48,7 +48,7 @@ def test_config_yaml_holds_every_key_and_reads_back() -> None:
 
 
 def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
-    config = compose([f"run.root={tmp_path}", "run.name=mine"])
+    config = configuration_of([f"run.root={tmp_path}", "run.name=mine"])
     directory = make_run_directory(config)
     assert directory.path == tmp_path / "mine"
     assert {path.name for path in directory.path.iterdir()} == {
@@ -71,7 +71,7 @@ def test_a_directory_belongs_to_one_run(tmp_path: Path) -> None:
 def test_versions_hold_the_commit_of_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = compose([f"run.root={tmp_path}/runs", "run.name=a"])
+    config = configuration_of([f"run.root={tmp_path}/runs", "run.name=a"])
     versions = make_run_directory(config).path / "versions.json"
     commit = json.loads(versions.read_text())["commit"]
     assert commit == commit_of(Path(records.__file__).parents[1])
@@ -100,7 +100,7 @@ def test_versions_hold_the_commit_of_the_trainer(
 def create_again(
     tmp_path: Path, on_existing: Literal["refuse", "overwrite_failed"] = "overwrite_failed"
 ) -> RunDirectory:
-    config = compose()
+    config = configuration_of()
     run = dataclasses.replace(config.run, root=str(tmp_path), name="mine", on_existing=on_existing)
     return make_run_directory(dataclasses.replace(config, run=run))
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.config.curriculum import phases_of
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.group import Group
@@ -22,6 +21,7 @@ from megatron_rl.rollouts.steps.steps_ahead import SecondsToStop, StepsAhead, St
 from megatron_rl.run.supervision.stop_request import StopRequest, WaitAborted
 from tests.support import leaders
 from tests.support.checkpoint_managers import FakeRanks, make_manager, make_stop_request
+from tests.support.configurations import configuration_of
 from tests.support.failures import fails
 from tests.support.groups import group
 from tests.support.leaders import ScriptedParts, lead
@@ -146,7 +146,7 @@ def test_open_steps_are_saved_with_the_phase_that_began_them(
     """A stop request aborts the first step of a phase. Its open steps belong to this phase."""
     phase = "rollout.max_new_tokens: {}"
     phases = phases_of(
-        compose(
+        configuration_of(
             [
                 f"curriculum=[{{name: a, {phase.format(24)}, until: {{steps: 2}}}},"
                 f"{{name: b, {phase.format(28)}}}]"

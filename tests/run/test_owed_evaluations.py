@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.config.curriculum import phases_of
 from megatron_rl.config.schema import EvalSettings
 from megatron_rl.contracts.commands import Checkpoint, Command
@@ -20,6 +19,7 @@ from tests.support.checkpoint_managers import (
     make_stop_request,
     stop_at_step,
 )
+from tests.support.configurations import configuration_of
 from tests.support.failures import fails
 from tests.support.leaders import ScriptedParts, lead
 
@@ -49,7 +49,9 @@ def position_of_a_stopped_run(tmp_path: Path) -> LoopState:
 
 
 def test_a_step_whose_evaluation_fails_is_saved_with_what_it_trained(tmp_path: Path) -> None:
-    phases = phases_of(compose(["selection=belief", "eval.every=1", "curriculum=[{name: only}]"]))
+    phases = phases_of(
+        configuration_of(["selection=belief", "eval.every=1", "curriculum=[{name: only}]"])
+    )
     ranks = FakeRanks()
     options: dict[str, Any] = {"steps": 9, "evals": EVERY_STEP, "phases": phases}
     parts = parts_whose_evaluation_fails(3)
@@ -115,7 +117,7 @@ def test_an_owed_evaluation_has_the_settings_of_its_phase(tmp_path: Path) -> Non
     first = "{name: first, rollout.max_new_tokens: 24, until: {steps: 2}}"
     second = "{name: second, rollout.max_new_tokens: 28}"
     curriculum = f"curriculum=[{first},{second}]"
-    phases = phases_of(compose(["selection=belief", "eval.every=1", curriculum]))
+    phases = phases_of(configuration_of(["selection=belief", "eval.every=1", curriculum]))
     ranks = FakeRanks()
     options: dict[str, Any] = {"steps": 9, "evals": EVERY_STEP, "phases": phases}
     with fails(ExitCode.ENGINE_FAILED):
@@ -179,7 +181,9 @@ def test_a_phase_that_ends_the_run_is_saved_if_its_evaluation_fails_after_a_stop
     tmp_path: Path,
 ) -> None:
     phase = "{name: only, until: {steps: 3}}"
-    phases = phases_of(compose(["selection=belief", "eval.every=1", f"curriculum=[{phase}]"]))
+    phases = phases_of(
+        configuration_of(["selection=belief", "eval.every=1", f"curriculum=[{phase}]"])
+    )
     stop = make_stop_request()
     ranks = FakeRanks()
     parts = parts_whose_evaluation_fails(3, on_train=stop_at_step(stop, 3))
@@ -301,7 +305,9 @@ def test_an_owed_evaluation_that_a_stop_request_aborts_is_owed_on(tmp_path: Path
 def test_tokens_of_a_phase_count_once_if_a_stop_request_aborts_its_evaluation(
     tmp_path: Path,
 ) -> None:
-    phases = phases_of(compose(["selection=belief", "eval.every=1", "curriculum=[{name: only}]"]))
+    phases = phases_of(
+        configuration_of(["selection=belief", "eval.every=1", "curriculum=[{name: only}]"])
+    )
     now = [0.0]
     stop = make_stop_request(clock=lambda: now[0])
     ranks = FakeRanks()

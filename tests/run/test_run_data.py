@@ -10,7 +10,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.run_state import PromptCursor, SelectorState
 from megatron_rl.models.families import read_shape
@@ -20,6 +19,7 @@ from megatron_rl.rewards import Scorer
 from megatron_rl.rollouts.recording.recorded_rollouts import BadRecording
 from megatron_rl.run.data import profile_header, read_data
 from sglang_bridge.keys import create_keys
+from tests.support.configurations import configuration_of
 from tests.support.policies import TWO_DIGIT_ADDITION
 from tests.support.recordings import write_recording
 from tests.support.torchrun import TORCHRUN
@@ -143,13 +143,13 @@ def test_unusable_data_is_refused_in_every_mode_that_reads_it(
     (tmp_path / "hard.jsonl").write_text('{"prompt": "1+1="}\n')
     (tmp_path / "rates.jsonl").write_text("{}\n")
     with pytest.raises(PromptDataError, match=reason.replace(".", r"\.")):
-        read_data(compose(settings(tmp_path, *overrides)))
+        read_data(configuration_of(settings(tmp_path, *overrides)))
 
 
 def test_a_recording_with_a_damaged_batch_is_refused(tmp_path: Path) -> None:
     write_recording(tmp_path / "recorded", read_shape(TWO_DIGIT_ADDITION), steps=2)
     mode = ("mode=train_only", f"rollout.recording={tmp_path}", "train.total_steps=2")
-    c = compose(["experiment=smoke", *mode])
+    c = configuration_of(["experiment=smoke", *mode])
     for name in ("batch.json", "node-0-00000.safetensors", "node-0-00000.jsonl"):
         assert read_data(c).recording is not None
         file = tmp_path / "recorded" / "step-0000002" / name
@@ -162,7 +162,7 @@ def test_a_recording_with_a_damaged_batch_is_refused(tmp_path: Path) -> None:
 
 def test_a_profile_of_another_attempt_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     mode = ("mode=profile", f"data.pass_rates={tmp_path}/rates.jsonl", "data.source=jsonl")
-    c = compose(settings(tmp_path, *mode))
+    c = configuration_of(settings(tmp_path, *mode))
     assert list(read_data(c).sets) == ["train"]
     assert not (tmp_path / "rates.jsonl.part").exists()
     PassRateFile(tmp_path / "rates.jsonl", profile_header(c))
@@ -176,12 +176,12 @@ def test_a_profile_of_another_attempt_is_refused_and_nothing_is_written(tmp_path
     ):
         words = rf"rates\.jsonl\.part belongs to .* other settings \({name}\)"
         with pytest.raises(PromptDataError, match=words):
-            read_data(compose(settings(tmp_path, *mode, override)))
+            read_data(configuration_of(settings(tmp_path, *mode, override)))
 
 
 def test_rates_of_another_judge_are_warned_about(tmp_path: Path) -> None:
     rates = tmp_path / "rates.jsonl"
-    c = compose(settings(tmp_path))
+    c = configuration_of(settings(tmp_path))
     c = replace(c, data=replace(c.data, pass_rates=str(rates)))
     PassRateFile(rates, profile_header(c)).finish()
     same = replace(c, reward=replace(c.reward, timeout_s=3.0))
@@ -217,7 +217,7 @@ def test_training_questions_in_an_evaluation_set_are_counted(
     file.write_text("".join(rows))
     overrides = (f"eval.sets={{s: {file}}}", f"data.eval_path={held_out}")
     own = [text for text in settings(tmp_path) if not text.startswith("data.num_eval")]
-    data = read_data(compose([*own, *overrides]))
+    data = read_data(configuration_of([*own, *overrides]))
     expected = [
         f"eval.sets.s={file}: {shared} of its {len(data.sets['s'])} questions train, too, so its "
         "accuracy does not hold for unseen questions. Name the file in data.eval_path, so that "
@@ -234,7 +234,7 @@ class Accept(Scorer):
 
 
 def test_a_resumed_run_with_other_prompts_is_refused_before_engines_start(tmp_path: Path) -> None:
-    data = read_data(compose(settings(tmp_path)))
+    data = read_data(configuration_of(settings(tmp_path)))
     assert data.prompts is not None
     data.seek(SelectorState(prompts=data.prompts.cursor))
     other_cursor = PromptCursor(epoch=0, position=0, digest="other")

@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.records.exit_record import read_exit_record, write_exit_record
@@ -17,11 +16,14 @@ from megatron_rl.run.checkpoints.resume import ResumePoint, open_run_directory
 from megatron_rl.run.checkpoints.resumed_directory import claim_directory
 from megatron_rl.run.open_run import starts_with_this_one
 from tests.support.checkpoints import make_state
+from tests.support.configurations import configuration_of
 from tests.support.past_runs import make_run_directory
 
 
 def make_configuration(root: Path) -> Configuration:
-    return compose(["experiment=smoke", f"run.root={root}", "run.name=job", "run.resume=auto"])
+    return configuration_of(
+        ["experiment=smoke", f"run.root={root}", "run.name=job", "run.resume=auto"]
+    )
 
 
 class Run:

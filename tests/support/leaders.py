@@ -13,7 +13,6 @@ from typing import Any, TextIO
 import msgspec
 
 from megatron_rl.config.algorithms import GrpoSettings
-from megatron_rl.config.cli import compose
 from megatron_rl.config.curriculum import Phase
 from megatron_rl.config.schema import (
     Configuration,
@@ -49,6 +48,7 @@ from megatron_rl.run.loop.step_parts import StepParts
 from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.worker import LostRollouts, TrainOutcome
 from tests.support.checkpoint_managers import FakeRanks, make_manager
+from tests.support.configurations import configuration_of
 from tests.support.groups import group
 
 
@@ -376,4 +376,4 @@ def _entry_of(phase: Phase) -> dict[str, Any]:
 @functools.cache
 def _configuration() -> Configuration:
     """A configuration whose optional features are off."""
-    return compose(["samples.every=0", "logger.tensorboard=false"])
+    return configuration_of(["samples.every=0", "logger.tensorboard=false"])

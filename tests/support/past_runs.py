@@ -6,11 +6,11 @@ import datetime
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
 from megatron_rl.records.exit_record import write_exit_record
 from megatron_rl.records.metrics_log import MetricsLog
 from megatron_rl.records.run_directory import RunDirectory, run_directory_path
+from tests.support.configurations import configuration_of
 
 
 def make_run_directory(configuration: Configuration, *, ranks: int = 1) -> RunDirectory:
@@ -36,7 +36,7 @@ def write_run(
     for a killed run. clipped_share: the share of clipped tokens, half of it on either side.
     tokens: the tokens of a step.
     """
-    directory = make_run_directory(compose(overrides), ranks=ranks)
+    directory = make_run_directory(configuration_of(overrides), ranks=ranks)
     step_values = {
         "rollout/tokens": tokens,
         "time/step": 5.0,

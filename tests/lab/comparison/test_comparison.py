@@ -11,7 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.records.run_lock import mark_run_alive
@@ -19,6 +18,7 @@ from tests.lab.comparison import runner
 from tests.lab.comparison.__main__ import SCRIPT
 from tests.lab.comparison.variants import RunPlanner
 from tests.support.comparisons import Launcher, write_existing_run
+from tests.support.configurations import configuration_of
 from tests.support.scripts import ROOT, start_module
 
 pytestmark = pytest.mark.slow
@@ -193,8 +193,8 @@ def test_the_number_of_ranks_reaches_the_rules_and_the_run(
     message = capsys.readouterr().err
     assert "--variant a, seed 0: parallel.ep=2: " in message
     monkeypatch.setattr(
-        "tests.support.past_runs.compose",
-        lambda overrides: compose(overrides, facts=LaunchFacts(2, 2)),
+        "tests.support.past_runs.configuration_of",
+        lambda overrides: configuration_of(overrides, facts=LaunchFacts(2, 2)),
     )
     assert compare("--nproc", "2", *two_ranks) == ExitCode.OK
     assert "--nproc-per-node=2" in launcher.commands[0]

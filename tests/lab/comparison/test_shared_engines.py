@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineError
@@ -14,6 +13,7 @@ from sglang_bridge.keys import RunKeys, read_keys
 from sglang_bridge.settings import ServerPlace
 from tests.lab.comparison.shared_engines import check_shareable, shared_engines
 from tests.lab.comparison.variants import ComparisonRefused
+from tests.support.configurations import configuration_of
 
 
 class FakeProcesses:
@@ -46,9 +46,9 @@ def fake_processes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_runs_connect_to_one_engine_each_with_a_private_key_file(tmp_path: Path) -> None:
-    configuration = compose(["experiment=smoke"])
+    configuration = configuration_of(["experiment=smoke"])
     with shared_engines(configuration, 2, tmp_path / "engines") as overrides:
-        engines = [compose(["experiment=smoke", *words]).engine for words in overrides]
+        engines = [configuration_of(["experiment=smoke", *words]).engine for words in overrides]
         urls = [engine.urls for engine in engines]
         assert urls == [["http://127.0.0.1:9000"], ["http://127.0.0.1:9001"]]
         assert engines[0].key_file is not None
@@ -64,7 +64,10 @@ def test_engines_that_do_not_start_leave_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(FakeProcesses, "healthy", False)
-    with pytest.raises(EngineError), shared_engines(compose(["experiment=smoke"]), 1, tmp_path):
+    with (
+        pytest.raises(EngineError),
+        shared_engines(configuration_of(["experiment=smoke"]), 1, tmp_path),
+    ):
         pass
     assert FakeProcesses.calls == ["stop"] and list(tmp_path.iterdir()) == []
 

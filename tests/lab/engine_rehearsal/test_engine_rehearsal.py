@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.models.families import read_shape
@@ -22,6 +21,7 @@ from tests.lab.engine_rehearsal.__main__ import main, read_options
 from tests.lab.engine_rehearsal.findings import argument_findings, summarize, weight_findings
 from tests.lab.engine_rehearsal.rehearsal import GPUS, ROOT, Workload, rehearse, server_place
 from tests.lab.engine_rehearsal.requests import EngineReply, EngineRequest, TensorSpec
+from tests.support.configurations import configuration_of
 
 ROUTER = "model.layers.1.mlp.gate.weight"
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
@@ -32,7 +32,9 @@ OUTPUT = "model.layers.0.self_attn.o_proj.weight"
 def configuration() -> Configuration:
     """The quickstart's model on engines of two GPUs, in bfloat16."""
     overrides = ["experiment=smoke", "model=column_addition", "model.dtype=bfloat16"]
-    return compose([*overrides, "engine.tp=2", "engine.ep=2"], facts=LaunchFacts(num_gpus=8))
+    return configuration_of(
+        [*overrides, "engine.tp=2", "engine.ep=2"], facts=LaunchFacts(num_gpus=8)
+    )
 
 
 def checkpoint_tensors(c: Configuration) -> list[TensorSpec]:

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from tests.lab.engine_rehearsal.findings import summarize
 from tests.lab.engine_rehearsal.rehearsal import GPUS, Weights, Workload, rehearse
+from tests.support.configurations import configuration_of
 
 pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
@@ -27,7 +27,7 @@ LATENT = "fused_qkv_a_proj_with_mqa.weight"
 def configuration(model_path: Path, tp: int, ep: int) -> Configuration:
     """A run with this model. The rules of the tiny model apply, and all hold."""
     overrides = ["experiment=smoke", "model=column_addition", "model.dtype=bfloat16"]
-    c = compose(overrides, facts=LaunchFacts(num_gpus=8))
+    c = configuration_of(overrides, facts=LaunchFacts(num_gpus=8))
     return replace(
         c,
         model=replace(c.model, path=str(model_path)),

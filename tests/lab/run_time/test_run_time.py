@@ -10,7 +10,6 @@ from statistics import fmean
 import numpy as np
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.records.past_run import RunUnreadable
 from megatron_rl.records.run_directory import to_yaml
@@ -34,6 +33,7 @@ from tests.lab.run_time.simulation.engine import EngineSpeed, Response
 from tests.lab.run_time.simulation.lengths import TraceLengths
 from tests.lab.run_time.simulation.run import SimulatedRun, TrainerSpeed, simulate
 from tests.lab.run_time.validation import Comparison, compare, comparison_table
+from tests.support.configurations import configuration_of
 
 SPEED = EngineSpeed(
     step=0.01, request=3e-5, kv_token=2e-7, prompt_token=8e-5, dispatch=0.3, arrival=1e-3
@@ -60,7 +60,7 @@ def write_run(directory: Path, *overrides: str) -> Path:
         f"train.total_steps={NUM_STEPS}",
         *overrides,
     ]
-    configuration = compose(settings)
+    configuration = configuration_of(settings)
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(to_yaml(configuration))
     (directory / "versions.json").write_text("{}")
@@ -304,7 +304,7 @@ def test_tokens_of_a_group_are_split_evenly() -> None:
 
 def test_planned_runs_are_accepted_and_check_what_was_not_fitted() -> None:
     for plan in PLAN:
-        compose(["experiment=quickstart", "parallel=single", *plan.settings])
+        configuration_of(["experiment=quickstart", "parallel=single", *plan.settings])
     fitted_settings = {plan.settings for plan in PLAN if plan.is_fitted}
     assert fitted_settings.isdisjoint(plan.settings for plan in PLAN if not plan.is_fitted)
     assert PLAN[1].with_seed(3) == ("wait1-seed3", ("seed=3", "rollout.max_staleness=1"), True)

@@ -10,7 +10,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.records.past_run import RunUnreadable
 from megatron_rl.records.timeline.spans import TIMELINE_FILE, Lane, Timeline
 from tests.lab.run_time import __main__ as command
@@ -26,6 +25,7 @@ from tests.lab.run_time.side_by_side import (
     rounds_table,
     run_beside,
 )
+from tests.support.configurations import configuration_of
 
 # Sampling needs 4 s alone and 6 s beside training, which needs 2 s and 3 s
 ROUND = Round(
@@ -185,7 +185,7 @@ def test_settings_of_the_programs_are_accepted(
         measure_beside(tmp_path, 0, 12, print)
     assert [plan.name for plan in plans] == ["sampling-seed0", "training-seed0"]
     for plan in plans:
-        compose(["experiment=quickstart", "parallel=single", *plan.settings])
+        configuration_of(["experiment=quickstart", "parallel=single", *plan.settings])
 
 
 @pytest.mark.parametrize("options", [["--rounds", "0"], ["--steps", "4"]])

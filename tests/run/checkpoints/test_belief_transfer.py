@@ -6,7 +6,6 @@ import msgspec
 import numpy as np
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.belief_state import NEVER_SAMPLED
 from megatron_rl.contracts.exit_codes import Failure
@@ -19,13 +18,14 @@ from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.run.prompts import build_prompts
 from tests.support.answers import play_steps
 from tests.support.checkpoints import make_state, save_checkpoint
+from tests.support.configurations import configuration_of
 from tests.support.openings import open_up_to_engines
 
 
 def make_configuration(
     *overrides: str, data: tuple[str, ...] = ("data.num_train=200",)
 ) -> Configuration:
-    return compose(["experiment=smoke", "selection=belief", *data, *overrides])
+    return configuration_of(["experiment=smoke", "selection=belief", *data, *overrides])
 
 
 def open_belief_selector(c: Configuration) -> BeliefSelector:

@@ -8,7 +8,6 @@ import pytest
 from safetensors import safe_open
 
 import megatron_rl
-from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.models.families import read_shape
@@ -20,6 +19,7 @@ from megatron_rl.run.checkpoints.disk_space import (
 )
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from tests.support.checkpoints import save_checkpoint
+from tests.support.configurations import configuration_of
 
 ASSETS = Path(megatron_rl.__file__).parent / "models" / "assets"
 MODELS = sorted(path.parent.name for path in ASSETS.glob("*/model.safetensors"))
@@ -28,7 +28,7 @@ RECORDS = "run.root (metrics and logs)"
 
 def with_mode(mode: str, *overrides: str) -> Configuration:
     """A configuration whose mode is set afterwards: rules are not what is tested here."""
-    c = compose(["experiment=smoke", *overrides])
+    c = configuration_of(["experiment=smoke", *overrides])
     return dataclasses.replace(c, mode=mode)  # type: ignore[arg-type]
 
 
@@ -67,7 +67,9 @@ def test_dense_layers_and_output_tables_count() -> None:
 def test_a_full_disk_is_refused_with_a_remedy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    c = compose([f"run.root={tmp_path}/new", "run.save_weights=true", "sync.transport=disk"])
+    c = configuration_of(
+        [f"run.root={tmp_path}/new", "run.save_weights=true", "sync.transport=disk"]
+    )
     shape = read_shape(c.model.path)
     sizes = required_bytes(c, shape)
     assert sizes["run.save_weights=true"] == 8 * num_parameters(shape)
@@ -87,7 +89,7 @@ def test_a_full_disk_is_refused_with_a_remedy(
 
 
 def test_weights_in_half_precision_take_half_the_space() -> None:
-    c = compose(["run.save_dtype=bfloat16"])
+    c = configuration_of(["run.save_dtype=bfloat16"])
     shape = read_shape(c.model.path)
     assert required_bytes(c, shape)["run.save_weights=true"] == 4 * num_parameters(shape)
 

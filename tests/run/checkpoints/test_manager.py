@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.config.curriculum import phases_of
 from megatron_rl.contracts.commands import Checkpoint, Command
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
@@ -25,6 +24,7 @@ from tests.support.checkpoint_managers import (
     stop_at_step,
 )
 from tests.support.checkpoints import make_state
+from tests.support.configurations import configuration_of
 from tests.support.failures import fails
 from tests.support.leaders import ScriptedParts, lead
 
@@ -399,7 +399,7 @@ def test_a_run_stopped_before_an_evaluation_goes_through_the_same_phases(
     short = "{name: short, until: {steps: 2}}"
     long = "{name: long, until: {accuracy: 0.6}}"
     overrides = ["selection=belief", "eval.every=1", f"curriculum=[{short},{long},{{name: last}}]"]
-    phases = phases_of(compose(overrides))
+    phases = phases_of(configuration_of(overrides))
     accuracies = [0.9, 0.9, 0.9, 0.7, 0.1, 0.1]
     options: dict[str, Any] = {"steps": 5, "evals": {"every": 1}, "phases": phases}
     whole_run = lead(ScriptedParts(accuracies=accuracies), tmp_path, **options)

@@ -11,7 +11,6 @@ import msgspec
 import pytest
 from safetensors.torch import load_file, save_file
 
-from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.run.checkpoints import reference
@@ -20,6 +19,7 @@ from megatron_rl.run.checkpoints.reference import identify_reference
 from megatron_rl.run.checkpoints.resume import ResumePoint
 from tests.support.checkpoint_managers import FakeRanks, make_manager
 from tests.support.checkpoints import make_state
+from tests.support.configurations import configuration_of
 from tests.support.policies import TWO_DIGIT_ADDITION
 from tests.support.thread_ranks import gather_bytes, run_on_ranks
 
@@ -43,7 +43,7 @@ def weights(tmp_path: Path) -> Path:
 
 
 def configuration(path: Path, *overrides: str) -> Configuration:
-    return compose(["experiment=smoke", f"algo.kl.reference={path}", *overrides])
+    return configuration_of(["experiment=smoke", f"algo.kl.reference={path}", *overrides])
 
 
 def with_penalty(path: Path, resume: str = "auto") -> Configuration:
@@ -107,9 +107,9 @@ def test_a_new_run_and_a_new_penalty_may_choose_their_reference(weights: Path) -
 
 
 def test_runs_without_a_penalty_have_no_digest() -> None:
-    c = compose(["experiment=smoke"])
+    c = configuration_of(["experiment=smoke"])
     assert identify_reference(c, resumed_from("0" * 64), JOB) == ""
-    recording = compose(["experiment=smoke", "mode=rollout_only", "algo.kl.coef=0.1"])
+    recording = configuration_of(["experiment=smoke", "mode=rollout_only", "algo.kl.coef=0.1"])
     assert identify_reference(recording, ResumePoint(), JOB) == ""
 
 

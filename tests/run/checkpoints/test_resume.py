@@ -11,7 +11,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration, EnvironmentSettings, SourceSettings
 from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.mcore import checkpoint
@@ -36,6 +35,7 @@ from megatron_rl.run.checkpoints.state_file import read_state
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.run.prompts import build_prompts
 from tests.support.checkpoints import flip_bit, make_state, save_checkpoint
+from tests.support.configurations import configuration_of
 from tests.support.openings import open_up_to_engines
 from tests.support.past_runs import make_run_directory
 from tests.support.thread_ranks import broadcast_bytes, gather_bytes, run_on_ranks
@@ -45,7 +45,7 @@ SMALL = "data.num_train=100"
 
 
 def make_configuration(root: Path, *overrides: str) -> Configuration:
-    return compose(["experiment=smoke", f"run.root={root}", "run.name=job", *overrides])
+    return configuration_of(["experiment=smoke", f"run.root={root}", "run.name=job", *overrides])
 
 
 def find_for(c: Configuration) -> ResumePoint:

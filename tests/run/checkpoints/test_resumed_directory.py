@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.run_state import LoopState
@@ -25,13 +24,14 @@ from megatron_rl.run.checkpoints.resumed_directory import (
 )
 from megatron_rl.run.features.tensorboard.tensorboard import TensorBoard
 from tests.support.checkpoints import make_state
+from tests.support.configurations import configuration_of
 from tests.support.disk_log import DiskLog
 from tests.support.past_runs import make_run_directory
 from tests.support.samples import make_sample, write_step
 
 
 def make_configuration(root: Path, *overrides: str) -> Configuration:
-    return compose(
+    return configuration_of(
         ["experiment=smoke", f"run.root={root}", "run.name=job", "run.resume=auto", *overrides]
     )
 

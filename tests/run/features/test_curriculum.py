@@ -12,7 +12,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config.algorithms import CustomAlgoSettings, SftSettings
-from megatron_rl.config.cli import compose
 from megatron_rl.config.curriculum import Phase, PhaseEnd, phases_of
 from megatron_rl.contracts.commands import EnterPhase
 from megatron_rl.contracts.exit_codes import ExitCode
@@ -26,6 +25,7 @@ from megatron_rl.run.features.curriculum.curriculum import (
     apply_phase,
 )
 from megatron_rl.run.loop.step_parts import StepParts
+from tests.support.configurations import configuration_of
 from tests.support.failures import fails
 from tests.support.leaders import ScriptedParts, lead
 from tests.support.policies import TWO_DIGIT_ADDITION
@@ -40,7 +40,7 @@ BELIEF = ("selection=belief", "eval.every=1")
 
 
 def phases_from(*entries: str) -> list[Phase]:
-    return phases_of(compose([f"curriculum=[{','.join(entries)}]", *BELIEF]))
+    return phases_of(configuration_of([f"curriculum=[{','.join(entries)}]", *BELIEF]))
 
 
 def phase_calls(calls: list[str]) -> list[str]:
@@ -58,7 +58,7 @@ def test_later_phases_inherit_earlier_changes() -> None:
 def test_lost_rollouts_of_a_checkpoint_come_with_the_settings_of_its_phase() -> None:
     """The trainer computes log-probabilities at the temperature of the phase."""
     phase = "{name: hot, rollout.temperature: 1.5, rollout.samples_per_prompt: 6}"
-    c = compose([f"curriculum=[{SHORT},{phase}]", *BELIEF])
+    c = configuration_of([f"curriculum=[{SHORT},{phase}]", *BELIEF])
     short, hot = (phase.configuration for phase in phases_of(c))
     worker: Any = None
     curriculum = Curriculum(phases_of(c), worker, lambda command: None, log=print)

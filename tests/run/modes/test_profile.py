@@ -9,7 +9,6 @@ from typing import Any
 import msgspec
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import EvalSettings
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.group import Group
@@ -19,6 +18,7 @@ from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.records.progress import Progress
 from megatron_rl.run.data import open_rates
 from megatron_rl.run.modes import profile
+from tests.support.configurations import configuration_of
 from tests.support.failures import fails
 from tests.support.groups import group
 
@@ -97,10 +97,10 @@ def test_an_interrupted_profile_does_not_continue_under_another_judge(
     tmp_path: Path, override: str, section: str
 ) -> None:
     base = ["experiment=smoke", "mode=profile", f"data.pass_rates={tmp_path}/rates.jsonl"]
-    open_rates(compose(base))
-    open_rates(compose([*base, "reward.timeout_s=7"]))
+    open_rates(configuration_of(base))
+    open_rates(configuration_of([*base, "reward.timeout_s=7"]))
     with pytest.raises(PromptDataError, match=rf"other settings \({section}\)"):
-        open_rates(compose([*base, *override.split()]))
+        open_rates(configuration_of([*base, *override.split()]))
 
 
 def test_every_prompt_gets_a_rate(tmp_path: Path) -> None:

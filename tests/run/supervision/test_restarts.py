@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_rl.config.cli import compose
 from megatron_rl.config.schema import RunSettings
 from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.records.exit_record import write_exit_record
@@ -14,6 +13,7 @@ from megatron_rl.run.supervision.restarts import (
     refusal_of_repeated_failure,
     require_reason_to_restart,
 )
+from tests.support.configurations import configuration_of
 
 RESTARTED = {"TORCHELASTIC_RESTART_COUNT": "1", "TORCHELASTIC_RUN_ID": "none"}
 FIRST = RESTARTED | {"TORCHELASTIC_RESTART_COUNT": "0"}
@@ -21,7 +21,7 @@ FIRST = RESTARTED | {"TORCHELASTIC_RESTART_COUNT": "0"}
 
 def settings(root: Path, *overrides: str) -> RunSettings:
     names = (f"run.root={root}", "run.name=job", "run.checkpoint_every=1")
-    return compose(["experiment=smoke", *names, "run.resume=auto", *overrides]).run
+    return configuration_of(["experiment=smoke", *names, "run.resume=auto", *overrides]).run
 
 
 def ended_run(root: Path, code: int, *, launch: str | None = None) -> None:
