@@ -120,6 +120,7 @@ def test_anchors_exist(file: Path) -> None:
         assert anchor in [text.replace(" ", "-") for text in anchors], f"{target}#{anchor}"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", TRAINING_SCRIPTS)
 def test_every_training_command_composes(
     workspace: Path, script: str, monkeypatch: pytest.MonkeyPatch
@@ -173,7 +174,10 @@ def test_every_module_exists() -> None:
     assert missing_names == []
 
 
-def test_the_comparison_behind_the_table_is_accepted(tmp_path: Path) -> None:
+def test_the_comparison_behind_the_table_is_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.lab.comparison.variants.compose", configuration_of)
     (options,) = comparisons("measurements.md")
     options.out = tmp_path
     counts = Counter(run.variant for run in plan_runs(options))

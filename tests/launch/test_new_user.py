@@ -97,6 +97,7 @@ def test_the_command_without_a_typo_is_accepted() -> None:
     assert configuration_of(COMMAND).data.train_path == "sums.jsonl"
 
 
+@pytest.mark.slow
 def test_a_refused_process_leaves_no_traceback_and_no_files(directory: Path) -> None:
     result = start_script("train_rl", *COMMAND, "train.total_step=2", cwd=directory)
     assert (result.returncode, result.stdout) == (ExitCode.REFUSED, "")

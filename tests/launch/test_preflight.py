@@ -181,20 +181,24 @@ def with_groups(
 
 
 @pytest.mark.parametrize(
-    ("c", "gpus", "counts", "passes"),
+    ("groups", "gpus", "counts", "passes"),
     [
-        (with_groups(1, ep=8), 8, (8, 1), True),
-        (with_groups(4, ep=8), 64, (8, 32), True),
-        (with_groups(8, ep=8), 64, (8, 64), False),
-        (with_groups(1, ep=16, pp=8, tp=4), 512, (128, 64), False),
-        (with_groups(8, ep=8, per_tree=64), 64, (1, 1), True),
+        ({"engines": 1, "ep": 8}, 8, (8, 1), True),
+        ({"engines": 4, "ep": 8}, 64, (8, 32), True),
+        ({"engines": 8, "ep": 8}, 64, (8, 64), False),
+        ({"engines": 1, "ep": 16, "pp": 8, "tp": 4}, 512, (128, 64), False),
+        ({"engines": 8, "ep": 8, "per_tree": 64}, 64, (1, 1), True),
     ],
 )
 def test_many_groups_for_weights_are_a_warning(
-    preflight: ModuleType, c: Configuration, gpus: int, counts: tuple[int, int], passes: bool
+    preflight: ModuleType,
+    groups: dict[str, int],
+    gpus: int,
+    counts: tuple[int, int],
+    passes: bool,
 ) -> None:
     facts = LaunchFacts(world_size=gpus, local_world_size=8, num_gpus=8)
-    (check,) = preflight.check_weight_groups(c, facts)
+    (check,) = preflight.check_weight_groups(with_groups(**groups), facts)
     assert f"{counts[0]} on each GPU of an engine, {counts[1]} on each" in check.finding
     assert (check.passes, check.refuses) == (passes, False)
     assert "sync.timeout_s" in check.remedy
@@ -373,6 +377,7 @@ def test_nodes_without_a_master_are_refused(
     assert list(preflight.check_addresses(LaunchFacts(world_size=2, local_world_size=2))) == []
 
 
+@pytest.mark.slow
 def test_help_and_refused_settings(tmp_path: Path) -> None:
     result = start_script("preflight", "--help", cwd=tmp_path)
     assert result.returncode == ExitCode.OK

@@ -116,13 +116,33 @@ def test_a_directory_without_measurements_is_refused(
     assert output.out == ""
 
 
-def test_help_and_refusals_of_the_command(tmp_path: Path) -> None:
-    for arguments in (("--help",), ("steps", "--help"), ("heat-maps", "--help")):
-        result = start_script("report", *arguments, cwd=tmp_path)
-        assert result.returncode == ExitCode.OK
-        assert "python launch/report.py" in result.stdout and "Output" in result.stdout
-    for arguments in ((), ("steps",), ("steps", "a", "b"), ("maps", "a"), ("steps", "nowhere")):
-        result = start_script("report", *arguments, cwd=tmp_path)
-        assert result.returncode == ExitCode.REFUSED
-        assert result.stderr and "Traceback" not in result.stderr
+@pytest.mark.slow
+def test_the_script_prints_help_and_refusals(tmp_path: Path) -> None:
+    result = start_script("report", "heat-maps", "--help", cwd=tmp_path)
+    assert result.returncode == ExitCode.OK
+    assert "python launch/report.py" in result.stdout and "Output" in result.stdout
+    result = start_script("report", "steps", "nowhere", cwd=tmp_path)
+    assert result.returncode == ExitCode.REFUSED
     assert "nowhere: there is no such directory" in result.stderr
+    assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize("arguments", [("--help",), ("steps", "--help"), ("heat-maps", "--help")])
+def test_help_of_every_command(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        report.main([*arguments])
+    assert end.value.code in (None, ExitCode.OK)
+    text = capsys.readouterr().out
+    assert "report.py" in text and "Output" in text
+
+
+@pytest.mark.parametrize("arguments", [(), ("steps",), ("steps", "a", "b"), ("maps", "a")])
+def test_wrong_arguments_are_refused(
+    capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        report.main([*arguments])
+    assert end.value.code == ExitCode.REFUSED
+    assert capsys.readouterr().err

@@ -1,5 +1,6 @@
 """`launch/report.py samples` as a user starts it."""
 
+import itertools
 import json
 import os
 import signal
@@ -126,6 +127,7 @@ def lines_until(process: subprocess.Popen[str], last: str) -> list[str]:
     return lines
 
 
+@pytest.mark.slow
 def test_following_shows_new_steps_until_the_run_ends(run: Path) -> None:
     """A step that a resumed run trains again is new. Ctrl-C has nothing left to interrupt."""
     with start(run, "--follow", "--kind", "shortest") as process:
@@ -139,6 +141,7 @@ def test_following_shows_new_steps_until_the_run_ends(run: Path) -> None:
         assert process.stderr is not None and process.stderr.read() == ""
 
 
+@pytest.mark.slow
 def test_ctrl_c_and_a_closed_pipe_end_without_a_traceback(run: Path) -> None:
     with start(run, "--follow", "--kind", "shortest") as process:
         lines_until(process, "short\n")
@@ -156,21 +159,37 @@ def test_ctrl_c_and_a_closed_pipe_end_without_a_traceback(run: Path) -> None:
         assert process.stderr.read() == ""
 
 
-@pytest.mark.parametrize("encoding", ["ascii", "latin-1", "cp1252", "shift_jis"])
+ENCODINGS = ("ascii", "latin-1", "cp1252", "shift_jis")
+OPTIONS = ("--step=30", "--json", "--full")
+TYPICAL = {
+    ("ascii", "--step=30"),
+    ("latin-1", "--json"),
+    ("cp1252", "--full"),
+    ("shift_jis", "--full"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("encoding", "option"),
+    [
+        pytest.param(*case, marks=() if case in TYPICAL else pytest.mark.nightly)
+        for case in itertools.product(ENCODINGS, OPTIONS)
+    ],
+)
 def test_other_encodings_show_every_character(
-    run: Path, monkeypatch: pytest.MonkeyPatch, encoding: str
+    run: Path, monkeypatch: pytest.MonkeyPatch, encoding: str, option: str
 ) -> None:
     monkeypatch.setenv("PYTHONIOENCODING", encoding)
     write_step(run, 30, [make_sample("\u6e2c\u2192\xb1\U0001f600", step=30, kinds=SHORTEST)])
-    for option in ("--step=30", "--json", "--full"):
-        job = subprocess.run(
-            [sys.executable, str(LAUNCH / "report.py"), "samples", str(run), option],
-            capture_output=True,
-            encoding=encoding,
-            timeout=60,
-        )
-        assert (job.returncode, job.stderr) == (ExitCode.OK, "")
-        assert "1f600" in job.stdout or "ude00" in job.stdout
+    job = subprocess.run(
+        [sys.executable, str(LAUNCH / "report.py"), "samples", str(run), option],
+        capture_output=True,
+        encoding=encoding,
+        timeout=60,
+    )
+    assert (job.returncode, job.stderr) == (ExitCode.OK, "")
+    assert "1f600" in job.stdout or "ude00" in job.stdout
 
 
 def test_a_long_wait_says_so(

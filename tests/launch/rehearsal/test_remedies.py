@@ -1,7 +1,7 @@
 """Changes with which a rank fits: their order, which are rehearsed, and the lines about them."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,7 @@ from launch.rehearsal.remedies import (
 from megatron_rl.config.schema import Configuration
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import ModelShape
+from tests.support.configurations import configuration_of
 from tests.support.policies import TWO_DIGIT_ADDITION
 
 GIB = 2**30
@@ -50,6 +51,14 @@ def arguments(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, ...]:
         "engine.urls=[http://10.0.0.7:30000]",
         "out=numbers.json",
     )
+
+
+@pytest.fixture(autouse=True, scope="module")
+def composition() -> Iterator[None]:
+    """Let commands be composed from memory: the search composes thirty."""
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr("launch.rehearsal.options.compose", configuration_of)
+        yield
 
 
 def configuration(arguments: Sequence[str]) -> Configuration:
@@ -89,6 +98,13 @@ def lines(rehearse: Rehearsals, arguments: Sequence[str]) -> list[str]:
     )
 
 
+@pytest.fixture(scope="module")
+def failing_search(arguments: tuple[str, ...], composition: None) -> tuple[Rehearsals, list[str]]:
+    """The rehearsals and the lines of a search in which no change fits."""
+    rehearse = Rehearsals(size=90 * GIB)
+    return rehearse, lines(rehearse, arguments)
+
+
 def test_changes_of_settings_come_before_other_grids_and_those_before_more_ranks(
     arguments: tuple[str, ...],
 ) -> None:
@@ -123,10 +139,9 @@ def test_a_change_replaces_arguments_and_keeps_the_rank_s_place_in_the_pipeline(
 
 
 def test_a_change_that_the_estimate_finds_too_large_is_not_rehearsed(
-    arguments: tuple[str, ...],
+    arguments: tuple[str, ...], failing_search: tuple[Rehearsals, list[str]]
 ) -> None:
-    rehearse = Rehearsals(size=90 * GIB)
-    output = lines(rehearse, arguments)
+    rehearse, output = failing_search
     limit = read_options(arguments).gpu.memory
     accepted_by_settings = [entry for entry in candidates(arguments) if not entry.refusal]
     too_large = [entry for entry in accepted_by_settings if entry.estimate > 1.05 * limit]
@@ -147,16 +162,19 @@ def test_the_search_ends_with_three_changes_that_fit(arguments: tuple[str, ...])
     assert "Cost: " in fits[0]
 
 
-def test_changes_that_do_not_fit_are_all_tried(arguments: tuple[str, ...]) -> None:
-    rehearse = Rehearsals(size=90 * GIB)
-    output = lines(rehearse, arguments)
+def test_changes_that_do_not_fit_are_all_tried(
+    failing_search: tuple[Rehearsals, list[str]],
+) -> None:
+    rehearse, output = failing_search
     assert not [line for line in output if line.startswith("fits")]
     assert "Take a GPU with more memory" in output[-1]
     assert len(rehearse.commands) > MAX_REMEDIES
 
 
-def test_a_change_that_cannot_be_rehearsed_is_named(arguments: tuple[str, ...]) -> None:
-    output = lines(Rehearsals(size=90 * GIB), arguments)
+def test_a_change_that_cannot_be_rehearsed_is_named(
+    failing_search: tuple[Rehearsals, list[str]],
+) -> None:
+    _, output = failing_search
     unavailable = [line for line in output if line.startswith("cannot be rehearsed: ")]
     assert unavailable
     assert all("parallel.pp=4" in line and "no shapes" in line for line in unavailable)
