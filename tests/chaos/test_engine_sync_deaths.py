@@ -43,7 +43,7 @@ from tests.support.exactness import EXACT
 from tests.support.jobs import command_line
 from tests.support.sync_ranks import Ranks
 
-pytestmark = [pytest.mark.chaos, pytest.mark.engine, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.chaos, pytest.mark.engine, pytest.mark.timeout(900)]
 
 SERVES_WITHIN_SECONDS = 20.0
 START_SECONDS = 240.0
@@ -55,14 +55,8 @@ DTYPES: tuple[Dtype, ...] = ("float32", "bfloat16")
 VERSIONS = (1, 2, 3)
 BOTH = 2
 
-DAILY = [("float32", "broadcast")]
-NIGHTLY = [(dtype, phase) for dtype in DTYPES for phase in PHASES if (dtype, phase) not in DAILY]
-CASES = [*DAILY, *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY)]
-CASES_OF_RANK_1 = [
-    pytest.param(dtype, phase, marks=pytest.mark.nightly)
-    for dtype in DTYPES
-    for phase in PHASES_OF_ALL
-]
+CASES = [(dtype, phase) for dtype in DTYPES for phase in PHASES]
+CASES_OF_RANK_1 = [(dtype, phase) for dtype in DTYPES for phase in PHASES_OF_ALL]
 
 
 class Answer(NamedTuple):

@@ -7,7 +7,6 @@ import json
 import re
 import signal
 from collections.abc import Iterator
-from dataclasses import replace
 from operator import attrgetter
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from megatron_rl.contracts.exit_codes import ExitCode
 from tests.lab.faults.injection import MAX_SECONDS, inject
 from tests.lab.faults.recovery import MAX_SECONDS as MAX_RECOVERY_SECONDS
 from tests.lab.faults.recovery import Laboratory, Session
-from tests.lab.faults.recovery_table import SESSIONS, session_of
+from tests.lab.faults.recovery_table import SESSIONS
 from tests.lab.faults.servers import ServerPark
 from tests.lab.faults.table import fault_named
 from tests.support.exactness import EXACT
@@ -31,20 +30,8 @@ pytestmark = [
 ]
 FAULTS = [
     "SIGKILL rank 1",
-    "SIGSTOP rank 0",
+    pytest.param("SIGSTOP rank 0", marks=pytest.mark.nightly),
     pytest.param("SIGSTOP rank 1", marks=pytest.mark.nightly),
-]
-# In the daily tests: the faults that come between two parts of a step.
-DAILY = [
-    "collector/SIGKILL collector between sampling and training",
-    "during a sync/SIGKILL engine during a sync",
-]
-# The fault strikes when the follower has seen a step, and a fast run is a step or two further by
-# then. Two whole steps must come after the fault.
-DAILY_STEPS = 8
-OUTLIVED = [
-    *(replace(session_of(name), steps=DAILY_STEPS) for name in DAILY),
-    *(pytest.param(session, marks=pytest.mark.nightly) for session in SESSIONS),
 ]
 
 
@@ -56,11 +43,12 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]
     park.close()
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(
     not EXACT, reason="MKL's sums depend on the batch on a processor without AVX-512"
 )
-@pytest.mark.parametrize("session", OUTLIVED, ids=attrgetter("name"))
+@pytest.mark.parametrize("session", SESSIONS, ids=attrgetter("name"))
 def test_nothing_is_lost_or_trained_twice(session: Session, laboratory: Laboratory) -> None:
     outcome = laboratory.run(session)
     assert (outcome.num_lost, outcome.evidence.num_doubled) == (0, 0), outcome.output
@@ -87,6 +75,7 @@ def lines_of_ranks(errors: str) -> str:
     return re.split(r"torch\.distributed\.elastic|torch/distributed/", errors)[0]
 
 
+@pytest.mark.nightly
 def test_plain_python_ends_with_the_documented_code(tmp_path: Path) -> None:
     job = start_job(tmp_path, "train.total_steps=500", errors=tmp_path / "errors.txt")
     wait_for_step(tmp_path / "job", 1, job)

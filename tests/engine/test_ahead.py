@@ -31,6 +31,7 @@ SELECTIONS = {
 }
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.engine,
     pytest.mark.distributed,
     pytest.mark.chaos,
@@ -70,8 +71,8 @@ def count_extensions(records: list[dict[str, Any]]) -> int:
     [
         ("float32", 1, "belief", 3),
         ("bfloat16", 1, "uniform", 4),
-        pytest.param("bfloat16", 2, "belief", 1, marks=pytest.mark.nightly),
-        pytest.param("float32", 2, "oversample", 5, marks=pytest.mark.nightly),
+        ("bfloat16", 2, "belief", 1),
+        ("float32", 2, "oversample", 5),
     ],
 )
 def test_a_killed_run_that_samples_ahead_resumes_bit_for_bit(
@@ -121,7 +122,7 @@ def assert_accounted(run: Path, max_age: float) -> None:
         assert any(f"mismatch/age/{age}/k3_kl" in record for record in records)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_that_interrupts_responses_is_stopped_and_continues_them(
     tmp_path: Path, dtype: str
 ) -> None:

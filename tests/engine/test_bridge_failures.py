@@ -84,6 +84,7 @@ def wait_until_dead(engine: ManagedEngine) -> EngineDied:
     return error_info.value
 
 
+@pytest.mark.nightly
 def test_engine_without_a_model_reports_the_reason(
     start: Callable[..., ManagedEngine], tmp_path: Path
 ) -> None:
@@ -131,6 +132,7 @@ def open_updater() -> SoleUpdater:
     return SoleUpdater(transport, bucket_bytes=256 * 1024)
 
 
+@pytest.mark.nightly
 def test_engine_death_during_an_update_spares_the_others(
     start: Callable[..., ManagedEngine], model: Path
 ) -> None:
@@ -181,6 +183,7 @@ async def _sample_one(engine: ManagedEngine) -> tuple[str, ...]:
         ).weight_versions
 
 
+@pytest.mark.nightly
 def test_no_engine_outlives_a_killed_trainer(model: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-c", TRAINER, str(model), str(tmp_path / "engine.log")]
     trainer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -19,7 +19,7 @@ from sglang_bridge.weights.fused_layout import update_unit
 from tests.sglang_bridge.tiny_model import EXPERTS, write_tiny_model
 from tests.support.engines import running_engine
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 
 Weights = dict[str, torch.Tensor]
 BUCKET_BYTES = 128 * 1024

@@ -306,6 +306,7 @@ def records(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.nightly
 def test_every_sync_of_a_run_is_audited_by_value(run: Path) -> None:
     values = records(run)
     assert len(values) == 3
@@ -317,6 +318,7 @@ def test_every_sync_of_a_run_is_audited_by_value(run: Path) -> None:
     assert values[1]["train/samples"] > 0 and values[1]["mismatch/k3_kl"] > 1e-6
 
 
+@pytest.mark.nightly
 @pytest.mark.skipif(
     not EXACT, reason="MKL's sums depend on the batch on a processor without AVX-512"
 )
@@ -330,6 +332,7 @@ def test_a_run_repeats_with_two_engines_and_fewer_requests_at_a_time(
     ]
 
 
+@pytest.mark.nightly
 def test_an_engine_that_loads_the_export_equals_the_synced_one(run: Path, tmp_path: Path) -> None:
     """The last sync of the run has sent the same, bit for bit."""
     from launch import checkpoint
@@ -357,6 +360,7 @@ def test_an_engine_that_loads_the_export_equals_the_synced_one(run: Path, tmp_pa
     assert report.num_compared == records(run)[-1]["sync/audit_compared"]
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_megatron_with_dequantized_weights_computes_the_same(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -13,7 +13,7 @@ from tests.engine.test_fp8_engine import write_model
 from tests.engine.test_sharded_fp8_engine import SIZES
 from tests.support.jobs import ROOT, start_job
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.engine, pytest.mark.timeout(600)]
 
 FP8 = ("model=fp8_tiny", "credit.all_incorrect=zvp", "sync.audit_every=1")
 # Of each layer: qkv, o, w13 and w2 with their codes and scales, four norms and the router
@@ -65,7 +65,6 @@ def test_a_resumed_run_compares_fp8_with_its_own_bfloat16_steps(tmp_path: Path) 
     assert ("the mean of 1 earlier step(s) of this run" in output) == exceeds
 
 
-@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
@@ -82,7 +81,6 @@ def test_engines_of_pipelines_and_shards_hold_what_was_quantized(
     require_audits(records)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_with_an_fp8_engine_of_two_ranks(tmp_path: Path, dtype: str) -> None:
     model = write_model(tmp_path / "model", **SIZES)

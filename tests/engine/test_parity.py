@@ -126,6 +126,7 @@ def compare(task: str, logprobs: dict[str, dict[str, torch.Tensor]]) -> None:
             assert float(deltas.max()) <= largest
 
 
+@pytest.mark.nightly
 @pytest.mark.engine
 @pytest.mark.distributed
 @pytest.mark.timeout(600)

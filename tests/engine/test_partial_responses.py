@@ -18,7 +18,7 @@ from tests.sglang_bridge.tiny_model import LAYERS, TOP_K, write_tiny_model
 from tests.support.engines import interrupt, running_engine
 from tests.support.exactness import EXACT
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 
 SAMPLING = Sampling(max_new_tokens=300, temperature=1.0)
 NUM_REQUESTS = 4
@@ -84,7 +84,7 @@ def interrupted_pairs(
 @pytest.mark.skipif(
     not EXACT, reason="MKL's sums depend on the batch on a processor without AVX-512"
 )
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_interrupted_response_equals_an_uninterrupted_one_bit_for_bit(
     dtype: Literal["float32", "bfloat16"], tmp_path: Path
 ) -> None:

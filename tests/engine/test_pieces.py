@@ -235,6 +235,7 @@ def differences_from_megatron(
     return torch.cat(differences)
 
 
+@pytest.mark.nightly
 @pytest.mark.engine
 @pytest.mark.distributed
 @pytest.mark.timeout(600)

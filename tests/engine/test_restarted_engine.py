@@ -27,7 +27,7 @@ from sglang_bridge.settings import ServerPlace
 from tests.sglang_bridge.tiny_model import write_tiny_model
 from tests.support.tiny_servers import supervisors
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 
 START_SECONDS = 240.0
 # These change with the load of an engine, or with its start

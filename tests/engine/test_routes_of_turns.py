@@ -43,7 +43,7 @@ from tests.support.engines import flush_idle_cache, running_engine
 from tests.support.exactness import EXACT
 from tests.support.policies import COLUMN_ADDITION as CHECKPOINT
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.nightly, pytest.mark.engine, pytest.mark.timeout(400)]
 
 SHAPE = read_shape(CHECKPOINT)
 TOKENIZER = Tokenizer.from_directory(CHECKPOINT)

@@ -8,7 +8,7 @@ import pytest
 from megatron_rl.contracts.exit_codes import ExitCode
 from tests.support.jobs import start_job
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.nightly, pytest.mark.engine, pytest.mark.timeout(300)]
 SECRET = "sk-not-to-be-written"
 # Scores the rollouts of one step, and then raises exceptions that hold the key
 JUDGE = """

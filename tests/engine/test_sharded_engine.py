@@ -32,7 +32,9 @@ pytestmark = pytest.mark.engine
 Weights = dict[str, torch.Tensor]
 KEY_VALUE_HEADS = 2
 # dtype and ep. SGLang's experts for CPUs cannot compute with ep=2, but load their weights.
-SHAPES = [("float32", 1), ("bfloat16", 1), ("float32", 2), ("bfloat16", 2)]
+DAILY = ("bfloat16", 1)
+NIGHTLY = [("float32", 1), ("float32", 2), ("bfloat16", 2)]
+SHAPES = [DAILY, *(pytest.param(shape, marks=pytest.mark.nightly) for shape in NIGHTLY)]
 NUM_PARAMETERS = 3 + 9 * LAYERS
 
 
@@ -156,6 +158,7 @@ def engine_of_two_nodes(model: Path, directory: Path, keys: RunKeys) -> Iterator
         yield f"http://127.0.0.1:{port}"
 
 
+@pytest.mark.nightly
 @pytest.mark.timeout(600)
 def test_an_engine_over_two_nodes_gets_every_shard(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", seed=0)

@@ -30,7 +30,7 @@ from tests.support.engines import running_fp8_engine
 from tests.support.exactness import EXACT
 from tests.support.updaters import SoleUpdater
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(420)]
+pytestmark = [pytest.mark.nightly, pytest.mark.engine, pytest.mark.timeout(420)]
 
 KEY_VALUE_HEADS = 4
 # Two blocks of 128 along every side that two ranks share
@@ -38,7 +38,7 @@ SIZES = {"hidden_size": 256, "num_key_value_heads": KEY_VALUE_HEADS, "moe_interm
 # dtype and ep. SGLang's experts for CPUs cannot compute with ep=2, but load their weights.
 FLOAT32 = ("float32", 1)
 BFLOAT16 = ("bfloat16", 1)
-SHAPES = [FLOAT32, BFLOAT16, pytest.param(("bfloat16", 2), marks=pytest.mark.nightly)]
+SHAPES = [FLOAT32, BFLOAT16, ("bfloat16", 2)]
 # Largest error of a token, against a float32 forward pass, which adds up in another order than two
 # ranks. In bfloat16, routes may differ too: the mean is compared with the mean for other weights.
 ENGINE_ERROR = 6e-6 if EXACT else 2e-5

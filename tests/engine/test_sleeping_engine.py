@@ -27,7 +27,7 @@ from tests.support.engines import running_engine
 from tests.support.jobs import start_job
 from tests.support.updaters import in_units
 
-pytestmark = pytest.mark.engine
+pytestmark = [pytest.mark.nightly, pytest.mark.engine]
 
 TOKENS = 400
 # Most of them wait, so that some are left whenever the engine sleeps
@@ -111,7 +111,6 @@ def is_running(engine: ManagedEngine) -> bool:
     return any(state.get("last_gen_throughput", 0) for state in states)
 
 
-@pytest.mark.nightly
 @pytest.mark.distributed
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

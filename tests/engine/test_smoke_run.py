@@ -230,6 +230,7 @@ def test_second_curriculum_phase_uses_its_own_settings(smoke: CompleteRun) -> No
     assert "phase second (2 of 2) begins with step 2: rollout.samples_per_prompt=4" in smoke.output
 
 
+@pytest.mark.nightly
 def test_another_layout_resumes_prompts_versions_and_weights(
     smoke: CompleteRun, engine: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -277,6 +278,7 @@ def assert_recording_is_complete(recording: Path) -> None:
             assert rollout.routes.shape[1:] == (len(shape.moe_layers), shape.topk)
 
 
+@pytest.mark.nightly
 def test_recorded_rollouts_are_trained_on_without_an_engine(
     engine: tuple[str, ...], tmp_path: Path
 ) -> None:
@@ -309,6 +311,7 @@ def test_recorded_rollouts_are_trained_on_without_an_engine(
         ], name
 
 
+@pytest.mark.nightly
 def test_model_from_scratch_learns_a_user_defined_task(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

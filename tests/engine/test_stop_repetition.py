@@ -29,6 +29,7 @@ from tests.support.policies import COLUMN_ADDITION
 NUM_PROMPTS = 24
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.engine,
     pytest.mark.timeout(600),
     pytest.mark.skipif(
@@ -85,7 +86,7 @@ async def sample(
     return generations
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_checks_change_no_bit_and_a_low_threshold_stops_responses(
     tmp_path: Path, dtype: Literal["float32", "bfloat16"]
 ) -> None:

@@ -13,6 +13,7 @@ from tests.support.jobs import start_job
 STEPS = 3
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.engine,
     pytest.mark.distributed,
     pytest.mark.timeout(1500),
@@ -34,8 +35,8 @@ def total(records: list[dict[str, Any]], name: str) -> float:
     return sum(record.get(name, 0.0) for record in records)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.nightly)])
-@pytest.mark.parametrize("staleness", [0, pytest.param(1, marks=pytest.mark.nightly)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("staleness", [0, 1])
 def test_a_run_that_aborts_its_surplus_trains_the_same_weights(
     tmp_path: Path, dtype: str, staleness: int
 ) -> None:

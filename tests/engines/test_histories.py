@@ -333,11 +333,13 @@ def play_histories(count: int) -> int:
 
 
 def test_nothing_is_lost_or_doubled_in_random_histories() -> None:
-    run_histories(100)
+    run_histories(40)
 
 
-def test_nothing_is_lost_or_doubled_of_ten_thousand_groups() -> None:
-    assert play_histories(4000) > 10_000
+@pytest.mark.parametrize("count", [300, pytest.param(1500, marks=pytest.mark.slow)])
+def test_nothing_is_lost_or_doubled_of_thousands_of_groups(count: int) -> None:
+    """With 1500 histories, even the fault that they find last is among them."""
+    assert play_histories(count) > 2 * count
 
 
 @pytest.mark.nightly
@@ -427,26 +429,33 @@ def ignore_failures_of_engines_of_other_nodes(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(EngineRoster, "mark_unreachable", lambda self, node, engine: None)
 
 
-FAULTS = [
+COMMON_FAULTS = [
     admit_without_an_audit,
     admit_in_an_update_without_an_audit,
     forget_requests,
+]
+# Hundreds of histories do not find them
+RARE_FAULTS = [
     send_before_the_configuration,
     ignore_failures_of_engines_of_other_nodes,
 ]
 
 
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize(
+    "fault",
+    [*COMMON_FAULTS, *(pytest.param(fault, marks=pytest.mark.slow) for fault in RARE_FAULTS)],
+    ids=lambda fault: fault.__name__,
+)
 def test_histories_find_a_fault(
     fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     fault(monkeypatch)
     with pytest.raises(AssertionError, match=r"history \d+:"):
-        play_histories(2000)
+        play_histories(1500)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.__name__)
+@pytest.mark.parametrize("fault", [*COMMON_FAULTS, *RARE_FAULTS], ids=lambda fault: fault.__name__)
 def test_histories_of_hypothesis_find_a_fault(
     fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:

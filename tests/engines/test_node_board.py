@@ -88,6 +88,7 @@ def test_a_report_that_breaks_the_contract_is_refused() -> None:
         board.read_reports([0])
 
 
+@pytest.mark.slow
 def test_a_lost_store_is_a_failure_of_a_peer() -> None:
     server = subprocess.Popen([sys.executable, "-c", SERVE_STORE], stdout=subprocess.PIPE)
     assert server.stdout is not None

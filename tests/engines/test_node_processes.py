@@ -31,6 +31,8 @@ from tests.support.tiny_servers import (
     supervisors,
 )
 
+pytestmark = pytest.mark.slow
+
 NO_ORDERS = NodeOrders()
 # The delays before restarts pass faster
 HASTE = 5
@@ -136,7 +138,13 @@ def wait_until_dead(pids: list[int]) -> None:
 
 
 @pytest.mark.parametrize(
-    "frozen_indices", [(), (0,), (1,), (0, 1, 2)], ids=["none", "supervisor", "engine", "all"]
+    "frozen_indices",
+    [
+        pytest.param((), id="none", marks=pytest.mark.nightly),
+        pytest.param((0,), id="supervisor", marks=pytest.mark.nightly),
+        pytest.param((1,), id="engine", marks=pytest.mark.nightly),
+        pytest.param((0, 1, 2), id="all"),
+    ],
 )
 def test_all_processes_end_even_when_some_are_frozen(
     node: Node, frozen_indices: tuple[int, ...]
@@ -294,7 +302,14 @@ def test_an_engine_that_was_never_healthy_ends_the_run(node: Node) -> None:
     assert report.engines == () and node.num_starts == 1
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize(
+    "delay",
+    [
+        pytest.param(0.0, marks=pytest.mark.nightly),
+        0.05,
+        pytest.param(0.3, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_stop_wins_over_a_restart(
     node: Node, monkeypatch: pytest.MonkeyPatch, delay: float
 ) -> None:

@@ -25,9 +25,12 @@ from sglang_bridge.server.process_table import is_alive, process_tree
 from sglang_bridge.settings import ServerPlace
 from tests.support.tiny_servers import SERVER, run_instead_of_sglang, server_pid, supervisors
 
+pytestmark = pytest.mark.slow
+
 NO_ORDERS = NodeOrders()
 # The delays before restarts pass faster
 HASTE = 5
+RANKS = [pytest.param(0, marks=pytest.mark.nightly), 1]
 SECONDS = 30.0
 # Tells where the servers meet
 MEETING_SERVER = "import sys; print('meets', sys.argv[2], flush=True)" + SERVER
@@ -157,7 +160,7 @@ def test_the_servers_of_both_nodes_meet_and_the_first_node_leads(two_nodes: TwoN
     assert (report.epoch, report.engine, report.state) == (0, engine, ProcessState.RUNNING)
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", RANKS)
 def test_a_server_that_ends_takes_the_whole_engine_to_its_next_start(
     two_nodes: TwoNodes, rank: int
 ) -> None:
@@ -179,7 +182,7 @@ def test_a_server_that_ends_takes_the_whole_engine_to_its_next_start(
     assert start.startswith("engine 0 of node 2 answers again after ")
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", RANKS)
 def test_servers_end_together_before_they_start_again(two_nodes: TwoNodes, rank: int) -> None:
     two_nodes.open()
     pids = two_nodes.pids(0) + two_nodes.pids(1)
@@ -206,7 +209,7 @@ def test_a_further_server_that_is_stopped_ends_the_engine(two_nodes: TwoNodes) -
     assert "SIGSTOP" in report.reason and "its server on node 3" in report.reason
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", RANKS)
 def test_nothing_of_an_engine_is_left_once_it_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rank: int
 ) -> None:

@@ -18,6 +18,7 @@ from tests.support.node_jobs import FAULT_METRICS, NodeJob, assert_equal
 from tests.support.nodes import Node, Nodes
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.chaos,
     pytest.mark.engine,
     pytest.mark.distributed,
@@ -31,9 +32,7 @@ STEPS = 6
 SERVER = "sglang.launch_server"
 SCHEDULER = "sglang::scheduler"
 # Whose server is killed
-DAILY = [("float32", "node-2")]
-NIGHTLY = [("float32", "node-1"), ("bfloat16", "node-1"), ("bfloat16", "node-2")]
-CASES = [*DAILY, *(pytest.param(*case, marks=pytest.mark.nightly) for case in NIGHTLY)]
+CASES = [(dtype, node) for dtype in ("float32", "bfloat16") for node in ("node-1", "node-2")]
 
 
 def settings_of(dtype: str) -> list[str]:

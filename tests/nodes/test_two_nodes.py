@@ -24,6 +24,7 @@ from tests.support.node_jobs import FAULT_METRICS, NodeJob, assert_equal
 from tests.support.nodes import Node, Nodes
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.chaos,
     pytest.mark.engine,
     pytest.mark.distributed,
@@ -33,7 +34,6 @@ pytestmark = [
     ),
 ]
 DTYPES = ("float32", "bfloat16")
-DAILY_DTYPES = ("float32", pytest.param("bfloat16", marks=pytest.mark.nightly))
 SHORT = 3
 MEDIUM = 6
 LONG = 9
@@ -92,7 +92,7 @@ def root(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("dtype", DAILY_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_two_nodes_train_three_steps_as_one_node_does(
     nodes: Nodes, root: Path, reference_of: ReferenceOf, dtype: str
 ) -> None:
@@ -146,7 +146,6 @@ def kill_and_return(job: NodeJob, node: Node, survivor: Node, place: str) -> str
     return f"{seconds:.0f} s | {end} | {until_start:.0f} s | {until_step:.0f} s"
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_run_resumes_once_a_killed_node_is_back(
     nodes: Nodes, root: Path, reference_of: ReferenceOf, dtype: str
@@ -169,7 +168,6 @@ def test_a_run_resumes_once_a_killed_node_is_back(
     assert_equal(job.run, reference_of(dtype, LONG), LONG)
 
 
-@pytest.mark.nightly
 def test_torchrun_with_restarts_waits_for_a_killed_node(
     nodes: Nodes, root: Path, reference_of: ReferenceOf
 ) -> None:
@@ -189,7 +187,6 @@ def test_torchrun_with_restarts_waits_for_a_killed_node(
     assert_equal(job.run, reference_of("float32", SHORT), SHORT)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_link_that_is_down_for_seconds_changes_nothing(
     nodes: Nodes, root: Path, reference_of: ReferenceOf, dtype: str
@@ -207,7 +204,6 @@ def test_a_link_that_is_down_for_seconds_changes_nothing(
     assert_equal(job.run, reference_of(dtype, LONG), LONG)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("place", ["sampling", "training"])
 def test_a_run_with_a_node_that_is_cut_off_ends_and_resumes(
     nodes: Nodes, root: Path, reference_of: ReferenceOf, place: str
@@ -248,7 +244,6 @@ def is_connected(job: NodeJob, node: Node, peer: Node) -> bool:
     return any(c.state == "ESTAB" and c.peer_address == peer.address for c in connections)
 
 
-@pytest.mark.nightly
 def test_a_run_goes_on_while_the_engine_and_collector_of_a_node_are_cut_off(
     nodes: Nodes, root: Path, reference_of: ReferenceOf
 ) -> None:
@@ -271,7 +266,6 @@ def test_a_run_goes_on_while_the_engine_and_collector_of_a_node_are_cut_off(
     assert_equal(job.run, reference_of("float32", VERY_LONG), VERY_LONG, except_for=FAULT_METRICS)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_an_engine_and_a_collector_of_the_second_node_are_replaced(
     nodes: Nodes, root: Path, reference_of: ReferenceOf, dtype: str
@@ -289,7 +283,7 @@ def test_an_engine_and_a_collector_of_the_second_node_are_replaced(
     assert_equal(job.run, reference_of(dtype, LONG), LONG, except_for=FAULT_METRICS)
 
 
-@pytest.mark.parametrize("dtype", DAILY_DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_responses_go_on_at_the_other_node_when_an_engine_is_killed(
     nodes: Nodes, root: Path, tmp_path: Path, dtype: str
 ) -> None:

@@ -22,6 +22,8 @@ from megatron_rl.rollouts.wire.rejections import UserClassFailed, count_unusable
 from tests.support.fake_engine import configuration, fake_engine, reply, serving
 from tests.support.scripted_model import EOS, PROMPT
 
+pytestmark = pytest.mark.slow
+
 CLASSES = """
 import asyncio
 
@@ -158,7 +160,9 @@ def test_a_scorer_that_ignores_its_cancellation_gives_no_verdict(
     assert caplog.text.count("is replaced when no other call runs in it (group g, rollout ") == 3
 
 
-@pytest.mark.parametrize("name", ["Stubborn", "RespondsAnyway"])
+@pytest.mark.parametrize(
+    "name", ["Stubborn", pytest.param("RespondsAnyway", marks=pytest.mark.nightly)]
+)
 def test_an_environment_that_ignores_its_cancellation_is_rejected(name: str) -> None:
     messages = collect(2, environment=f"stubborn:{name}")
     group = group_of(messages)
@@ -184,6 +188,7 @@ def test_an_environment_that_requests_responses_forever_is_rejected() -> None:
         RolloutBatch(groups=(group,), generated_tokens=8).require("step-1", 0.5)
 
 
+@pytest.mark.nightly
 def test_system_exit_of_user_code_does_not_end_the_collector() -> None:
     group = group_of(collect(2, environment="stubborn:Exits"))
     assert group.rejections == {"environment": 2}

@@ -234,6 +234,7 @@ class TwoTurns:
 """
 
 
+@pytest.mark.slow
 def test_an_environment_gets_no_further_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -273,6 +274,7 @@ class Stubborn:
 """
 
 
+@pytest.mark.slow
 def test_an_environment_that_ignores_its_cancellation_gets_no_further_turn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

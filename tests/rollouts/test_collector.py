@@ -161,6 +161,7 @@ def test_tokens_of_a_reply_that_is_sampled_again_are_counted() -> None:
     assert message.generated_tokens == 4 + 7
 
 
+@pytest.mark.slow
 def test_tokens_before_and_in_a_rejected_reply_are_counted(own_module: str) -> None:
     """The first turn is valid, and both attempts of the second one are not."""
 
@@ -218,6 +219,7 @@ def test_seeds_of_requests_are_derived_from_the_seed_of_the_run() -> None:
     assert all(0 <= seed < 2**63 for seed in first)  # the range of the engine
 
 
+@pytest.mark.slow
 def test_every_turn_has_another_seed(own_module: str) -> None:
     turn_seeds: list[int] = []
 
@@ -388,6 +390,7 @@ def own_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "user_environments"
 
 
+@pytest.mark.slow
 def test_a_user_defined_environment_with_two_turns(own_module: str) -> None:
     def check(message: FromCollector, collector: Collector) -> None:
         assert isinstance(message, GroupDone) and message.group.rejections == {}
@@ -414,6 +417,7 @@ def test_a_user_defined_environment_with_two_turns(own_module: str) -> None:
     )
 
 
+@pytest.mark.slow
 def test_an_exception_of_an_environment_rejects_its_rollout(
     own_module: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -432,6 +436,7 @@ def test_an_exception_of_an_environment_rejects_its_rollout(
     )
 
 
+@pytest.mark.slow
 def test_an_environment_is_ended_by_its_timeout(
     own_module: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -444,6 +449,7 @@ def test_an_environment_is_ended_by_its_timeout(
     collect(lambda n, body: reply(body, "046"), request(2), check, environment)
 
 
+@pytest.mark.slow
 def test_an_environment_that_requests_no_response_is_named(own_module: str) -> None:
     def check(message: FromCollector, collector: Collector) -> None:
         assert isinstance(message, GroupDone) and message.group.rejections == {"no_response": 2}
@@ -453,6 +459,7 @@ def test_an_environment_that_requests_no_response_is_named(own_module: str) -> N
     collect(lambda n, body: reply(body, "046"), request(2), check, environment)
 
 
+@pytest.mark.slow
 def test_waiting_for_responses_does_not_count_for_the_timeout(own_module: str) -> None:
     def check(message: FromCollector, collector: Collector) -> None:
         assert (

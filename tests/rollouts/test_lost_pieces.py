@@ -123,6 +123,7 @@ class DyingEnvironment(Environment):
         os._exit(3)
 
 
+@pytest.mark.slow
 def test_pieces_of_an_episode_whose_process_ends_are_counted_as_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -136,6 +137,7 @@ def test_pieces_of_an_episode_whose_process_ends_are_counted_as_restarted(
     assert answer.group.rejected_tokens["environment_restarted"] == 2 * PIECE
 
 
+@pytest.mark.slow
 def test_a_response_that_its_environment_gives_up_counts() -> None:
     engine = FailingEngine("hang")
     environment = f"{__name__}:ImpatientEnvironment"

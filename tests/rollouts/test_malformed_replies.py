@@ -391,7 +391,7 @@ def bench() -> Iterator[CollectorBench]:
 
 
 N = len(PROMPT.token_ids)
-quick = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+quick = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
 def check(bench: CollectorBench, body: bytes) -> Rollout | str:
@@ -444,7 +444,7 @@ def test_several_damages_are_one_rejection_unless_they_cancel(
     check(bench, json.dumps(reply).encode())
 
 
-@settings(quick, max_examples=150)
+@settings(quick, max_examples=2 * settings.default.max_examples)
 @given(st.data())
 def test_replies_with_changed_bytes_are_rejected_or_read_as_they_are(
     bench: CollectorBench, data: st.DataObject

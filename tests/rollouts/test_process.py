@@ -30,6 +30,8 @@ from tests.support.fake_engine import configuration, fake_engine, reply
 from tests.support.scripted_model import EOS, PROMPT
 from tests.support.selectors import FixedPrompts
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = """
 import asyncio
@@ -174,7 +176,6 @@ def test_a_stalled_collector_is_lost(hub: CollectorHub, start: Start) -> None:
     assert isinstance(loss, CollectorGone) and "node 0 was not heard" in loss.reason
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("silence_seconds", [4.0])
 def test_an_environment_that_blocks_once_costs_no_rollout_and_the_collector_stays_heard(
     hub: CollectorHub, start: Start
@@ -195,7 +196,6 @@ def test_an_environment_may_take_long_to_load(hub: CollectorHub, start: Start) -
     assert batch.metrics()["rollout/samples"] == 4.0
 
 
-@pytest.mark.slow
 def test_an_environment_that_never_loads_ends_the_run_and_the_collector(
     hub: CollectorHub, start: Start
 ) -> None:
@@ -207,7 +207,6 @@ def test_an_environment_that_never_loads_ends_the_run_and_the_collector(
     assert process.wait(15) == 1
 
 
-@pytest.mark.slow
 def test_calls_that_go_on_do_not_keep_a_collector_from_ending(
     hub: CollectorHub, start: Start
 ) -> None:
@@ -219,9 +218,14 @@ def test_calls_that_go_on_do_not_keep_a_collector_from_ending(
     assert process.wait(15) == 0
 
 
-def test_a_collector_ends_with_the_hub(hub: CollectorHub, start: Start) -> None:
+def test_a_collector_has_no_key_on_its_command_line_and_ends_with_the_hub(
+    hub: CollectorHub, start: Start
+) -> None:
     process = start()
     hub.wait_for(1, 20)
+    command = Path(f"/proc/{process.pid}/cmdline").read_bytes()
+    assert b"megatron_rl.rollouts.collector" in command
+    assert hub.run_key.encode() not in command
     hub.close()
     output, _ = process.communicate(timeout=10)
     assert process.returncode == 1 and "the connection to rank 0 ended" in output
@@ -233,11 +237,3 @@ def test_a_collector_with_another_key_ends_with_the_reason(hub: CollectorHub, st
     other.close()
     output, _ = process.communicate(timeout=20)
     assert process.returncode == 1 and "does not know this collector's key" in output
-
-
-def test_the_key_is_not_on_the_command_line(hub: CollectorHub, start: Start) -> None:
-    process = start()
-    hub.wait_for(1, 20)
-    command = Path(f"/proc/{process.pid}/cmdline").read_bytes()
-    assert b"megatron_rl.rollouts.collector" in command
-    assert hub.run_key.encode() not in command

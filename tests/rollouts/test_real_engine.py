@@ -23,7 +23,7 @@ from tests.support.engines import running_engine
 from tests.support.exactness import EXACT
 from tests.support.scripted_model import CHECKPOINT, PROMPT, TOKENIZER
 
-pytestmark = [pytest.mark.engine, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.nightly, pytest.mark.engine, pytest.mark.timeout(400)]
 SHAPE = read_shape(CHECKPOINT)
 
 

@@ -51,7 +51,9 @@ def answer_requests(
     """Make an `idle` in which the collector answers its requests, the last one first."""
 
     def idle() -> None:
-        new_requests = [m for m in peer.receive() if isinstance(m, GroupRequest)]
+        new_requests = [
+            m for m in peer.receive(first_milliseconds=20) if isinstance(m, GroupRequest)
+        ]
         requests.extend(new_requests)
         for request in reversed(new_requests):
             peer.send(answer(request))

@@ -281,13 +281,13 @@ def test_request_waits_while_its_engine_answers_others() -> None:
     """A deadline from the start of a request would drop the longest responses."""
 
     async def generate(request: web.Request) -> web.Response:
-        await asyncio.sleep(4.5 if "long" in (await request.json())["rid"] else 0.01)
+        await asyncio.sleep(2.25 if "long" in (await request.json())["rid"] else 0.01)
         return good_reply()
 
     async def scenario() -> None:
         async with (
             serving(generate) as url,
-            GenerateClient(url, deadline_seconds=3.0, route_shape=(1, 1)) as client,
+            GenerateClient(url, deadline_seconds=1.5, route_shape=(1, 1)) as client,
         ):
             long = asyncio.create_task(client.generate([1, 2, 3], SAMPLING, rid="long"))
             while not long.done():

@@ -47,7 +47,7 @@ class Peer:
     def send_raw(self, data: bytes) -> None:
         self._socket.send(data)
 
-    def receive(self, at_least: int = 0) -> list[ToCollector]:
+    def receive(self, at_least: int = 0, *, first_milliseconds: int = 500) -> list[ToCollector]:
         """Return `at_least` messages, and those that arrive until none comes for a while.
 
         It waits half a second for the first message and a tenth of a second after another one.
@@ -55,7 +55,7 @@ class Peer:
         messages: list[ToCollector] = []
         decoder = msgspec.msgpack.Decoder(ToCollector)
         while True:
-            milliseconds = 100 if messages else 500
+            milliseconds = 100 if messages else first_milliseconds
             if len(messages) < at_least:
                 milliseconds = 5000
             if not self._socket.poll(milliseconds):

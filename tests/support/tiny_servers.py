@@ -12,25 +12,23 @@ from sglang_bridge.server import managed_engine
 from sglang_bridge.server.process_table import children, command_line, descendants
 from sglang_bridge.settings import ServerPlace, ServerSettings
 
-# Answers /ready, holds shared memory and has a child, as SGLang does. Nobody needs it to end
+# Answers any request, holds shared memory and has a child, as SGLang does. Nobody needs it to end
 # in an orderly way.
 SERVER = """
-import subprocess, sys
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import socket, subprocess, sys
 from multiprocessing.shared_memory import SharedMemory
-
-class Handler(BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-
-    def log_message(self, *arguments):
-        pass
 
 memory = SharedMemory(create=True, size=4096)
 print("memory", memory.name, flush=True)
 child = subprocess.Popen(["sleep", "60"])
-HTTPServer(("127.0.0.1", int(sys.argv[1])), Handler).serve_forever()
+listener = socket.create_server(("127.0.0.1", int(sys.argv[1])))
+while True:
+    connection, _ = listener.accept()
+    with connection:
+        connection.recv(65536)
+        connection.sendall(
+            b"HTTP/1.1 200 OK\\r\\nContent-Length: 0\\r\\nConnection: close\\r\\n\\r\\n"
+        )
 """
 # Never answers.
 SILENT = "import time; time.sleep(60)"
@@ -38,7 +36,7 @@ FAILING = "raise OSError('no model there')"
 
 
 def run_instead_of_sglang(monkeypatch: pytest.MonkeyPatch, code: Callable[[], str]) -> None:
-    """Start managed engines with this code.
+    """Start managed engines with this code, which imports only the standard library.
 
     Its arguments are the port, the place where the servers of an engine meet, and its number
     among them.
@@ -53,7 +51,7 @@ def run_instead_of_sglang(monkeypatch: pytest.MonkeyPatch, code: Callable[[], st
         **options: Any,
     ) -> list[str]:
         words = map(str, (port, meeting, place.server_rank))
-        return [sys.executable, "-c", code(), *words]
+        return [sys.executable, "-S", "-c", code(), *words]
 
     monkeypatch.setattr(managed_engine, "build_argv", build_argv)
 

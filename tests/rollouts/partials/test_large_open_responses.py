@@ -169,6 +169,7 @@ def check(rollout: Rollout, dtype: type) -> None:
     assert rollout.num_tokens == len(PROMPT.token_ids) + PIECES * TOKENS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("num_experts", "dtype"), [(128, np.uint8), (300, np.uint16)], ids=["128", "300"]
 )

@@ -9,7 +9,7 @@ from typing import Literal
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config.schema import (
@@ -34,6 +34,8 @@ POOL = make_pool(60)
 STEPS = 3
 SETTINGS = RolloutSettings(max_new_tokens=8, prompts_per_step=5, samples_per_prompt=6)
 Skip = Literal["all_correct", "zero_variance"]
+# Each example samples several steps
+few_examples = settings(max_examples=settings.default.max_examples // 6)
 
 
 def idle() -> None:
@@ -90,6 +92,7 @@ def extended_by_rank_0(hub: ScriptedHub, skip: Skip) -> tuple[list[RolloutBatch]
 
 
 @pytest.mark.parametrize("skip", ["all_correct", "zero_variance"])
+@few_examples
 @given(seed=st.integers(0, 2**32), other_seed=st.integers(0, 2**32), num_nodes=st.integers(1, 3))
 def test_batches_and_beliefs_are_those_of_extensions_by_rank_0(
     skip: Skip, seed: int, other_seed: int, num_nodes: int
@@ -108,6 +111,7 @@ def test_batches_and_beliefs_are_those_of_extensions_by_rank_0(
     assert hub.kept_ids == {id_ for batch in batches for id_ in batch.delivered_ids}
 
 
+@few_examples
 @given(seed=st.integers(0, 2**32))
 def test_a_lost_collector_changes_no_batch(seed: int) -> None:
     """Neither before nor after it has said that a probe is extended."""
@@ -129,6 +133,7 @@ def test_a_lost_collector_changes_no_batch(seed: int) -> None:
         assert contents(sampler.sample(step)) == contents(batch)
 
 
+@few_examples
 @given(seed=st.integers(0, 2**32), num_polls=st.integers(0, 60))
 def test_a_step_with_extensions_can_be_dropped_and_sampled_again(seed: int, num_polls: int) -> None:
     """Answers that were on their way do not count for the new requests."""

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config.schema import DataSettings, RolloutSettings, SelectionSettings
@@ -76,8 +76,11 @@ def contents(groups: tuple[Group, ...]) -> list[object]:
 # Of each round of four. Then the second round has three groups that the step does not need.
 THREE_OF_FOUR = frozenset(number for number in range(40) if number % 4 != 3)
 MIXED_PROMPTS = st.frozensets(st.integers(0, len(POOL) - 1), min_size=6)
+# Each example samples several steps
+few_examples = settings(max_examples=settings.default.max_examples // 3)
 
 
+@few_examples
 @given(MIXED_PROMPTS, st.integers(0, 2**32), st.integers(0, 2**32), st.integers(1, 3))
 def test_what_trains_depends_on_no_order_of_arrival(
     mixed_prompts: frozenset[int], seed: int, other_seed: int, num_nodes: int
@@ -92,6 +95,7 @@ def test_what_trains_depends_on_no_order_of_arrival(
         assert batch.delivered_ids == tuple(group.group_id for group in batch.groups)
 
 
+@few_examples
 @given(MIXED_PROMPTS, st.integers(0, 2**32))
 def test_the_mixed_groups_are_those_of_a_surplus_that_is_finished(
     mixed_prompts: frozenset[int], seed: int
@@ -114,6 +118,7 @@ def mixed_ids(mixed_prompts: frozenset[int]) -> set[str]:
     return {f"p{number}" for number in mixed_prompts}
 
 
+@few_examples
 @given(MIXED_PROMPTS, st.integers(0, 2**32))
 def test_each_token_of_the_surplus_is_in_one_class_and_nothing_is_kept(
     mixed_prompts: frozenset[int], seed: int
@@ -139,6 +144,7 @@ def test_responses_of_the_surplus_are_aborted() -> None:
     assert sum(batch.unused_tokens.get("surplus_cut", 0) for batch in batches) > 0
 
 
+@few_examples
 @given(MIXED_PROMPTS, st.integers(0, 2**32))
 def test_a_lost_collector_changes_nothing_that_trains(
     mixed_prompts: frozenset[int], seed: int

@@ -52,7 +52,7 @@ def processes_of(file: Path) -> int:
 @pytest.mark.parametrize(
     "text",
     [
-        "blocks",
+        nightly("blocks"),
         nightly("blocks_in_a_task"),
         nightly("stops"),
     ],
@@ -98,7 +98,7 @@ def test_a_fork_that_returns_into_the_event_loop_ends(score: Score) -> None:
     [
         ("exits", "exit code 3", "ChildProcessError: "),
         nightly("exits_in_a_thread", "exit code 4", LOST),
-        ("closes", "it closed its connection", LOST),
+        nightly("closes", "it closed its connection", LOST),
         nightly("writes", "it sent an invalid message", LOST),
         ("kills_its_supervisor", "SIGKILL", LOST),
     ],
@@ -135,6 +135,7 @@ def test_what_a_scorer_prints_comes_out_and_blocks_nothing(
     assert capfd.readouterr().out.count("x" * 100_000) == 200
 
 
+@pytest.mark.nightly
 def test_no_number_of_ends_of_a_process_stops_the_run(score: Score) -> None:
     texts = [f"exits {number}" for number in range(4)]
     results = score(*texts, "waits", then=("after",))

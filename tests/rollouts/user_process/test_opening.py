@@ -110,6 +110,7 @@ def test_a_constructor_that_fails_is_refused_by_name(name: str, message: str) ->
     assert set(psutil.Process().children(recursive=True)) - earlier == set()
 
 
+@pytest.mark.nightly
 def test_a_class_that_cannot_be_open_twice_costs_a_call_its_verdict() -> None:
     """The call that ended its process cannot be made alone. The shared process opens again."""
     results = score_in_process("constructors:OpensAlone", "exits", then=("after",))

@@ -85,8 +85,7 @@ class Stalling(Scorer):
 
     async def blocks(self):
         await asyncio.sleep(0.1)
-        while True:
-            pass
+        time.sleep(3600)
 
     async def blocks_once(self):
         await asyncio.sleep(0.1)
@@ -134,7 +133,7 @@ def rewards_of(verdicts: dict[str, Verdict]) -> set[float | None]:
     return {verdict.reward for verdict in verdicts.values()}
 
 
-@pytest.mark.parametrize("word", ["sleeps", "works"])
+@pytest.mark.parametrize("word", [pytest.param("sleeps", marks=pytest.mark.nightly), "works"])
 def test_a_stall_within_the_limit_costs_nothing(word: str, calls: Path) -> None:
     """The time of a call stands still meanwhile."""
     texts = [f"{word} {number}" for number in range(4)]
@@ -172,6 +171,7 @@ def test_a_kill_makes_all_calls_again(calls: Path) -> None:
     assert "SIGKILL" in results.warnings[0] and len(results.warnings) == 1
 
 
+@pytest.mark.nightly
 def test_calls_that_lose_a_second_process_have_no_verdict(calls: Path) -> None:
     act = signal_process_of(calls, signal.SIGKILL, times=2)
     texts = ("waits_in_vain 1", "waits_in_vain 2")
@@ -186,6 +186,7 @@ def test_calls_that_lose_a_second_process_have_no_verdict(calls: Path) -> None:
     }
 
 
+@pytest.mark.nightly
 def test_a_class_whose_process_never_stays_loses_its_calls_and_nothing_waits() -> None:
     results = score_in_process("stalling:NeverStays", "a", "b", timeout_s=30.0, then=())
     for text in ("a", "b"):
@@ -208,6 +209,7 @@ def test_a_call_that_blocks_costs_none_of_many_others(calls: Path) -> None:
     assert "(call 'blocks'; number 1)" in results.warnings[0]
 
 
+@pytest.mark.nightly
 def test_several_calls_that_block_cost_none_of_the_others(calls: Path) -> None:
     bad = ("blocks 1", "blocks 2", "blocks 3")
     good = [f"sleeps {number}" for number in range(10)]
@@ -216,6 +218,7 @@ def test_several_calls_that_block_cost_none_of_the_others(calls: Path) -> None:
     assert {results.verdicts[text].reward for text in good} == {1.0}
 
 
+@pytest.mark.nightly
 def test_a_call_that_blocks_once_has_its_verdict(calls: Path) -> None:
     """A stall while the code of a call runs looks the same."""
     texts = ("blocks_once", "sleeps 1", "sleeps 2")

@@ -64,6 +64,7 @@ def run_with_shim(directory: Path, package: str, modules: dict[str, str], script
     return result.stdout
 
 
+@pytest.mark.slow
 def test_engine_imports_torchvision_stand_in_that_transformers_ignores(
     tmp_path: Path,
 ) -> None:

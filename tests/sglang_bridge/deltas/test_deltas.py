@@ -262,7 +262,7 @@ def test_other_names_shapes_and_dtypes_follow(scene: Scene, dtype: torch.dtype) 
 VALUES = st.integers(0, 2**16 - 1)  # every bfloat16, NaN with a payload included
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=settings.default.max_examples // 3)
 @given(st.lists(st.lists(VALUES, min_size=1, max_size=40), min_size=1, max_size=5))
 def test_random_histories(
     tmp_path_factory: pytest.TempPathFactory, versions: list[list[int]]

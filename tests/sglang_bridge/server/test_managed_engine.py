@@ -29,6 +29,8 @@ from tests.support.tiny_servers import (
     server_pid,
 )
 
+pytestmark = pytest.mark.slow
+
 
 class Code:
     """The code of the next start."""
@@ -96,7 +98,12 @@ def test_a_server_that_was_killed_answers_again_at_the_same_address(
 
 
 @pytest.mark.parametrize(
-    "indices", [(0,), (1,), (0, 1, 2)], ids=["supervisor", "server", "whole tree"]
+    "indices",
+    [
+        pytest.param((0,), id="supervisor", marks=pytest.mark.nightly),
+        pytest.param((1,), id="server", marks=pytest.mark.nightly),
+        pytest.param((0, 1, 2), id="whole tree"),
+    ],
 )
 def test_a_frozen_server_is_ended_and_started_again(
     engine: ManagedEngine, indices: tuple[int, ...]
@@ -191,7 +198,14 @@ def test_a_server_that_was_stopped_is_not_started_again(engine: ManagedEngine) -
     assert [file.name for file in engine.log_path.parent.iterdir()] == ["engine.log"]
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.05, 0.5])
+@pytest.mark.parametrize(
+    "delay",
+    [
+        pytest.param(0.0, marks=pytest.mark.nightly),
+        0.05,
+        pytest.param(0.5, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_stop_wins_over_a_restart_in_progress(engine: ManagedEngine, delay: float) -> None:
     """Whatever the moment, nothing runs after the stop."""
     pid = engine.pid

@@ -28,6 +28,7 @@ def test_cpu_digest_is_the_beginning_of_sha256() -> None:
     assert digest_of(CpuDigest, tensor, 7) == digest_of(CpuDigest, tensor)
 
 
+@pytest.mark.slow
 def test_gpu_digest_equals_the_sglang_kernel(tmp_path: Path) -> None:
     """Whole tiles, a part of one, odd numbers of bytes, and more than one tile."""
     generator = torch.Generator().manual_seed(0)

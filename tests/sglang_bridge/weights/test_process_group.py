@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
 from typing import Any
@@ -30,10 +31,17 @@ URL = "http://127.0.0.1:1"
 Peer = tuple[PeerAdmin, BaseProcess]
 
 
+@pytest.fixture(scope="module")
+def context() -> ForkServerContext:
+    """Starts processes out of one that has imported torch."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed", serve_peer.__module__])
+    return context
+
+
 @contextlib.contextmanager
-def open_peer(url: str) -> Iterator[Peer]:
+def open_peer(url: str, context: ForkServerContext) -> Iterator[Peer]:
     """A process with one end of a pipe, and the admin that sends to it."""
-    context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     process = context.Process(target=serve_peer, args=(theirs,), daemon=True)
     process.start()
@@ -44,17 +52,17 @@ def open_peer(url: str) -> Iterator[Peer]:
 
 
 @pytest.fixture
-def peer() -> Iterator[Peer]:
-    with open_peer(URL) as process:
+def peer(context: ForkServerContext) -> Iterator[Peer]:
+    with open_peer(URL, context) as process:
         yield process
 
 
 @pytest.fixture
-def peers() -> Iterator[list[Peer]]:
+def peers(context: ForkServerContext) -> Iterator[list[Peer]]:
     """Three engines."""
     with contextlib.ExitStack() as stack:
         urls = [f"http://127.0.0.1:{port}" for port in (1, 2, 3)]
-        yield [stack.enter_context(open_peer(url)) for url in urls]
+        yield [stack.enter_context(open_peer(url, context)) for url in urls]
 
 
 def send(
@@ -78,6 +86,7 @@ def tree_transport(size: int) -> DistributedTransport:
     return DistributedTransport(backend="gloo", timeout_seconds=20.0, engines_per_tree=size)
 
 
+@pytest.mark.slow
 def test_buckets_arrive_and_no_default_group_appears(peer: Peer) -> None:
     had_default_group = dist.is_initialized()
     sender = transport()
@@ -89,6 +98,7 @@ def test_buckets_arrive_and_no_default_group_appears(peer: Peer) -> None:
     sender.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["dies", "hangs", "refuses"])
 def test_failed_peer_is_reported_within_the_timeout(peer: Peer, how: str) -> None:
     admin, process = peer
@@ -110,6 +120,7 @@ def test_failed_peer_is_reported_within_the_timeout(peer: Peer, how: str) -> Non
     sender.close()
 
 
+@pytest.mark.slow
 def test_failed_engine_is_dropped_without_waiting_for_its_broadcast(
     peer: Peer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -147,6 +158,7 @@ def send_to_tree(
     return sender.send(stream, admins, 7, bucket_bytes=4, deadline=deadline)
 
 
+@pytest.mark.slow
 def test_a_tree_gets_each_bucket_in_one_broadcast(peers: list[Peer]) -> None:
     admins = [admin for admin, _ in peers]
     sender = tree_transport(size=2)
@@ -164,6 +176,7 @@ def test_a_tree_gets_each_bucket_in_one_broadcast(peers: list[Peer]) -> None:
     sender.close()
 
 
+@pytest.mark.slow
 def test_an_engine_that_dies_takes_its_tree_with_it_and_no_other(peers: list[Peer]) -> None:
     admins = [admin for admin, _ in peers]
     sender = tree_transport(size=2)
@@ -182,6 +195,7 @@ def test_an_engine_that_dies_takes_its_tree_with_it_and_no_other(peers: list[Pee
     sender.close()
 
 
+@pytest.mark.slow
 def test_a_tree_that_lacks_an_engine_is_not_used(peers: list[Peer]) -> None:
     """An engine that failed since the tree was formed would keep the broadcast waiting."""
     admins = [admin for admin, _ in peers]
@@ -194,6 +208,7 @@ def test_a_tree_that_lacks_an_engine_is_not_used(peers: list[Peer]) -> None:
     sender.close()
 
 
+@pytest.mark.slow
 def test_an_engine_that_does_not_answer_is_left_out_of_a_new_tree(peers: list[Peer]) -> None:
     admins = [admin for admin, _ in peers]
     admins[1].is_up = False
@@ -226,6 +241,7 @@ def test_a_tree_of_engines_here_and_elsewhere_meets_at_an_address_of_the_network
     assert admins[0].join["address"] == "127.0.0.1"
 
 
+@pytest.mark.slow
 def test_an_engine_that_ends_while_its_group_forms_is_reported_within_half_of_the_timeout(
     peers: list[Peer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -246,6 +262,7 @@ def test_an_engine_that_ends_while_its_group_forms_is_reported_within_half_of_th
         assert time.monotonic() - start < 16.0
 
 
+@pytest.mark.slow
 def test_a_bucket_may_take_longer_than_it_takes_to_join(peer: Peer) -> None:
     """Gloo gets less time for a connection than for a transfer."""
     admin, process = peer
@@ -269,6 +286,7 @@ def test_engine_that_never_joins_is_reported() -> None:
     assert "no engine joined" in failures[URL]
 
 
+@pytest.mark.slow
 def test_a_tree_of_which_one_engine_never_joins_is_reported(peer: Peer) -> None:
     class Absent(PeerAdmin):
         def init_weights_update_group(self, **request: object) -> None:
