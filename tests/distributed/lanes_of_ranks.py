@@ -1,8 +1,9 @@
-"""Script for torchrun: the ranks of a grid send their weights to engines.
+"""Script for torchrun: the ranks of each grid in turn send their weights to engines.
 
-Usage: lanes_of_ranks.py OUT MODEL GRID DTYPE BUCKET_BYTES URL...; rank R writes
-OUT/GRID-DTYPE-R.json. DTYPE is for trainer and engines. "fp8:" in front of it quantizes what
-engines get.
+Usage: lanes_of_ranks.py OUT BUCKET_BYTES URLS CASE...; URLS are separated by commas, and a case is
+MODEL,GRID,DTYPE. Rank R writes OUT/GRID-DTYPE-R.json. DTYPE is for trainer and engines. "fp8:" in
+front of it quantizes what engines get. The engines are those of `tests.support.weight_receiver`.
+Rank 0 also reports the state of each before and after.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import collections
 import hashlib
 import json
 import sys
+import urllib.request
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ compat.install()
 
 import torch
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from launch.rehearsal.memory_meter import MemoryMeter
@@ -167,19 +170,37 @@ def open_meter(weights: OwnedWeights) -> AllocationMeter:
     return meter
 
 
-def main(
-    out: Path, model: Path, grid: str, dtype: str, bucket_bytes: int, urls: Sequence[str]
+def read_engines(urls: Sequence[str]) -> list[dict[str, Any]]:
+    """Read the states of the engines."""
+    states = []
+    for url in urls:
+        with urllib.request.urlopen(f"{url}/state", timeout=30) as response:
+            states.append(json.load(response))
+    return states
+
+
+def run_case(
+    case: Sequence[str],
+    out: Path,
+    bucket_bytes: int,
+    urls: Sequence[str],
+    counter: CollectiveCounter,
 ) -> None:
     """Send, and write what this rank did and what it holds."""
-    layout, weights = open_weights(model, grid, dtype, bucket_bytes)
-    counter = CollectiveCounter()
-    part = open_part(layout, out, model, dtype, bucket_bytes)
+    model, grid, dtype = case
+    layout, weights = open_weights(Path(model), grid, dtype, bucket_bytes)
+    counter.counts.clear()
+    part = open_part(layout, out / f"{grid}-{dtype}", Path(model), dtype, bucket_bytes)
     meter = open_meter(weights)
     report: dict[str, Any] = {"shard": meter.meter.current.total()}
+    if layout.rank == 0:
+        report["engines_before"] = read_engines(urls)
     with meter:
         report |= send(part, weights, urls)
     report["peak"] = meter.meter.peak.total()
     report["collectives"] = dict(counter.counts)
+    if layout.rank == 0:
+        report["engines"] = read_engines(urls)
     # One rank with everything would send these bits
     stage = iterate_hf_weights(weights.models, weights.shape, weights.dtype)
     whole = weights.transform(stage)
@@ -192,15 +213,16 @@ def main(
     )
     (out / f"{grid}-{dtype}-{layout.rank}.json").write_text(json.dumps(report))
     part.close()
+    parallel_state.destroy_model_parallel()
+
+
+def main() -> None:
+    out, bucket_bytes, urls, *cases = sys.argv[1:]
+    counter = CollectiveCounter()
+    for case in cases:
+        run_case(case.split(","), Path(out), int(bucket_bytes), urls.split(","), counter)
     parallel.shutdown()
 
 
 if __name__ == "__main__":
-    main(
-        Path(sys.argv[1]),
-        Path(sys.argv[2]),
-        sys.argv[3],
-        sys.argv[4],
-        int(sys.argv[5]),
-        sys.argv[6:],
-    )
+    main()

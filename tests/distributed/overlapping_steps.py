@@ -1,8 +1,8 @@
 """Trains steps whose collectives overlap with passes, and steps whose collectives do not.
 
-Runs under torchrun. Usage: overlapping_steps.py OUT GRID...
+Runs under torchrun. Usage: overlapping_steps.py OUT GRID,DTYPE...
 
-Rank 0 writes OUT: for each grid, number format and setting, what a run can see of its steps.
+Rank 0 writes OUT: for each case and setting, what a run can see of its steps.
 """
 
 from __future__ import annotations
@@ -181,18 +181,18 @@ def _shared_folder(layout: RankLayout) -> Path:
 
 
 def main() -> None:
-    out, *names = sys.argv[1:]
+    out, *cases = sys.argv[1:]
     config: Any = optimizer_module
     config.DistributedDataParallelConfig = partial(
         config.DistributedDataParallelConfig, bucket_size=BUCKET
     )
     results: dict[str, Any] = {}
-    for name in names:
+    for case in cases:
+        name, dtype = case.split(",")
         grid = ParallelSettings(**GRIDS[name], timeout_s=60)
         layout = parallel.initialize(grid, seed=0)
-        for dtype in ("float32", "bfloat16"):
-            for overlap in OVERLAPS:
-                results[f"{name} {dtype} {overlap}"] = train(grid, layout, dtype, overlap)
+        for overlap in OVERLAPS:
+            results[f"{name} {dtype} {overlap}"] = train(grid, layout, dtype, overlap)
         parallel_state.destroy_model_parallel()
         if layout.rank == 0:
             Path(out).write_text(json.dumps(results))

@@ -1,9 +1,11 @@
 """Checkpoints resume exactly in the layout that saved them, and in every other one.
 
-Each is also exported from each layout.
+Each is also exported from each layout. `DAILY` has each kind of resume once, and the others are
+marked `nightly`.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,16 @@ BFLOAT16_PAIRS = (
     ("pp2_vpp2-bfloat16", "tp2_ep2-bfloat16"),
     ("cp2_ep2-bfloat16", "pp2_vpp2-bfloat16"),
 )
+BFLOAT16 = [*((layout, layout) for layout in BFLOAT16_LAYOUTS), *BFLOAT16_PAIRS]
+ALL = [*((layout, layout) for layout in LAYOUTS), *PAIRS, *BFLOAT16]
+# test_exact_resume.py resumes a bfloat16 run in the same layout
+DAILY = [
+    ("ep2-none", "ep2-none"),
+    ("pp2_vpp2-none", "ep2-none"),
+    ("tp2_ep2-bfloat16", "cp2_ep2-bfloat16"),
+]
+NIGHTLY = [pair for pair in ALL if pair not in DAILY]
+DAILY_EXPORTS = [saved_layout for saved_layout, _ in DAILY]
 SEQUENCES = range(8)  # the job computed the logits of these
 # The largest difference of metrics and weights between layouts, which add in different orders. A
 # lost moment would change weights by 1e-3.
@@ -44,7 +56,7 @@ TOLERANCE = 2e-6
 # step of bfloat16. The batch itself moves the weights by 5e-4 on average.
 BFLOAT16_TOLERANCE = 1.5e-4
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(900)]
 
 
 def run_job(directory: Path, pairs: Iterable[tuple[str, str]]) -> Path:
@@ -52,29 +64,29 @@ def run_job(directory: Path, pairs: Iterable[tuple[str, str]]) -> Path:
     write_checkpoint(directory / "plain", **MODELS["plain"])
     _, rollouts, _ = make_batch(read_shape(directory / "plain"), BATCHES * BATCH)
     write_rollouts(directory / "rollouts", rollouts)
-    torchrun(SCRIPT, str(directory), *map(":".join, pairs), ranks=2, timeout=500)
+    torchrun(SCRIPT, str(directory), *map(":".join, pairs), ranks=2, timeout=800)
     return directory
 
 
-@pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of every pair of layouts in float32."""
-    pairs = [*((layout, layout) for layout in LAYOUTS), *PAIRS]
-    return run_job(tmp_path_factory.mktemp("layouts"), pairs)
+FindResults = Callable[[bool], Path]
 
 
 @pytest.fixture(scope="module")
-def bfloat16_result(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of one bfloat16 layout and of its checkpoint in another one."""
-    pairs = [(BFLOAT16_LAYOUTS[0], BFLOAT16_LAYOUTS[0]), BFLOAT16_PAIRS[0]]
-    return run_job(tmp_path_factory.mktemp("bfloat16"), pairs)
+def results(tmp_path_factory: pytest.TempPathFactory) -> FindResults:
+    """Return the results of the daily pairs of layouts, or those of all others."""
+
+    @cache
+    def find(is_daily: bool) -> Path:
+        return run_job(tmp_path_factory.mktemp("layouts"), DAILY if is_daily else NIGHTLY)
+
+    return find
 
 
-@pytest.fixture(scope="module")
-def all_bfloat16_results(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The results of every other pair of layouts in bfloat16."""
-    pairs = [*((layout, layout) for layout in BFLOAT16_LAYOUTS[1:]), *BFLOAT16_PAIRS[1:]]
-    return run_job(tmp_path_factory.mktemp("all_bfloat16"), pairs)
+def params(pairs: Iterable[tuple[str, str]]) -> list[Any]:
+    """The parameters of pairs of layouts."""
+    return [
+        pytest.param(*pair, marks=() if pair in DAILY else pytest.mark.nightly) for pair in pairs
+    ]
 
 
 def read(directory: Path, name: str) -> dict[str, Any]:
@@ -82,49 +94,31 @@ def read(directory: Path, name: str) -> dict[str, Any]:
     return result
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_resume_in_the_same_layout_is_bit_exact(results: Path, layout: str) -> None:
-    assert_resume_is_exact(results, layout)
-
-
-def test_resume_in_bfloat16_is_bit_exact(bfloat16_result: Path) -> None:
-    assert_resume_is_exact(bfloat16_result, BFLOAT16_LAYOUTS[0])
-    assert_export_is_exact(bfloat16_result, BFLOAT16_LAYOUTS[0])
-    assert_reshard_is_close(bfloat16_result, *BFLOAT16_PAIRS[0])
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("layout", BFLOAT16_LAYOUTS[1:])
-def test_resume_in_the_same_bfloat16_layout_is_bit_exact(
-    all_bfloat16_results: Path, layout: str
+@pytest.mark.parametrize(
+    ("saved_layout", "layout"), params(pair for pair in ALL if pair[0] == pair[1])
+)
+def test_resume_in_the_same_layout_is_bit_exact(
+    results: FindResults, saved_layout: str, layout: str
 ) -> None:
-    assert_resume_is_exact(all_bfloat16_results, layout)
-    assert_export_is_exact(all_bfloat16_results, layout)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(("saved_layout", "layout"), BFLOAT16_PAIRS[1:])
-def test_resume_in_another_bfloat16_layout_keeps_model_and_optimizer(
-    all_bfloat16_results: Path, saved_layout: str, layout: str
-) -> None:
-    assert_reshard_is_close(all_bfloat16_results, saved_layout, layout)
-
-
-def assert_resume_is_exact(results: Path, layout: str) -> None:
-    baseline = read(results, f"{layout}:")
-    resume = read(results, f"{layout}:{layout}")
+    directory = results((saved_layout, layout) in DAILY)
+    baseline = read(directory, f"{saved_layout}:")
+    resume = read(directory, f"{saved_layout}:{layout}")
     assert resume["metrics"] == baseline["metrics"]
     assert resume["adam_steps"] == baseline["adam_steps"] == [2 * STEPS_PER_BATCH]
     assert different_weights(baseline["weights"], resume["weights"]) == []
 
 
-def assert_reshard_is_close(results: Path, saved_layout: str, layout: str) -> None:
+@pytest.mark.parametrize(("saved_layout", "layout"), params(BFLOAT16_PAIRS))
+def test_resume_in_another_bfloat16_layout_keeps_model_and_optimizer(
+    results: FindResults, saved_layout: str, layout: str
+) -> None:
     """The weights are equal after loading, and close after another bfloat16 batch."""
-    saved_weights = read(results, f"{saved_layout}-model")["weights"]
-    weights = read(results, f"{saved_layout}:{layout}-loaded")["weights"]
+    directory = results((saved_layout, layout) in DAILY)
+    saved_weights = read(directory, f"{saved_layout}-model")["weights"]
+    weights = read(directory, f"{saved_layout}:{layout}-loaded")["weights"]
     assert different_weights(saved_weights, weights) == []
-    baseline = read(results, f"{saved_layout}:")["weights"]
-    resume = read(results, f"{saved_layout}:{layout}")["weights"]
+    baseline = read(directory, f"{saved_layout}:")["weights"]
+    resume = read(directory, f"{saved_layout}:{layout}")["weights"]
     matrices = {name: weight for name, weight in baseline.items() if weight.ndim > 1}
     for name, weight in matrices.items():
         difference = float((weight.float() - resume[name].float()).abs().mean())
@@ -138,12 +132,13 @@ def different_weights(
     return [name for name, weight in baseline.items() if not weight.equal(weights[name])]
 
 
-@pytest.mark.parametrize(("saved_layout", "layout"), PAIRS)
+@pytest.mark.parametrize(("saved_layout", "layout"), params(PAIRS))
 def test_resume_in_another_layout_keeps_model_and_optimizer(
-    results: Path, saved_layout: str, layout: str
+    results: FindResults, saved_layout: str, layout: str
 ) -> None:
-    baseline = read(results, f"{saved_layout}:")
-    resume = read(results, f"{saved_layout}:{layout}")
+    directory = results((saved_layout, layout) in DAILY)
+    baseline = read(directory, f"{saved_layout}:")
+    resume = read(directory, f"{saved_layout}:{layout}")
     for name in ("train/loss", "policy/entropy", "train/grad_norm"):
         metric = pytest.approx(baseline["metrics"][name], abs=TOLERANCE)
         assert resume["metrics"][name] == metric, name
@@ -151,26 +146,30 @@ def test_resume_in_another_layout_keeps_model_and_optimizer(
         assert float((weight - resume["weights"][name]).abs().max()) < TOLERANCE, name
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_export_of_a_checkpoint_is_bit_exact(results: Path, layout: str) -> None:
-    assert_export_is_exact(results, layout)
-
-
-def assert_export_is_exact(results: Path, layout: str) -> None:
-    weights = read(results, f"{layout}-model")["weights"]
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(layout, marks=() if layout in DAILY_EXPORTS else pytest.mark.nightly)
+        for layout in (*LAYOUTS, *BFLOAT16_LAYOUTS)
+    ],
+)
+def test_export_of_a_checkpoint_is_bit_exact(results: FindResults, layout: str) -> None:
+    directory = results(layout in DAILY_EXPORTS)
+    weights = read(directory, f"{layout}-model")["weights"]
     export = {
         name: tensor
-        for file in (results / f"exported-{layout}").glob("*.safetensors")
+        for file in (directory / f"exported-{layout}").glob("*.safetensors")
         for name, tensor in load_file(file).items()
     }
     assert different_weights({n: w.float() for n, w in weights.items()}, export) == []
 
 
-def test_logits_of_an_export_match_the_trainer(results: Path) -> None:
+def test_logits_of_an_export_match_the_trainer(results: FindResults) -> None:
     from transformers import AutoModelForCausalLM
 
-    trainer_logits = read(results, "ep2-none-model")["logits"]
-    hf_model = AutoModelForCausalLM.from_pretrained(results / "exported-ep2-none").float().eval()
+    directory = results(True)
+    trainer_logits = read(directory, "ep2-none-model")["logits"]
+    hf_model = AutoModelForCausalLM.from_pretrained(directory / "exported-ep2-none").float().eval()
     with torch.no_grad():
         logits = torch.cat([hf_model(input_ids=sequence(i)[None]).logits[0] for i in SEQUENCES])
     assert trainer_logits.abs().max() > 0.5

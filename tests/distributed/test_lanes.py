@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.support.torchrun import torchrun
-from tests.support.weight_receiver import ReceiverProcess, open_receivers
+from tests.support.weight_receiver import open_receivers
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 
 SCRIPT = Path(__file__).with_name("lanes_of_ranks.py")
 BUCKET_BYTES = 96 * 1024
@@ -41,7 +41,7 @@ CONFIG = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-# The largest share of all bytes that rank 0 may send
+# With the largest share of all bytes that rank 0 may send. Those of two ranks are daily.
 CASES = [
     ("ep2", "float32", 2, 0.6),
     ("pp2", "bfloat16", 2, 0.6),
@@ -65,55 +65,89 @@ FP8_SIZES = {
 QUANTISING_BYTES = 4 * 4 * 128 * FP8_SIZES["hidden_size"]
 
 
-def fp8_cases() -> Iterator[Any]:
-    """Every grid with two dtypes. One case of each way to hold shards and experts is daily."""
-    daily = {("ep2", "bfloat16"), ("tp2", "bfloat16"), ("tp2_ep2", "float32")}
-    grids = {"ep2": 2, "pp2": 2, "tp2": 2, "cp2": 2, "tp2_ep2": 4, "tp2_ep2_etp2": 4}
-    for grid, ranks in grids.items():
-        for dtype in ("float32", "bfloat16"):
-            marks = () if (grid, dtype) in daily else (pytest.mark.nightly,)
-            yield pytest.param(grid, f"fp8:{dtype}", ranks, marks=marks)
+# By grid: its ranks
+FP8_GRIDS = {"ep2": 2, "pp2": 2, "tp2": 2, "cp2": 2, "tp2_ep2": 4, "tp2_ep2_etp2": 4}
+FP8_CASES = [
+    (grid, f"fp8:{dtype}", ranks)
+    for grid, ranks in FP8_GRIDS.items()
+    for dtype in ("float32", "bfloat16")
+]
+# One of experts that ranks share, and one of matrices that they share
+FP8_DAILY = (("ep2", "fp8:bfloat16", 2), ("tp2", "fp8:bfloat16", 2))
+DAILY = [case[:3] for case in CASES if case[2] == 2] + list(FP8_DAILY)
+NIGHTLY = [case for case in (*(c[:3] for c in CASES), *FP8_CASES) if case not in DAILY]
 
-
-FP8_CASES = list(fp8_cases())
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("model")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
-    return folder
+Send = Callable[[str, str, int], list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="module")
-def receivers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[ReceiverProcess]]:
-    with open_receivers(tmp_path_factory.mktemp("receivers"), 2) as processes:
-        yield processes
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[bool, Path]:
+    """The models of cases without and with FP8.
+
+    That with FP8 has one block along most sides: two ranks of a trainer share every block.
+    """
+    folders = {}
+    for has_fp8, sizes in ((False, {}), (True, FP8_SIZES)):
+        folders[has_fp8] = tmp_path_factory.mktemp("model")
+        (folders[has_fp8] / "config.json").write_text(json.dumps(CONFIG | sizes))
+    return folders
 
 
-def run(
-    folder: Path, model: Path, grid: str, dtype: str, ranks: int, urls: list[str]
-) -> list[dict[str, Any]]:
-    """Send the weights of a grid; returns what each rank reports."""
-    arguments = [str(folder), str(model), grid, dtype, str(BUCKET_BYTES), *urls]
-    torchrun(SCRIPT, *arguments, ranks=ranks, timeout=200)
-    files = [folder / f"{grid}-{dtype}-{rank}.json" for rank in range(ranks)]
-    return [json.loads(file.read_text()) for file in files]
+@pytest.fixture(scope="module")
+def send(tmp_path_factory: pytest.TempPathFactory, models: dict[bool, Path]) -> Iterator[Send]:
+    """Sends the weights of a grid; returns what each rank reports.
+
+    The daily cases, and the others of a size, run in one job.
+    """
+    folder = tmp_path_factory.mktemp("lanes")
+    with open_receivers(folder, 2) as receivers:
+        urls = ",".join(receiver.url for receiver in receivers)
+
+        @functools.cache
+        def run_job(cases: tuple[tuple[str, str, int], ...]) -> None:
+            names = [
+                f"{models[dtype.startswith('fp8:')]},{grid},{dtype}" for grid, dtype, _ in cases
+            ]
+            ranks = cases[0][2]
+            # A job of one rank sends to one engine
+            targets = urls if ranks > 1 else receivers[0].url
+            torchrun(
+                SCRIPT,
+                str(folder),
+                str(BUCKET_BYTES),
+                targets,
+                *names,
+                ranks=ranks,
+                timeout=500,
+            )
+
+        def run(grid: str, dtype: str, ranks: int) -> list[dict[str, Any]]:
+            case = (grid, dtype, ranks)
+            if case in DAILY:
+                run_job(tuple(DAILY))
+            elif case in NIGHTLY:
+                run_job(tuple(other for other in NIGHTLY if other[2] == ranks))
+            else:
+                run_job((case,))
+            files = [folder / f"{grid}-{dtype}-{rank}.json" for rank in range(ranks)]
+            return [json.loads(file.read_text()) for file in files]
+
+        yield run
 
 
-@pytest.mark.parametrize(("grid", "dtype", "ranks", "share"), CASES)
+def params(cases: Iterable[tuple[Any, ...]]) -> list[Any]:
+    """The parameters of these cases. Those that are not daily are nightly."""
+    return [
+        pytest.param(*case, marks=() if case[:3] in DAILY else pytest.mark.nightly)
+        for case in cases
+    ]
+
+
+@pytest.mark.parametrize(("grid", "dtype", "ranks", "share"), params(CASES))
 def test_owners_share_the_bytes_and_engines_hold_the_same_bits(
-    tmp_path: Path,
-    model: Path,
-    receivers: list[ReceiverProcess],
-    grid: str,
-    dtype: str,
-    ranks: int,
-    share: float,
+    send: Send, grid: str, dtype: str, ranks: int, share: float
 ) -> None:
-    urls = [receiver.url for receiver in receivers]
-    states = [receiver.state() for receiver in receivers]
-    reports = run(tmp_path, model, grid, dtype, ranks, urls)
+    reports = send(grid, dtype, ranks)
     # The bits that one rank with everything would send
     expected: dict[str, str] = {}
     for report in reports:
@@ -121,71 +155,45 @@ def test_owners_share_the_bytes_and_engines_hold_the_same_bits(
     assert reports[0]["on_rank_zero"] == expected
     for report in reports:
         assert report["on_every_rank"] == list(map(list, reports[0]["on_rank_zero"].items()))
-    for receiver, earlier in zip(receivers, states, strict=True):
-        require_weights(receiver, expected)
-        lanes = receiver.state()["bytes"].keys() - earlier["bytes"].keys()
-        assert len(lanes) == ranks
+    for engine, earlier in engines_of(reports):
+        require_weights(engine, expected)
+        assert len(engine["bytes"].keys() - earlier["bytes"].keys()) == ranks
     assert share_of_rank_zero(grid, dtype, reports[0]["bytes"]) <= share
     for report in reports:
         require_little_memory(report)
         assert not any(name.startswith("all_gather") for name in report["collectives"])
 
 
-def require_weights(receiver: ReceiverProcess, expected: dict[str, str]) -> None:
+def engines_of(reports: list[dict[str, Any]]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The state of each engine after the sync and before it."""
+    return list(zip(reports[0]["engines"], reports[0]["engines_before"], strict=True))
+
+
+def require_weights(engine: dict[str, Any], expected: dict[str, str]) -> None:
     """Require that an engine serves these weights."""
-    state = receiver.state()["serving"][-1]
+    state = engine["serving"][-1]
     assert state["version"] == "5"
     assert {name: state["weights"][name] for name in expected} == expected
 
 
-@pytest.fixture(scope="module")
-def fp8_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model of one block along most sides: two ranks of a trainer share every block."""
-    folder = tmp_path_factory.mktemp("fp8-model")
-    (folder / "config.json").write_text(json.dumps(CONFIG | FP8_SIZES))
-    return folder
-
-
-@pytest.fixture(scope="module")
-def streams_of_one_rank(
-    tmp_path_factory: pytest.TempPathFactory, fp8_model: Path
-) -> Iterator[Callable[[str], dict[str, str]]]:
-    """Returns what one rank with the whole model sends, by dtype."""
-    folder = tmp_path_factory.mktemp("one-rank")
-
-    @functools.cache
-    def stream(dtype: str) -> dict[str, str]:
-        with open_receivers(folder / dtype, 1) as receivers:
-            (report,) = run(folder, fp8_model, "single", dtype, 1, [receivers[0].url])
-            require_weights(receivers[0], report["of_stage"])
-        weights: dict[str, str] = report["of_stage"]
-        return weights
-
-    yield stream
-
-
-@pytest.mark.parametrize(("grid", "dtype", "ranks"), FP8_CASES)
+@pytest.mark.parametrize(("grid", "dtype", "ranks"), params(FP8_CASES))
 def test_every_grid_sends_the_codes_and_scales_of_one_rank(
-    tmp_path: Path,
-    fp8_model: Path,
-    receivers: list[ReceiverProcess],
-    streams_of_one_rank: Callable[[str], dict[str, str]],
-    grid: str,
-    dtype: str,
-    ranks: int,
+    send: Send, grid: str, dtype: str, ranks: int
 ) -> None:
     """Shards of tensor parallelism cut blocks of 128 x 128, and are joined before."""
-    stream = streams_of_one_rank(dtype)
+    (report_of_one,) = send("single", dtype, 1)
+    stream = report_of_one["of_stage"]
+    require_weights(report_of_one["engines"][0], stream)
     kinds = {kind.split()[0] for kind in stream.values()}
     assert kinds == {"torch.float8_e4m3fn", "torch.float32", f"torch.{dtype.removeprefix('fp8:')}"}
-    earlier = [len(receiver.state()["updates"]) for receiver in receivers]
-    reports = run(tmp_path, fp8_model, grid, dtype, ranks, [receiver.url for receiver in receivers])
+    reports = send(grid, dtype, ranks)
     assert reports[0]["on_rank_zero"] == stream
-    for receiver, count in zip(receivers, earlier, strict=True):
-        updates = receiver.state()["updates"][count:]
+    for engine, earlier in engines_of(reports):
+        assert len(engine["serving"]) > len(earlier["serving"])
+        updates = engine["updates"][len(earlier["updates"]) :]
         names = [name for update in updates for name in update]
         assert sorted(names) == sorted(stream)  # each once
-        require_weights(receiver, stream)
+        require_weights(engine, stream)
     for report in reports:
         require_little_memory(report, QUANTISING_BYTES)
         assert not any(name.startswith("all_gather") for name in report["collectives"])

@@ -18,10 +18,17 @@ GRIDS = ("dp:none", "ep2:none", "ep2:full", "pp2:none", "pp2:full", "pp2_vpp2:fu
 # The groups of ESPO belong to a sequence, and only context parallelism splits sequences.
 # test_whole_steps.py compares whole steps of every grid under one of the losses.
 LOSSES = {"grpo": GRIDS, "espo": ("dp:none", "cp2:full")}
-
-
-def two_ranks(loss: str) -> list[str]:
-    return [f"{grid}:{split}" for grid in LOSSES[loss] for split in ("4096:0", "100:5")]
+SPLITS = ("4096:0", "100:5")
+# By loss: the cases of one rank, the first of which is the reference, and those of two ranks
+Cases = dict[str, tuple[list[str], list[str]]]
+ALL: Cases = {
+    loss: (list(ONE_RANK), [f"{grid}:{split}" for grid in grids for split in SPLITS])
+    for loss, grids in LOSSES.items()
+}
+DAILY: Cases = {
+    "grpo": ([ONE_RANK[0], ONE_RANK[2]], ["ep2:none:100:5", "pp2_vpp2:full:100:5"]),
+    "espo": ([ONE_RANK[0]], ["cp2:full:100:5"]),
+}
 
 
 def relative_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> float:
@@ -32,21 +39,21 @@ def relative_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Te
 
 
 @pytest.mark.distributed
-def test_the_gradient_does_not_depend_on_the_split(tmp_path: Path) -> None:
-    cases = {
-        1: [f"{loss}:{case}" for loss in LOSSES for case in ONE_RANK],
-        2: [f"{loss}:{case}" for loss in LOSSES for case in two_ranks(loss)],
-    }
-    for ranks, names in cases.items():
+@pytest.mark.parametrize(
+    "cases", [DAILY, pytest.param(ALL, marks=pytest.mark.nightly)], ids=["daily", "all"]
+)
+def test_the_gradient_does_not_depend_on_the_split(tmp_path: Path, cases: Cases) -> None:
+    for ranks in (1, 2):
         (tmp_path / str(ranks)).mkdir()
+        names = [f"{loss}:{case}" for loss in cases for case in cases[loss][ranks - 1]]
         torchrun(SCRIPT, str(tmp_path / str(ranks)), *names, ranks=ranks)
-    for loss in LOSSES:
+    for loss, (of_one_rank, of_two_ranks) in cases.items():
         gradients = {
             f"{file.parent.name} rank(s) {file.stem}": torch.load(file, weights_only=True)
             for file in tmp_path.glob(f"*/{loss}:*.pt")
         }
-        assert len(gradients) == len(ONE_RANK) + len(two_ranks(loss))
-        reference = gradients.pop(f"1 rank(s) {loss}:{ONE_RANK[0]}")
+        assert len(gradients) == len(of_one_rank) + len(of_two_ranks)
+        reference = gradients.pop(f"1 rank(s) {loss}:{of_one_rank[0]}")
         gates = [tensor for name, tensor in reference.items() if "gate" in name]
         assert all(gate.norm() > 0.0 for gate in gates), "routers and experts learn"
         differences = {

@@ -28,7 +28,6 @@ from tests.support.float64_steps import (
 )
 from tests.support.judged_batches import judged_groups
 from tests.support.layouts import (
-    ALGORITHMS,
     BATCH,
     BATCHES,
     CREDIT,
@@ -50,18 +49,15 @@ from tests.support.tiny_families import deepseek_v3, randomize_weights
 from tests.support.torchrun import torchrun
 
 SCRIPT = Path(__file__).with_name("whole_steps.py")
-# Expert, tensor, pipeline and context parallelism, and bfloat16: both algorithms, every
+# Expert, tensor, pipeline and context parallelism, and bfloat16: all algorithms, every
 # recomputation
-DAILY_LAYOUTS = ("ep2-none", "tp2-full", "pp2-selective", "cp2-none", "tp2_ep2-bfloat16")
-# The others of CISPO with its KL penalty and entropy bonus take long
-DAILY_REGULARIZED = "tp2_ep2-bfloat16"
 DAILY = [
-    case
-    for case in cases_of(2)
-    if case.layout in DAILY_LAYOUTS
-    and case.model == "plain"
-    and (case.algorithm in ALGORITHMS or case.layout == DAILY_REGULARIZED)
+    LayoutCase("tp2_ep2-full", "espo"),
+    LayoutCase("pp2-selective", "grpo"),
+    LayoutCase("cp2-none", "espo"),
+    LayoutCase("tp2_ep2-bfloat16", "cispo"),
 ]
+assert set(DAILY) <= set(cases_of(2))
 NIGHTLY = {ranks: [case for case in cases_of(ranks) if case not in DAILY] for ranks in RANKS}
 LATENT_ATTENTION = {
     ranks: [LayoutCase(layout, "grpo", "deepseek") for layout in layouts]

@@ -14,14 +14,9 @@ from tests.support.sample_checks import Scenario, check_samples
 from tests.support.torchrun import torchrun
 
 SCRIPT = Path(__file__).with_name("worker_steps.py")
-GRIDS = ("pipeline", "interleaved", "tensor", "context")
-SAMPLES = (
-    "samples_bfloat16",
-    "pipeline_samples_bfloat16",
-    "tensor_samples_bfloat16",
-    "context_samples_bfloat16",
-)
-SCENARIOS = (
+# test_kept_samples.py has the other layouts and float32
+SAMPLES = ("samples_bfloat16", "pipeline_samples_bfloat16")
+DAILY = (
     "finite",
     "nan_on_rank_1",
     "nan_logits_on_rank_1",
@@ -30,10 +25,10 @@ SCENARIOS = (
     "fault_on_rank_1",
     "pipeline_finite",
     "pipeline_nan_logits_on_rank_1",
-    "pipeline_skipped",
-    *(f"{grid}_recorded" for grid in GRIDS),
+    "pipeline_recorded",
     *SAMPLES,
 )
+NIGHTLY = ("pipeline_skipped", "interleaved_recorded", "tensor_recorded", "context_recorded")
 
 pytestmark = pytest.mark.distributed
 
@@ -43,12 +38,23 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("worker")
 
 
-@pytest.fixture(scope="module")
-def results(directory: Path) -> dict[str, dict[str, Any]]:
-    """Results of every scenario, run in one job."""
-    output = torchrun(SCRIPT, str(directory), *SCENARIOS, ranks=2)
+def run_job(directory: Path, scenarios: tuple[str, ...]) -> dict[str, dict[str, Any]]:
+    """Run scenarios in one job and return their results."""
+    output = torchrun(SCRIPT, str(directory), *scenarios, ranks=2)
     lines = [line.split(" ", 2) for line in output.splitlines() if line.startswith("RESULT ")]
     return {scenario: json.loads(text) for _, scenario, text in lines}
+
+
+@pytest.fixture(scope="module")
+def results(directory: Path) -> dict[str, dict[str, Any]]:
+    """Results of the daily scenarios."""
+    return run_job(directory, DAILY)
+
+
+@pytest.fixture(scope="module")
+def nightly_results(directory: Path) -> dict[str, dict[str, Any]]:
+    """Results of the nightly scenarios."""
+    return run_job(directory, NIGHTLY)
 
 
 def rollout_ids(directory: Path) -> list[str]:
@@ -129,19 +135,37 @@ def test_a_nan_on_one_rank_stops_all_and_the_batch_is_recorded(
         assert rollout.routes is not None and rollout.routes.shape[1] == 4
 
 
-@pytest.mark.parametrize("scenario", ["skipped", "pipeline_skipped"])
 def test_a_step_without_trained_rollouts_is_skipped_by_all(
-    results: dict[str, dict[str, Any]], scenario: str
+    results: dict[str, dict[str, Any]],
 ) -> None:
-    assert results[scenario]["finite"]
+    assert results["skipped"]["finite"]
 
 
-@pytest.mark.parametrize("scenario", ["recorded", *(f"{grid}_recorded" for grid in GRIDS)])
+@pytest.mark.nightly
+def test_a_step_without_trained_rollouts_is_skipped_by_all_stages(
+    nightly_results: dict[str, dict[str, Any]],
+) -> None:
+    assert nightly_results["pipeline_skipped"]["finite"]
+
+
+@pytest.mark.parametrize("scenario", ["recorded", "pipeline_recorded"])
 def test_every_pass_of_an_update_uses_the_routes_of_the_old_policy(
     results: dict[str, dict[str, Any]], scenario: str
 ) -> None:
     """With full recomputation and several micro-batches. The ranks check each router's calls."""
-    assert results[scenario]["compared"] > 2 and results[scenario]["would_differ"] > 0.1
+    require_compared_routes(results[scenario])
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("grid", ["interleaved", "tensor", "context"])
+def test_every_pass_uses_the_routes_of_the_old_policy_in_other_layouts(
+    nightly_results: dict[str, dict[str, Any]], grid: str
+) -> None:
+    require_compared_routes(nightly_results[f"{grid}_recorded"])
+
+
+def require_compared_routes(result: dict[str, Any]) -> None:
+    assert result["compared"] > 2 and result["would_differ"] > 0.1
 
 
 def test_a_replay_fault_on_one_rank_stops_all_before_a_weight_changes(

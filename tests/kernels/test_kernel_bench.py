@@ -157,21 +157,31 @@ class _Peaks(Record):
         self._meter.start_peak()
 
 
+# The share of the size of a GPU
+SCALE = ROWS * VOCABULARY / (16_384 * 151_936)
+
+
+@pytest.fixture
+def _small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the copies that are timed beside each row be as much smaller as the logits."""
+    copy_of_gpu_size = measure.copy_run
+
+    def copy_run(device: torch.device, num_bytes: int) -> tuple[Run, int]:
+        return copy_of_gpu_size(device, num_bytes, smallest=4, largest=int((1 << 31) * SCALE))
+
+    monkeypatch.setattr(measure, "copy_run", copy_run)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("_small_copies")
 def test_a_case_needs_nine_times_the_logits_and_keeps_nothing(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """The largest row needs 45 GB at the size of a GPU, of 60 GB that it may take.
 
-    The copies and the chunks of a comparison are as much smaller here as the logits.
+    The chunks of a comparison are as much smaller here as the logits.
     """
-    scale = ROWS * VOCABULARY / (16_384 * 151_936)
-    copy_of_gpu_size = measure.copy_run
-
-    def copy_run(device: torch.device, num_bytes: int) -> tuple[Run, int]:
-        return copy_of_gpu_size(device, num_bytes, smallest=4, largest=int((1 << 31) * scale))
-
-    monkeypatch.setattr(measure, "copy_run", copy_run)
-    monkeypatch.setattr(compare, "CHUNK_ELEMENTS", int(compare.CHUNK_ELEMENTS * scale))
+    monkeypatch.setattr(compare, "CHUNK_ELEMENTS", int(compare.CHUNK_ELEMENTS * SCALE))
     monkeypatch.setattr(
         logprob_cases, "torch_compile", lambda *_: peers.Peer("torch.compile", None)
     )
@@ -200,6 +210,7 @@ def case_of(*implementations: Implementation) -> BenchmarkCase:
     return BenchmarkCase("fill", "all", "1000", "float32", 4000, 4000, implementations)
 
 
+@pytest.mark.usefixtures("_small_copies")
 def test_an_implementation_that_fails_is_named_and_the_others_are_measured(tmp_path: Path) -> None:
     record = Record(tmp_path / "result.json", CPU)
     case = case_of(
@@ -214,6 +225,7 @@ def test_an_implementation_that_fails_is_named_and_the_others_are_measured(tmp_p
     assert content["not_measured"] == {"broken, fill all float32": "RuntimeError: out of memory"}
 
 
+@pytest.mark.usefixtures("_small_copies")
 def test_a_failure_of_ours_is_reported_and_the_others_are_measured(tmp_path: Path) -> None:
     record = Record(tmp_path / "result.json", CPU)
     case = case_of(Implementation("ours", fail), Implementation("theirs", fill(1.5)))
@@ -251,6 +263,7 @@ def test_a_first_run_precedes_the_reset_of_the_peak(
     assert [row.card_gb for row in record.rows] == [2.0, 2.0]
 
 
+@pytest.mark.usefixtures("_small_copies")
 def test_the_file_is_complete_after_each_row(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     record = Record(file, CPU)

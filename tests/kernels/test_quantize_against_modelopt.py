@@ -37,6 +37,8 @@ LARGE = {
     "mlp.gate_proj": (18432, 7168),
     "mlp.down_proj": (7168, 18432),
 }
+# test_scales_from_float32_weights_need_no_help has float32 weights every day
+DTYPES = [torch.bfloat16, pytest.param(torch.float32, marks=pytest.mark.nightly)]
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +72,8 @@ def assert_same_bits(modelopt: Any, weight: torch.Tensor) -> None:
     assert torch.equal(fp8.view(torch.uint8), codes_of(theirs))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", QWEN3_30B_A3B)
 def test_same_bits_as_modelopt_on_shapes_of_qwen3_30b_a3b(
     modelopt: Any, name: str, dtype: torch.dtype
@@ -78,7 +81,8 @@ def test_same_bits_as_modelopt_on_shapes_of_qwen3_30b_a3b(
     assert_same_bits(modelopt, weight_of(QWEN3_30B_A3B[name], dtype))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", DEEPSEEK_V3)
 def test_same_bits_as_modelopt_on_shapes_of_deepseek_v3(
     modelopt: Any, name: str, dtype: torch.dtype
@@ -95,6 +99,7 @@ def test_same_bits_as_modelopt_on_the_large_shapes_of_deepseek_v3(
     assert_same_bits(modelopt, weight_of(LARGE[name], dtype))
 
 
+@pytest.mark.slow
 def test_scales_from_float32_weights_need_no_help(modelopt: Any) -> None:
     """In float32, ModelOpt computes the same scales by itself."""
     weight = weight_of((300, 500), torch.float32)

@@ -198,6 +198,7 @@ print("unknown" if peak is None else peak / logits.nbytes)
 """
 
 
+@pytest.mark.slow
 def test_forward_and_backward_need_little_more_than_the_gradient() -> None:
     """Peak memory beyond the logits, as a multiple of them: the gradient is 1.0."""
     process = subprocess.run(

@@ -40,7 +40,7 @@ RATIOS = ["grpo", "gspo", "espo", "cispo"]
 TOKEN_MEANS = ("grpo", "cispo", "sft")  # the losses that are divided by tokens
 LENGTHS = st.lists(st.integers(0, 7), min_size=1, max_size=5).filter(any)
 GENERATED = settings(
-    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 
 

@@ -116,6 +116,7 @@ def test_steps_equal_those_of_this_projects_adam(
         torch.testing.assert_close(weight, weights[1][name], rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_moments_for_a_checkpoint_before_the_first_step_are_apexs(
     apex: None, checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -68,6 +68,26 @@ def exact_gradients(
     return hf_gradients(tiny, tmp_path_factory.mktemp("gradients"))
 
 
+def gradient_cases() -> list[Any]:
+    """Every family with every recomputation. Each family has one of them in daily tests."""
+    quick = {"qwen3_moe": "none", "mixtral": "selective", "deepseek_v3": "full"}
+    slow = {
+        "qwen3": "full",
+        "deepseek_v3 whole queries, one group": "selective",
+        "deepseek_v3 YaRN": "none",
+    }
+    cases = []
+    for family in FAMILIES:
+        for recompute in ("none", "selective", "full"):
+            marks = [pytest.mark.nightly]
+            if quick.get(family) == recompute:
+                marks = []
+            elif slow.get(family) == recompute:
+                marks = [pytest.mark.slow]
+            cases.append(pytest.param(family, recompute, marks=marks))
+    return cases
+
+
 def logits_of(models: list[Any], batch: Any, replay: Any = None) -> torch.Tensor:
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
@@ -125,7 +145,7 @@ def test_replayed_logits_match_transformers_with_the_same_experts(
     torch.testing.assert_close(logits, replayed_logits, rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("recompute", ["none", "selective", "full"])
+@pytest.mark.parametrize(("tiny", "recompute"), gradient_cases(), indirect=["tiny"])
 def test_gradients_match_transformers_in_float64(
     megatron: Any, tiny: TinyModel, exact_gradients: dict[str, torch.Tensor], recompute: str
 ) -> None:

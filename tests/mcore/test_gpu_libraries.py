@@ -131,6 +131,7 @@ def test_kernels_that_run_are_taken(norm: dict[str, Any], monkeypatch: pytest.Mo
     assert layer_spec.resolve_spec(model()) == "te"
 
 
+@pytest.mark.slow
 def test_a_gpu_that_cannot_import_it_gets_the_substitutes(broken: Path) -> None:
     """Megatron itself could not be imported beside it."""
     code = """

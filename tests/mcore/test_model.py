@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,26 +26,6 @@ def test_parameters_have_the_dtype_of_the_settings(
 ) -> None:
     (model,), _ = build(checkpoint, dtype=dtype)
     assert {p.dtype for p in model.parameters()} == {getattr(torch, dtype)}
-
-
-def test_cpu_rank_does_not_import_the_compiler_of_torch() -> None:
-    """The import takes two to three seconds in every rank, and a C++ compiler may be missing."""
-    code = (
-        "import sys, torch\n"
-        "from megatron_rl.mcore import compat\n"
-        "compat.install()\n"
-        "from megatron.core.transformer.moe.router import TopKRouter\n"
-        "from megatron_rl.mcore.layers.varlen_attention import VarlenAttention\n"
-        "assert not VarlenAttention().supports(*[torch.ones(4, 2, 8)] * 3)\n"
-        "assert torch.compile.__module__ == 'torch', 'restored after the import'\n"
-        "assert not hasattr(TopKRouter._apply_expert_bias, '_torchdynamo_orig_callable')\n"
-        "compiler = {'torch._inductor.compile_fx', 'torch._dynamo'}\n"
-        "print(sorted(compiler & set(sys.modules)))\n"
-    )
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    )
-    assert result.stdout.splitlines()[-1] == "[]"
 
 
 def test_gpu_uses_the_fusions_that_replay_allows(

@@ -117,6 +117,7 @@ def test_schedule_resumes_from_its_state(megatron: Any, checkpoint: Path) -> Non
     assert step_with_gradient(models, second, 1.0)[0] == step_with_gradient(models, first, 1.0)[0]
 
 
+@pytest.mark.slow
 def test_new_peak_rate_keeps_warmup_decay_and_moments(
     megatron: Any, checkpoint: Path, tmp_path: Path
 ) -> None:

@@ -87,8 +87,18 @@ def assert_equal(weights: dict[str, torch.Tensor], others: dict[str, torch.Tenso
     assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("source", ["rollout", "trainer", "off"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("source", "dtype"),
+    [
+        ("rollout", "bfloat16"),
+        ("trainer", "float32"),
+        ("off", "bfloat16"),
+        pytest.param("rollout", "float32", marks=pytest.mark.nightly),
+        pytest.param("trainer", "bfloat16", marks=pytest.mark.nightly),
+        pytest.param("off", "float32", marks=pytest.mark.nightly),
+    ],
+)
 def test_reference_logprobs_are_those_of_a_model_with_its_weights(
     megatron: Any, other: Path, source: Any, dtype: str
 ) -> None:
@@ -133,6 +143,7 @@ def logprobs_of(policy: Policy, batches: Sequence[MicroBatch]) -> list[torch.Ten
     )
 
 
+@pytest.mark.slow
 def test_an_update_moves_towards_the_reference(megatron: Any, other: Path) -> None:
     """With advantages of 0 the penalty alone trains, and the divergence falls."""
     kl = KlSettings(coef=1.0, reference=str(other))
@@ -161,6 +172,7 @@ def test_an_update_moves_towards_the_reference(megatron: Any, other: Path) -> No
     assert divergences[-1] < 0.8 * divergences[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reference", [None, "other"])
 def test_a_resumed_run_keeps_the_reference_of_its_start(
     megatron: Any, other: Path, tmp_path: Path, reference: str | None

@@ -59,6 +59,9 @@ from tests.support.configurations import configuration_of
 from tests.support.disk_log import DiskLog
 from tests.support.policies import ADAM, TWO_DIGIT_ADDITION, make_policy
 
+# Cases of `test_a_checkpoint_loads_in_place_over_nan_bit_for_bit`
+DAILY = (("float32", 0), ("bfloat16", 3))
+
 
 @pytest.fixture(scope="module")
 def worker(megatron: Any) -> Any:
@@ -88,6 +91,7 @@ def is_complete(checkpoint: Path) -> bool:
     return not changed_files(checkpoint, manifest, manifest.files) and "common.pt" in manifest.files
 
 
+@pytest.mark.slow
 def test_full_disk_is_reported_and_keeps_the_previous_checkpoint(worker: Any, disk: Path) -> None:
     checkpoints = CheckpointWriter(worker, CheckpointStore(disk / "checkpoints"), nbytes=0, keep=2)
     assert checkpoints.save(Checkpoint(1, b"{}")).problem == ""
@@ -97,6 +101,7 @@ def test_full_disk_is_reported_and_keeps_the_previous_checkpoint(worker: Any, di
     assert is_complete(disk / "checkpoints/iter_0000001")
 
 
+@pytest.mark.slow
 def test_free_space_is_checked_before_anything_is_written(worker: Any, tmp_path: Path) -> None:
     store = CheckpointStore(tmp_path / "checkpoints")
     outcome = CheckpointWriter(worker, store, nbytes=2**60, keep=2).save(Checkpoint(1, b"{}"))
@@ -104,6 +109,7 @@ def test_free_space_is_checked_before_anything_is_written(worker: Any, tmp_path:
     assert list(store.folder.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_programming_error_is_not_reported_as_a_full_disk(
     worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,6 +123,7 @@ def test_programming_error_is_not_reported_as_a_full_disk(
         )
 
 
+@pytest.mark.slow
 def test_background_saves_use_the_gpu_of_their_rank(
     worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,6 +146,7 @@ def test_background_saves_use_the_gpu_of_their_rank(
     assert devices == [("checkpoint_0", torch.device("cuda", 3))]
 
 
+@pytest.mark.slow
 def test_code_in_checkpoint_metadata_is_not_run(worker: Any, tmp_path: Path) -> None:
     checkpoints = CheckpointWriter(
         worker, CheckpointStore(tmp_path / "checkpoints"), nbytes=0, keep=2
@@ -182,7 +190,8 @@ def step(models: Any, optimizer: DistributedAdam, seed: int) -> None:
     assert optimizer.step(loss_is_finite=True).is_applied
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.nightly), "bfloat16"])
 def test_step_after_a_resume_is_bit_exact(megatron: Any, tmp_path: Path, dtype: str) -> None:
     models, optimizer = random_models(1, dtype)
     step(models, optimizer, 1)
@@ -213,8 +222,19 @@ def copy_state(models: Any, optimizer: DistributedAdam) -> list[torch.Tensor]:
     return [t.detach().clone() for t in (*models[0].parameters(), *moments(optimizer))]
 
 
-@pytest.mark.parametrize("num_steps", [0, 1, 3])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("dtype", "num_steps"),
+    [
+        pytest.param(
+            dtype,
+            num_steps,
+            marks=() if (dtype, num_steps) in DAILY else pytest.mark.nightly,
+        )
+        for dtype in ("float32", "bfloat16")
+        for num_steps in (0, 1, 3)
+    ],
+)
 def test_a_checkpoint_loads_in_place_over_nan_bit_for_bit(
     megatron: Any, tmp_path: Path, dtype: str, num_steps: int
 ) -> None:
@@ -240,6 +260,7 @@ def test_a_checkpoint_loads_in_place_over_nan_bit_for_bit(
     assert all(map(torch.equal, copy_state(models, optimizer), next_tensors))
 
 
+@pytest.mark.slow
 def test_reading_a_checkpoint_warns_of_nothing_that_needs_no_action(
     worker: Any, tmp_path: Path
 ) -> None:
@@ -253,6 +274,7 @@ def test_reading_a_checkpoint_warns_of_nothing_that_needs_no_action(
     assert [str(message.message) for message in messages] == []
 
 
+@pytest.mark.slow
 def test_code_under_a_tensor_name_is_not_run(worker: Any, tmp_path: Path) -> None:
     """A metadata entry of bytes would make torch unpickle the data of a tensor."""
     group = worker.layout.control_group
@@ -285,6 +307,7 @@ def test_metadata_of_another_kind_is_refused(tmp_path: Path) -> None:
             TensorReader(tmp_path)
 
 
+@pytest.mark.slow
 def test_places_of_tensors_are_checked_in_the_first_save_alone(
     worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -309,6 +332,7 @@ def test_places_of_tensors_are_checked_in_the_first_save_alone(
     assert num_gathers == 0
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_model_is_refused_by_name(
     worker: Any, megatron: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -340,6 +364,7 @@ def test_checkpoint_of_another_model_is_refused_by_name(
         resume_point.load(worker)
 
 
+@pytest.mark.slow
 def test_weights_that_megatron_leaves_out_or_adds_are_refused(
     worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -358,6 +383,7 @@ def test_weights_that_megatron_leaves_out_or_adds_are_refused(
         load_tensors(models, worker.optimizer, tmp_path, optimizer_steps=0)
 
 
+@pytest.mark.slow
 def test_background_save_is_independent_of_further_training(
     worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -401,6 +427,7 @@ def read_weights(checkpoint: Path) -> dict[str, torch.Tensor]:
     return dict(SavedWeights(checkpoint, shape, model, bucket_bytes=2**30).all(torch.float32))
 
 
+@pytest.mark.slow
 def test_tensors_are_on_the_disk_when_they_are_written(
     worker: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -423,6 +450,7 @@ def test_rank_0_alone_writes_the_description(
     assert (tmp_path / "0/common.pt").exists() and not [*(tmp_path / "1").iterdir()]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_as_large_as_the_free_space_that_it_requires(
     worker: Any, tmp_path: Path
 ) -> None:
@@ -436,6 +464,7 @@ def test_a_checkpoint_is_as_large_as_the_free_space_that_it_requires(
     assert result is not None and 0 <= result.nbytes - expected_bytes < 2**20
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("copy", [False, True])
 def test_save_takes_the_memory_that_preflight_expects(worker: Any, copy: bool) -> None:
     # Bytes of each storage by its address.

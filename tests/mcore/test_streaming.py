@@ -58,6 +58,7 @@ def live_bytes() -> int:
     )
 
 
+@pytest.mark.slow
 def test_export_is_bit_exact(
     run_checkpoint: Path, hf_model: Any, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -82,6 +83,7 @@ def test_export_is_bit_exact(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.slow
 def test_export_holds_one_bucket_at_a_time(
     run_checkpoint: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -121,6 +123,7 @@ def test_ranks_wait_for_a_slow_disk_beyond_the_limit_of_their_groups(tmp_path: P
     assert {f"RESULT rank {rank}" for rank in range(2)} <= set(output.splitlines())
 
 
+@pytest.mark.slow
 def test_interrupted_export_leaves_nothing(
     run_checkpoint: Path, checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -140,6 +143,7 @@ def test_interrupted_export_leaves_nothing(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_checkpoint_of_another_model_is_refused(
     run_checkpoint: Path, checkpoint: Path, tmp_path: Path
 ) -> None:
@@ -153,6 +157,7 @@ def test_checkpoint_of_another_model_is_refused(
             list(open_weights(run_checkpoint, tmp_path).all(torch.float32))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "dtype"), [(math.nan, torch.float32), (1e38, torch.float16)])
 def test_export_of_nan_is_refused_and_leaves_nothing(
     megatron: Any, checkpoint: Path, tmp_path: Path, value: float, dtype: torch.dtype
@@ -168,7 +173,14 @@ def test_export_of_nan_is_refused_and_leaves_nothing(
     assert [path.name for path in tmp_path.iterdir()] == ["saved"]
 
 
-@pytest.mark.parametrize("family", list(FAMILIES))
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=() if family == "deepseek_v3" else pytest.mark.nightly)
+        for family in FAMILIES
+    ],
+)
 def test_export_of_every_family_is_bit_exact(megatron: Any, tmp_path: Path, family: str) -> None:
     randomize_weights(FAMILIES[family]()).save_pretrained(tmp_path / "start")
     (tmp_path / "saved").mkdir()
@@ -183,6 +195,7 @@ def test_export_of_every_family_is_bit_exact(megatron: Any, tmp_path: Path, fami
     assert different == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bucket_bytes", [1, 5_000, BUCKET])
 def test_buckets_are_filled_in_order(
     run_checkpoint: Path, checkpoint: Path, bucket_bytes: int

@@ -173,6 +173,7 @@ def test_unreadable_tokenizer_settings_are_refused(directory: Path) -> None:
         ChatTemplate(directory).prompt(MESSAGES)
 
 
+@pytest.mark.slow
 def test_transformers_is_imported_only_for_messages(directory: Path) -> None:
     write(directory, CHATML, bos_token="<")
     program = (

@@ -230,6 +230,7 @@ def test_characters_must_be_distinct(tmp_path: Path) -> None:
         write_character_tokenizer(tmp_path, "00")
 
 
+@pytest.mark.slow
 def test_prompts_rewards_and_tokenizer_load_without_torch() -> None:
     code = """if True:
         import sys

@@ -4,6 +4,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("contracts", "config", "models")
 READS_TENSORS = {
