@@ -172,6 +172,12 @@ def _small_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "copy_run", copy_run)
 
 
+@pytest.fixture
+def _kept_garbage(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collect no garbage, which all other tests of this process have left."""
+    monkeypatch.setattr(measure, "give_back_free_memory", lambda _: None)
+
+
 @pytest.mark.slow
 @pytest.mark.usefixtures("_small_copies")
 def test_a_case_needs_nine_times_the_logits_and_keeps_nothing(
@@ -210,7 +216,7 @@ def case_of(*implementations: Implementation) -> BenchmarkCase:
     return BenchmarkCase("fill", "all", "1000", "float32", 4000, 4000, implementations)
 
 
-@pytest.mark.usefixtures("_small_copies")
+@pytest.mark.usefixtures("_small_copies", "_kept_garbage")
 def test_an_implementation_that_fails_is_named_and_the_others_are_measured(tmp_path: Path) -> None:
     record = Record(tmp_path / "result.json", CPU)
     case = case_of(
@@ -225,7 +231,7 @@ def test_an_implementation_that_fails_is_named_and_the_others_are_measured(tmp_p
     assert content["not_measured"] == {"broken, fill all float32": "RuntimeError: out of memory"}
 
 
-@pytest.mark.usefixtures("_small_copies")
+@pytest.mark.usefixtures("_small_copies", "_kept_garbage")
 def test_a_failure_of_ours_is_reported_and_the_others_are_measured(tmp_path: Path) -> None:
     record = Record(tmp_path / "result.json", CPU)
     case = case_of(Implementation("ours", fail), Implementation("theirs", fill(1.5)))
@@ -234,6 +240,7 @@ def test_a_failure_of_ours_is_reported_and_the_others_are_measured(tmp_path: Pat
     assert "theirs" in table(record.rows)
 
 
+@pytest.mark.usefixtures("_kept_garbage")
 def test_a_first_run_precedes_the_reset_of_the_peak(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -263,7 +270,7 @@ def test_a_first_run_precedes_the_reset_of_the_peak(
     assert [row.card_gb for row in record.rows] == [2.0, 2.0]
 
 
-@pytest.mark.usefixtures("_small_copies")
+@pytest.mark.usefixtures("_small_copies", "_kept_garbage")
 def test_the_file_is_complete_after_each_row(tmp_path: Path) -> None:
     file = tmp_path / "result.json"
     record = Record(file, CPU)
