@@ -4,10 +4,12 @@ A batch is split over ranks, pipeline stages and micro-batches, and packed in se
 """
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from megatron_rl.config.schema import ParallelSettings
 from tests.support.torchrun import torchrun
 
 SCRIPT = Path(__file__).with_name("gradients_of_one_batch.py")
@@ -42,18 +44,22 @@ def relative_difference(left: dict[str, torch.Tensor], right: dict[str, torch.Te
 @pytest.mark.parametrize(
     "cases", [DAILY, pytest.param(ALL, marks=pytest.mark.nightly)], ids=["daily", "all"]
 )
-def test_the_gradient_does_not_depend_on_the_split(tmp_path: Path, cases: Cases) -> None:
-    for ranks in (1, 2):
-        (tmp_path / str(ranks)).mkdir()
-        names = [f"{loss}:{case}" for loss in cases for case in cases[loss][ranks - 1]]
-        torchrun(SCRIPT, str(tmp_path / str(ranks)), *names, ranks=ranks)
+def test_the_gradient_does_not_depend_on_the_split(
+    megatron: Any, tmp_path: Path, cases: Cases
+) -> None:
+    from tests.distributed.gradients_of_one_batch import one_case
+
+    names = [f"{loss}:{case}" for loss, (_, of_two_ranks) in cases.items() for case in of_two_ranks]
+    torchrun(SCRIPT, str(tmp_path), *names, ranks=2)
     for loss, (of_one_rank, of_two_ranks) in cases.items():
         gradients = {
-            f"{file.parent.name} rank(s) {file.stem}": torch.load(file, weights_only=True)
-            for file in tmp_path.glob(f"*/{loss}:*.pt")
+            f"1 rank {case}": one_case(f"{loss}:{case}", megatron, ParallelSettings())
+            for case in of_one_rank
         }
-        assert len(gradients) == len(of_one_rank) + len(of_two_ranks)
-        reference = gradients.pop(f"1 rank(s) {loss}:{of_one_rank[0]}")
+        for case in of_two_ranks:
+            file = tmp_path / f"{loss}:{case}.pt"
+            gradients[f"2 ranks {case}"] = torch.load(file, weights_only=True)
+        reference = gradients.pop(f"1 rank {of_one_rank[0]}")
         gates = [tensor for name, tensor in reference.items() if "gate" in name]
         assert all(gate.norm() > 0.0 for gate in gates), "routers and experts learn"
         differences = {
