@@ -1,14 +1,18 @@
-"""`launch/train_rl.py` as a user starts it: real processes."""
+"""`launch/train_rl.py` as a user starts it."""
 
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import pytest
 
+from megatron_rl.config import cli
 from megatron_rl.contracts.exit_codes import ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -38,12 +42,43 @@ def start(*arguments: str, cwd: Path, **environment: str) -> subprocess.Complete
     )
 
 
+@dataclass(frozen=True)
+class End:
+    """The end of a command in this process: its exit code and what it printed."""
+
+    code: int
+    output: str
+    errors: str
+
+
+class Answer(Protocol):
+    def __call__(self, *arguments: str) -> End: ...
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Answer]:
+    """A function that runs the command in this process."""
+    handler = signal.getsignal(signal.SIGPIPE)
+    monkeypatch.setattr(cli, "_REPORT_SECONDS", 0.0)
+
+    def run(*arguments: str) -> End:
+        monkeypatch.setattr("sys.argv", [str(SCRIPT), *arguments])
+        code = cli.main(lambda c: pytest.fail("a run has started"), cli.HYDRA_CONF)
+        return End(code, *capsys.readouterr())
+
+    yield run
+    signal.signal(signal.SIGPIPE, handler)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("override", "message"),
     [
         ("+optimizer.learning_rate=1", "optimizer.learning_rate=1: "),
-        ("train.total_steps=many", "train.total_steps=many: "),
-        ("parallel=ep2", "parallel.ep=2: "),
+        pytest.param(
+            "train.total_steps=many", "train.total_steps=many: ", marks=pytest.mark.nightly
+        ),
+        pytest.param("parallel=ep2", "parallel.ep=2: ", marks=pytest.mark.nightly),
         ("model.path=/nowhere", "model.path=/nowhere: "),
         ("--multirun", "--multirun='': "),
     ],
@@ -74,11 +109,12 @@ def processor_seconds_of(*arguments: str, cwd: Path, code: int) -> float:
     return user_seconds + after.children_system - before.children_system
 
 
+@pytest.mark.slow
 def test_a_refusal_takes_little_more_time_than_the_imports_that_it_needs(tmp_path: Path) -> None:
     """On a machine where these take 0.3 s, a refusal takes less than 1.4 s."""
     import_seconds = []
     refusal_seconds = []
-    for _ in range(3):
+    for _ in range(2):
         program = "import hydra, omegaconf, msgspec"
         import_seconds.append(processor_seconds_of("-c", program, cwd=tmp_path, code=0))
         refusal_seconds.append(
@@ -88,24 +124,27 @@ def test_a_refusal_takes_little_more_time_than_the_imports_that_it_needs(tmp_pat
     assert min(refusal_seconds) < 3 * min(import_seconds) + 0.5
 
 
-def test_a_key_with_two_values_is_named(tmp_path: Path) -> None:
+def test_a_key_with_two_values_is_named(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names the values and starts all the same: scripts append the settings of their users."""
     overrides = ["seed=1", "train.total_steps=3", "foo=1", "++seed=2", "train.total_steps=3"]
-    process = start(*overrides, cwd=tmp_path)
-    first, *refusal = process.stderr.splitlines()
+    first, *refusal = answer(*overrides).errors.splitlines()
     assert first == "seed is given as 1 and as 2: the last value counts"
     assert [line.partition(":")[0] for line in refusal] == [
         "foo=1",
         "1 setting is refused; nothing was started.",
     ]
-    assert start(*overrides, cwd=tmp_path, RANK="1", WORLD_SIZE="2").stderr == ""
+    monkeypatch.setenv("RANK", "1")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert answer(*overrides) == End(ExitCode.REFUSED, "", "")
 
 
+@pytest.mark.slow
 def test_only_rank_0_reports_refusals(tmp_path: Path) -> None:
     process = start("+foo=1", cwd=tmp_path, RANK="1", WORLD_SIZE="2")
     assert (process.returncode, process.stderr) == (ExitCode.REFUSED, "")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("question", [("--cfg", "job"), ("--help",), ("--info", "defaults-tree")])
 def test_questions_to_hydra_start_no_run(tmp_path: Path, question: tuple[str, ...]) -> None:
     process = start(*question, "experiment=smoke", "algo=espo", cwd=tmp_path)
@@ -115,12 +154,13 @@ def test_questions_to_hydra_start_no_run(tmp_path: Path, question: tuple[str, ..
     assert list(tmp_path.iterdir()) == []
 
 
-def test_cfg_job_reports_mistakes(tmp_path: Path) -> None:
-    process = start("--cfg", "job", "foo=1", cwd=tmp_path)
-    assert process.returncode == ExitCode.REFUSED
-    assert "foo=1: " in process.stderr
+def test_cfg_job_reports_mistakes(answer: Answer) -> None:
+    end = answer("--cfg", "job", "foo=1")
+    assert end.code == ExitCode.REFUSED
+    assert "foo=1: " in end.errors
 
 
+@pytest.mark.slow
 def test_a_run_gets_typed_settings_and_a_clean_environment(
     tmp_path: Path, checkpoint: Path
 ) -> None:
@@ -145,6 +185,7 @@ sys.exit(main(run, Path({str(ROOT / "hydra_conf")!r})))
     assert list(tmp_path.iterdir()) == [checkpoint]
 
 
+@pytest.mark.slow
 def test_ctrl_c_during_imports_leaves_no_traceback(tmp_path: Path) -> None:
     """Before the first line of the script, Python itself handles the signal."""
     reporting_imports = """import runpy, sys
@@ -167,7 +208,15 @@ interrupts.exit_on_interrupt = report"""
         assert "Traceback" not in process.stderr.read()
 
 
-@pytest.mark.parametrize("question", [["--help"], ["--cfg", "job"], ["--info", "all"]])
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "question",
+    [
+        ["--help"],
+        ["--cfg", "job"],
+        pytest.param(["--info", "all"], marks=pytest.mark.nightly),
+    ],
+)
 def test_a_closed_pipe_leaves_no_traceback(tmp_path: Path, question: list[str]) -> None:
     read, write = os.pipe()
     os.close(read)  # like `| head` after its last line
@@ -190,20 +239,18 @@ def test_a_closed_pipe_leaves_no_traceback(tmp_path: Path, question: list[str]) 
     ],
 )
 def test_wrong_questions_to_hydra_are_refused(
-    tmp_path: Path, question: list[str], message: str
+    answer: Answer, question: list[str], message: str
 ) -> None:
-    process = start(*question, cwd=tmp_path)
-    assert process.returncode == ExitCode.REFUSED, process.stderr
-    assert "1 setting is refused" in process.stderr and message in process.stderr
+    end = answer(*question)
+    assert end.code == ExitCode.REFUSED, end.errors
+    assert "1 setting is refused" in end.errors and message in end.errors
 
 
-def test_cfg_job_shows_resolved_values_and_text_as_typed(
-    tmp_path: Path,
-) -> None:
-    process = start("--cfg", "job", "run.name=2026_11_21", "seed=7", cwd=tmp_path)
-    assert process.returncode == ExitCode.OK, process.stderr
+def test_cfg_job_shows_resolved_values_and_text_as_typed(answer: Answer) -> None:
+    end = answer("--cfg", "job", "run.name=2026_11_21", "seed=7")
+    assert end.code == ExitCode.OK, end.errors
     assert (
-        "name: '2026_11_21'" in process.stdout
-        and process.stdout.count("seed: 7") == 2
-        and "${" not in process.stdout
+        "name: '2026_11_21'" in end.output
+        and end.output.count("seed: 7") == 2
+        and "${" not in end.output
     )

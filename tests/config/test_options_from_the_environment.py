@@ -31,6 +31,7 @@ from megatron_rl.records.run_directory import to_yaml
 from megatron_rl.rewards import Scorer, open_answer_reader, open_scorer
 from megatron_rl.rollouts.collector.collector import Collector
 from megatron_rl.rollouts.wire.messages import FromCollector, GroupRequest
+from tests.support.configurations import configuration_of
 from tests.support.fake_engine import configuration, fake_engine, reply, serving
 from tests.support.scripted_model import EOS, PROMPT
 
@@ -58,7 +59,7 @@ def secret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def make_configuration(options: str = OPTIONS) -> Configuration:
-    return compose([*OVERRIDES, f"reward.options={options}"])
+    return configuration_of([*OVERRIDES, f"reward.options={options}"])
 
 
 def test_the_configuration_keeps_the_name_of_the_variable() -> None:
@@ -225,6 +226,8 @@ def test_the_printed_configuration_leaves_the_value_out(
 ) -> None:
     arguments = ["train_rl.py", "--cfg", "job", *OVERRIDES, f"reward.options={OPTIONS}"]
     monkeypatch.setattr("sys.argv", arguments)
+    # Else a broken pipe would end this process from then on
+    monkeypatch.setattr("megatron_rl.config.cli.signal.signal", lambda *_: None)
     assert main(lambda c: 0, Path(HYDRA_CONF)) == 0
     output = capsys.readouterr().out
     assert SECRET not in output
