@@ -12,7 +12,7 @@ from megatron_rl.config.cli import HYDRA_CONF, compose
 from megatron_rl.config.keys import declared_keys
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.contracts.refusal import ConfigurationRefused
-from tests.support.configurations import NODE, ON_CLUSTERS, MakeCheckpoint
+from tests.support.configurations import NODE, ON_CLUSTERS, MakeCheckpoint, configuration_of
 
 EXPERIMENTS = sorted(file.stem for file in (HYDRA_CONF / "experiment").glob("*.yaml"))
 FILES = ("jsonl", "csv", "parquet", "hf_dataset")
@@ -50,13 +50,20 @@ def test_the_experiment_for_own_data_takes_its_limits_from_the_model(
     rows.write_text('{"prompt": "10+11=", "answer": 21}\n')
     model = make_checkpoint(max_position_embeddings=positions)
     own = [f"model.path={model}", f"data.train_path={rows}", f"model.dtype={dtype}"]
-    config = compose(["experiment=own", *own])
+    config = configuration_of(["experiment=own", *own])
     assert config.run.experiment == "own"
     assert (config.data.max_prompt_tokens, config.rollout.max_new_tokens) == (limit, limit)
 
 
-@pytest.mark.parametrize("experiment", ["smoke", "quickstart", "cold_start"])
-@pytest.mark.parametrize("source", FILES)
+@pytest.mark.parametrize(
+    ("experiment", "source"),
+    [
+        pytest.param(experiment, source, marks=() if is_typical else pytest.mark.nightly)
+        for experiment in ("smoke", "quickstart", "cold_start")
+        for source in FILES
+        for is_typical in [source == "jsonl" or experiment == "smoke"]
+    ],
+)
 def test_prompts_of_files_have_the_limit_of_the_model(
     make_checkpoint: MakeCheckpoint, tmp_path: Path, experiment: str, source: str
 ) -> None:
@@ -65,8 +72,8 @@ def test_prompts_of_files_have_the_limit_of_the_model(
     (rows.mkdir if source == "hf_dataset" else rows.touch)()
     model = make_checkpoint(max_position_embeddings=40960)
     data = [f"data={source}", f"data.train_path={rows}", f"model.path={model}"]
-    assert compose([f"experiment={experiment}", *data]).data.max_prompt_tokens == 1024
-    longer = compose([f"experiment={experiment}", *data, "data.max_prompt_tokens=2000"])
+    assert configuration_of([f"experiment={experiment}", *data]).data.max_prompt_tokens == 1024
+    longer = configuration_of([f"experiment={experiment}", *data, "data.max_prompt_tokens=2000"])
     assert longer.data.max_prompt_tokens == 2000
 
 
@@ -118,6 +125,7 @@ def test_free_dictionaries_and_interpolations(checkpoint: Path) -> None:
     assert config.sync.timeout_s == config.engine.request_timeout_s
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "group", ["algo", "data", "engine", "environment", "logger", "parallel", "reward"]
 )

@@ -17,28 +17,34 @@ ROOT = Path(__file__).resolve().parents[2]
 PASSES_SETTINGS_ON = ("megatron_rl/config/", "megatron_rl/run/build.py")
 
 
-def section_pattern(section: str) -> str:
-    """A regular expression for the ways of naming a section: its attribute or its classes."""
+def section_names(section: str) -> tuple[set[str], str]:
+    """The names of a section: its classes and its attribute, empty for the whole configuration."""
     classes = {section: [INNER_SECTIONS.get(section, SECTIONS.get(section, Configuration))]}
     classes["algo"] = [AlgoSettings, *ALGORITHMS.values()]
     classes["engine"] = [SECTIONS["engine"], ServerSettings]
-    names = [rf"\b{cls.__name__}\b" for cls in classes[section]]
-    return "|".join([*names, rf"\.{section.rpartition('.')[2]}\b"] if section else names)
+    return {cls.__name__ for cls in classes[section]}, section.rpartition(".")[2]
 
 
 def unread_keys(sources: Mapping[str, str]) -> list[str]:
     """The keys that no module reads. sources: text by file name."""
     texts = [text for name, text in sources.items() if not name.startswith(PASSES_SETTINGS_ON)]
-    unread = []
-    for key in declared_keys():
-        section, _, name = key.rpartition(".")
-        if key in SECTIONS or key in INNER_SECTIONS or key == "algo":
-            continue
-        read = re.compile(rf"\.{name}\b(?!\s*=[^=])")
-        naming = re.compile(section_pattern(section))
-        if not any(naming.search(text) and read.search(text) for text in texts):
-            unread.append(key)
-    return unread
+    keys = [
+        key.rpartition(".")
+        for key in declared_keys()
+        if key not in SECTIONS and key not in INNER_SECTIONS and key != "algo"
+    ]
+    words = [set(re.findall(r"\w+", text)) for text in texts]
+    attributes = [set(re.findall(r"\.(\w+)", text)) for text in texts]
+    read_attributes = [set(re.findall(r"\.(\w+)\b(?!\s*=[^=])", text)) for text in texts]
+
+    def is_read(section: str, name: str) -> bool:
+        classes, attribute = section_names(section)
+        return any(
+            name in read_attributes[i] and (classes & words[i] or attribute in attributes[i])
+            for i in range(len(texts))
+        )
+
+    return [f"{section}{dot}{name}" for section, dot, name in keys if not is_read(section, name)]
 
 
 def test_every_key_is_read() -> None:

@@ -22,6 +22,7 @@ join(ParallelSettings())
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("call", [LIMIT, JOIN], ids=["function", "rank"])
 def test_limit_of_open_files_is_raised_to_the_hard_limit(call: str) -> None:
     subprocess.run([sys.executable, "-c", SCRIPT.format(call=call)], check=True, timeout=120)

@@ -244,7 +244,7 @@ def make_group(name: str, example: GroupExample) -> Group:
     return made_group
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     st.lists(GROUPS, max_size=6),
     st.lists(GROUPS, max_size=3),

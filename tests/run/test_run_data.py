@@ -54,6 +54,7 @@ def write_rows(file: Path, count: int) -> None:
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+@pytest.mark.slow
 def test_a_bad_row_is_refused_before_torch_is_imported(tmp_path: Path) -> None:
     overrides = settings(tmp_path)
     with (tmp_path / "sums.jsonl").open("a") as file:

@@ -18,6 +18,7 @@ class Source:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "code", "message"),
     [

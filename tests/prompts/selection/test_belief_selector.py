@@ -276,11 +276,20 @@ def steps_by_prompt(selector: BeliefSelector, steps: int) -> dict[str, list[int]
     return steps_by_id
 
 
-@pytest.mark.parametrize("skip", ["all_correct", "zero_variance"])
+BY_MINIMUM = Acceptance(minimum=0.1, max_age_epochs=10**6)
+BY_AGE = Acceptance(minimum=1e-9, max_age_epochs=8)
+
+
 @pytest.mark.parametrize(
-    "acceptance",
-    [Acceptance(minimum=0.1, max_age_epochs=10**6), Acceptance(minimum=1e-9, max_age_epochs=8)],
-    ids=["minimum", "age"],
+    ("skip", "acceptance"),
+    [
+        pytest.param("all_correct", BY_MINIMUM, id="all_correct-minimum"),
+        pytest.param("zero_variance", BY_AGE, id="zero_variance-age"),
+        pytest.param("all_correct", BY_AGE, id="all_correct-age", marks=pytest.mark.slow),
+        pytest.param(
+            "zero_variance", BY_MINIMUM, id="zero_variance-minimum", marks=pytest.mark.slow
+        ),
+    ],
 )
 def test_every_stratum_is_sampled(skip: str, acceptance: Acceptance) -> None:
     """Either limit alone gives each stratum a share of every pass over the data."""

@@ -63,6 +63,7 @@ def received_shares(
     return shares
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip", ["all_correct", "zero_variance"])
 def test_with_reweight_all_pass_rates_receive_their_share(skip: str) -> None:
     for rate, (share, error) in received_shares(skip, 10.0, epochs=25).items():

@@ -71,7 +71,9 @@ def credited_shares(*, with_stopped: bool = True, **settings: Any) -> tuple[floa
     return totals[True] / expected_correct, totals[False] / expected_incorrect
 
 
-@pytest.mark.parametrize("skip", ["all_correct", "zero_variance"])
+@pytest.mark.parametrize(
+    "skip", ["all_correct", pytest.param("zero_variance", marks=pytest.mark.slow)]
+)
 def test_with_reweight_zero_variance_groups_are_credited_as_with_uniform_selection(
     skip: str,
 ) -> None:

@@ -154,6 +154,7 @@ def test_samples_after_the_checkpoint_move_to_the_archive(tmp_path: Path) -> Non
     assert sample_steps(archive) == [20]
 
 
+@pytest.mark.slow
 def test_a_refusal_does_not_wait_for_pyarrow() -> None:
     code = (
         "import sys; import megatron_rl.config.cli, megatron_rl.records.samples.reader, "

@@ -73,6 +73,7 @@ def kill_at(change: int, work: Callable[[], None]) -> bool:
     return os.WIFSIGNALED(status)
 
 
+@pytest.mark.chaos
 def test_a_kill_during_a_save_leaves_a_complete_checkpoint(tmp_path: Path) -> None:
     newest_steps = set()
     num_kills = 0
