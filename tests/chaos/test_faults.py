@@ -23,6 +23,7 @@ from tests.support.exactness import EXACT
 from tests.support.jobs import process_tree, start_job, survivors, wait_for_step
 
 pytestmark = [
+    pytest.mark.nightly,
     pytest.mark.chaos,
     pytest.mark.engine,
     pytest.mark.distributed,
@@ -30,8 +31,8 @@ pytestmark = [
 ]
 FAULTS = [
     "SIGKILL rank 1",
-    pytest.param("SIGSTOP rank 0", marks=pytest.mark.nightly),
-    pytest.param("SIGSTOP rank 1", marks=pytest.mark.nightly),
+    "SIGSTOP rank 0",
+    "SIGSTOP rank 1",
 ]
 
 
@@ -43,7 +44,6 @@ def laboratory(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Laboratory]
     park.close()
 
 
-@pytest.mark.nightly
 @pytest.mark.timeout(1800)
 @pytest.mark.skipif(
     not EXACT, reason="MKL's sums depend on the batch on a processor without AVX-512"
@@ -75,7 +75,6 @@ def lines_of_ranks(errors: str) -> str:
     return re.split(r"torch\.distributed\.elastic|torch/distributed/", errors)[0]
 
 
-@pytest.mark.nightly
 def test_plain_python_ends_with_the_documented_code(tmp_path: Path) -> None:
     job = start_job(tmp_path, "train.total_steps=500", errors=tmp_path / "errors.txt")
     wait_for_step(tmp_path / "job", 1, job)

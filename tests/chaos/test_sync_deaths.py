@@ -123,6 +123,7 @@ def test_an_engine_that_dies_costs_its_own_lanes_only(
         assert require_nothing_mixed(replacement) == ["4"]
 
 
+@pytest.mark.nightly
 def test_a_second_trainer_on_an_engine_is_noticed(
     tmp_path: Path, receivers: list[ReceiverProcess]
 ) -> None:

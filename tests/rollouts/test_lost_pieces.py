@@ -124,6 +124,7 @@ class DyingEnvironment(Environment):
 
 
 @pytest.mark.slow
+@pytest.mark.nightly
 def test_pieces_of_an_episode_whose_process_ends_are_counted_as_restarted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -207,6 +207,7 @@ def test_an_environment_that_never_loads_ends_the_run_and_the_collector(
     assert process.wait(15) == 1
 
 
+@pytest.mark.nightly
 def test_calls_that_go_on_do_not_keep_a_collector_from_ending(
     hub: CollectorHub, start: Start
 ) -> None:

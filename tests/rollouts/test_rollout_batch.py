@@ -4,6 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,6 +42,8 @@ SETTINGS = RolloutSettings(max_new_tokens=8, samples_per_prompt=2, temperature=0
 def synced_queue(hub: CollectorHub, settings: RolloutSettings = SETTINGS) -> RolloutQueue:
     """A queue whose engines have the weights that sampled the responses of `make_rollout`."""
     queue = RolloutQueue(hub, settings)
+    as_completed = partial(queue.as_completed, idle_every_seconds=0.02)
+    queue.as_completed = as_completed  # type: ignore[method-assign]
     queue.set_version(VERSION)
     return queue
 

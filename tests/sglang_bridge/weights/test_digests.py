@@ -28,7 +28,23 @@ def test_cpu_digest_is_the_beginning_of_sha256() -> None:
     assert digest_of(CpuDigest, tensor, 7) == digest_of(CpuDigest, tensor)
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tensor", "expected_digest"),
+    [
+        (torch.arange(1, 6, dtype=torch.bfloat16), "ce4efcfa7a945cf1"),
+        (torch.arange(2 * TILE_WORDS + 3, dtype=torch.float32), "b91ba29dc7780883"),
+        (torch.zeros(0), "0000000000000000"),
+    ],
+    ids=["ten bytes", "two tiles and a part", "nothing"],
+)
+def test_gpu_digest_has_the_values_that_the_sglang_kernel_gave(
+    tensor: torch.Tensor, expected_digest: str
+) -> None:
+    """The kernel itself takes seconds to load: a nightly test compares with it."""
+    assert digest_of(GpuDigest, tensor) == expected_digest
+
+
+@pytest.mark.nightly
 def test_gpu_digest_equals_the_sglang_kernel(tmp_path: Path) -> None:
     """Whole tiles, a part of one, odd numbers of bytes, and more than one tile."""
     generator = torch.Generator().manual_seed(0)
