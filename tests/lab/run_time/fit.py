@@ -12,7 +12,6 @@ from statistics import fmean
 
 import numpy as np
 import numpy.typing as npt
-from scipy.optimize import least_squares, nnls
 
 from tests.lab.run_time.measured_run import CannotFit, MeasuredRun, MeasuredStep
 from tests.lab.run_time.simulation.cluster import Cluster, Group, Machines, Slowdown
@@ -89,6 +88,8 @@ def fit_engine(runs: Sequence[MeasuredRun]) -> EngineSpeed:
 
     The last group of a step weighs as much as all others together: the trainer waits for it.
     """
+    from scipy.optimize import least_squares  # slow to import
+
     steps = [(run, step) for run in runs for step in run.steps]
 
     def residuals(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
@@ -128,6 +129,8 @@ def _residuals(run: MeasuredRun, step: MeasuredStep, speed: EngineSpeed) -> npt.
 
 def fit_trainer(runs: Sequence[MeasuredRun]) -> TrainerSpeed:
     """Fit the seconds of training to the tokens of a step, and the seconds of a sync."""
+    from scipy.optimize import nnls  # slow to import
+
     steps = [step for run in runs for step in run.steps]
     columns = np.array([[1.0, float(step.tokens)] for step in steps])
     values, _ = nnls(columns, np.array([step.training for step in steps]))

@@ -4,12 +4,15 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import numpy as np
 import pytest
 
+from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.records.past_run import RunUnreadable
 from megatron_rl.records.run_directory import to_yaml
@@ -19,6 +22,7 @@ from tests.lab.run_time import clusters, measurement
 from tests.lab.run_time.clusters import SMALL, cluster_table, measure_gain, sampling_seconds
 from tests.lab.run_time.fit import (
     PROMPT_TOKENS,
+    Constants,
     alone_seconds,
     fit,
     fit_engine,
@@ -39,8 +43,10 @@ SPEED = EngineSpeed(
     step=0.01, request=3e-5, kv_token=2e-7, prompt_token=8e-5, dispatch=0.3, arrival=1e-3
 )
 TRAINER = TrainerSpeed(step=0.2, token=1.5e-4, sync=0.1, interrupt=0.6)
-MACHINES = Machines(speed=SPEED, max_running=64, slowdowns=[Slowdown(0.3, 0.2)])
+MACHINES = Machines(speed=SPEED, slowdowns=[Slowdown(0.3, 0.2)])
 NUM_STEPS = 8
+
+pytestmark = pytest.mark.slow
 
 
 def make_lengths(prompts: int, seed: int) -> TraceLengths:
@@ -50,17 +56,31 @@ def make_lengths(prompts: int, seed: int) -> TraceLengths:
     return TraceLengths([[[n] * 4 for n in step] for step in steps], PROMPT_TOKENS)
 
 
-def write_run(directory: Path, *overrides: str) -> Path:
-    """Write the directory of a run as long as its simulation with the planted constants."""
+@cache
+def composed(*overrides: str) -> Configuration:
     settings = [
         "experiment=quickstart",
+        "parallel=single",
         "eval.every=0",
         "rollout.samples_per_prompt=4",
-        f"engine.max_running_requests={MACHINES.max_running}",
         f"train.total_steps={NUM_STEPS}",
-        *overrides,
     ]
-    configuration = configuration_of(settings)
+    return configuration_of([*settings, *overrides])
+
+
+def configure(*, seed: int = 0, max_running: int, **rollout: Any) -> Configuration:
+    """The configuration of a run with other values in its section `rollout`."""
+    base = composed()
+    return replace(
+        base,
+        seed=seed,
+        engine=replace(base.engine, max_running_requests=max_running),
+        rollout=replace(base.rollout, **rollout),
+    )
+
+
+def write_run(directory: Path, configuration: Configuration) -> Path:
+    """Write the directory of a run as long as its simulation with the planted constants."""
     directory.mkdir(parents=True)
     (directory / "config.yaml").write_text(to_yaml(configuration))
     (directory / "versions.json").write_text("{}")
@@ -114,36 +134,61 @@ def groups_of(run: SimulatedRun, step: int) -> dict[int, list[Response]]:
     return groups
 
 
+@pytest.fixture(scope="module", params=[16, pytest.param(64, marks=pytest.mark.nightly)])
+def prompts(request: pytest.FixtureRequest) -> int:
+    """The prompts of a step, and the responses that an engine runs at a time."""
+    return int(request.param)
+
+
 @pytest.fixture(scope="module")
-def fit_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def fit_runs(prompts: int, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp("fit")
-    ahead = "rollout.max_staleness=1"
+
+    def write(name: str, num_prompts: int, max_running: int = prompts, **rollout: Any) -> Path:
+        configuration = configure(max_running=max_running, prompts_per_step=num_prompts, **rollout)
+        return write_run(root / name, configuration)
+
     return [
-        write_run(root / "alone"),
-        write_run(root / "alone-half", "rollout.prompts_per_step=32"),
-        write_run(root / "narrow", "engine.max_running_requests=16"),
-        write_run(root / "wait", ahead),
-        write_run(root / "wait-half", ahead, "rollout.prompts_per_step=32"),
-        write_run(root / "resume", ahead, "rollout.on_update=resume"),
+        write("alone", prompts),
+        write("alone-half", prompts // 2),
+        write("narrow", prompts, prompts // 4),
+        write("wait", prompts, max_staleness=1),
+        write("wait-half", prompts // 2, max_staleness=1),
+        write("resume", prompts, max_staleness=1, on_update="resume"),
     ]
 
 
 @pytest.fixture(scope="module")
-def other_runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def other_runs(prompts: int, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     root = tmp_path_factory.mktemp("others")
-    two = "rollout.max_staleness=2"
+
+    def write(name: str, num_prompts: int, **rollout: Any) -> Path:
+        configuration = configure(
+            seed=1, max_running=prompts, prompts_per_step=num_prompts, **rollout
+        )
+        return write_run(root / name, configuration)
+
     return [
-        write_run(root / "alone", "seed=1"),
-        write_run(root / "wait", "seed=1", "rollout.max_staleness=1"),
-        write_run(
-            root / "most", "seed=1", "rollout.max_staleness=1", "rollout.prompts_per_step=48"
-        ),
-        write_run(root / "resume", "seed=1", two, "rollout.on_update=resume"),
+        write("alone", prompts),
+        write("wait", prompts, max_staleness=1),
+        write("most", prompts * 3 // 4, max_staleness=1),
+        write("resume", prompts, max_staleness=2, on_update="resume"),
     ]
 
 
-def test_fit_recovers_planted_constants(fit_runs: Sequence[Path]) -> None:
-    constants = fit([read_run(directory) for directory in fit_runs])
+@pytest.fixture(scope="module")
+def constants(fit_runs: Sequence[Path]) -> Constants:
+    """The constants of all runs."""
+    return fit([read_run(directory) for directory in fit_runs])
+
+
+@pytest.fixture(scope="module")
+def constants_alone(fit_runs: Sequence[Path]) -> Constants:
+    """The constants of one run with max_staleness=0."""
+    return fit([read_run(fit_runs[0])])
+
+
+def test_fit_recovers_planted_constants(constants: Constants) -> None:
     # One may be a little larger if another one is a little smaller
     for name, tolerance in {"step": 0.1, "dispatch": 0.1, "prompt_token": 0.25}.items():
         value = getattr(SPEED, name)
@@ -164,13 +209,14 @@ def test_fit_recovers_planted_constants(fit_runs: Sequence[Path]) -> None:
 
 
 def test_each_step_shows_its_slowdowns(
-    fit_runs: Sequence[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    prompts: int, fit_runs: Sequence[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pairs = [Slowdown(0.1, 0.6), Slowdown(0.5, 0.1)]
     machines = replace(MACHINES, slowdowns=pairs)
     monkeypatch.setattr(sys.modules[__name__], "MACHINES", machines)
     alone = read_run(fit_runs[0])
-    ahead = read_run(write_run(tmp_path / "ahead", "rollout.max_staleness=1"))
+    configuration = configure(max_running=prompts, prompts_per_step=prompts, max_staleness=1)
+    ahead = read_run(write_run(tmp_path / "ahead", configuration))
     constants = fit([alone, ahead])
     for index, slowdown in enumerate(constants.slowdowns, start=FIRST_STEP - 1):
         assert slowdown == pytest.approx(pairs[index % 2], rel=0.2)
@@ -186,10 +232,12 @@ def test_a_slowdown_has_limits() -> None:
     assert [slowdown_of(share) for share in (-9.0, 0.0, 0.5, 9.0)] == pytest.approx([-0.5, 0, 1, 9])
 
 
-def test_other_runs_are_predicted(fit_runs: Sequence[Path], other_runs: Sequence[Path]) -> None:
+def test_other_runs_are_predicted(
+    constants: Constants, fit_runs: Sequence[Path], other_runs: Sequence[Path]
+) -> None:
     runs = [read_run(directory) for directory in fit_runs]
     others = [read_run(directory) for directory in other_runs]
-    comparisons = compare(fit(runs), runs, others)
+    comparisons = compare(constants, runs, others)
     assert [item.is_fitted for item in comparisons] == [True] * 6 + [False] * 4
     assert max(abs(item.error) for item in comparisons) < 0.04
     lines = list(comparison_table(comparisons))
@@ -214,12 +262,11 @@ def test_an_error_is_that_of_the_simulation(other_runs: Sequence[Path]) -> None:
 
 
 def test_runs_that_differ_in_their_seeds_share_a_row(
-    fit_runs: Sequence[Path], other_runs: Sequence[Path]
+    constants_alone: Constants, fit_runs: Sequence[Path], other_runs: Sequence[Path]
 ) -> None:
     alone, half, narrow, wait, wait_half, resume = (read_run(run) for run in fit_runs)
     alone_again, wait_again = (read_run(run) for run in other_runs[:2])
-    constants = fit([alone])
-    comparisons = compare(constants, [alone, wait, wait_again, alone_again], [alone])
+    comparisons = compare(constants_alone, [alone, wait, wait_again, alone_again], [alone])
     rows = [(item.runs, item.is_fitted) for item in comparisons]
     assert rows == [([alone, alone_again], True), ([wait, wait_again], True), ([alone], False)]
     longer = replace(alone, num_steps=9)
@@ -227,19 +274,20 @@ def test_runs_that_differ_in_their_seeds_share_a_row(
 
 
 def test_constants_that_no_run_shows_are_named(
-    fit_runs: Sequence[Path], capsys: pytest.CaptureFixture[str]
+    constants_alone: Constants, fit_runs: Sequence[Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert command.main(["fit", "--runs", str(fit_runs[0])]) == ExitCode.OK
     lines = capsys.readouterr().out.splitlines()
     guesses = [line.split(" | ")[0] for line in lines if "assumed: no run shows it" in line]
     assert guesses == ["| interrupt", "| engine_slowdown", "| trainer_slowdown"]
-    assert fit([read_run(fit_runs[0])]).slowdowns == (Slowdown(),)
+    assert constants_alone.slowdowns == (Slowdown(),)
 
 
-def test_the_last_group_of_a_step_matters_most(fit_runs: Sequence[Path]) -> None:
-    run = read_run(fit_runs[0])
+def test_the_last_group_of_a_step_matters_most(tmp_path: Path) -> None:
+    configuration = configure(max_running=64, prompts_per_step=64)
+    run = read_run(write_run(tmp_path / "run", configuration))
     steps = []
-    for step in run.steps:
+    for step in run.steps[:2]:
         last = step.sampled_at
         groups = [replace(g, end=g.end * (1 if g.end == last else 0.8)) for g in step.groups]
         steps.append(replace(step, groups=groups))
@@ -248,14 +296,14 @@ def test_the_last_group_of_a_step_matters_most(fit_runs: Sequence[Path]) -> None
         assert alone_seconds(run, step, speed) == pytest.approx(step.sampled_at, rel=0.06)
 
 
-def test_a_step_is_read_as_it_was(fit_runs: Sequence[Path]) -> None:
+def test_a_step_is_read_as_it_was(prompts: int, fit_runs: Sequence[Path]) -> None:
     run = read_run(fit_runs[0])
     assert [step.step for step in run.steps] == list(range(FIRST_STEP, NUM_STEPS))
     for step in run.steps:
         assert step.rest == pytest.approx(TRAINER.sync, abs=1e-5)
         seconds = TRAINER.step + TRAINER.token * step.tokens
         assert step.training == pytest.approx(seconds, abs=1e-5)
-        assert step.tokens == sum(map(sum, make_lengths(64, 0).lengths(step.step)))
+        assert step.tokens == sum(map(sum, make_lengths(prompts, 0).lengths(step.step)))
 
 
 @pytest.mark.parametrize(
@@ -270,21 +318,23 @@ def test_a_step_is_read_as_it_was(fit_runs: Sequence[Path]) -> None:
 def test_a_run_that_does_more_is_refused(
     override: str, key: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = write_run(tmp_path / "run", override)
+    run = write_run(tmp_path / "run", composed(override))
     assert command.main(["fit", "--runs", str(run)]) == ExitCode.REFUSED
     assert key in capsys.readouterr().err
 
 
-def test_runs_that_cannot_be_fitted_are_refused(fit_runs: Sequence[Path], tmp_path: Path) -> None:
+def test_runs_that_cannot_be_fitted_are_refused(
+    prompts: int, constants_alone: Constants, fit_runs: Sequence[Path], tmp_path: Path
+) -> None:
     with pytest.raises(CannotFit, match="max_staleness=0"):
         fit([read_run(fit_runs[-2])])
     whole, half = (read_run(directory) for directory in fit_runs[:2])
-    with pytest.raises(CannotFit, match="64 prompts x 4 samples"):
-        compare(fit([half]), [half], [whole])
-    assert len(compare(fit([whole]), [whole], [half])) == 2
+    with pytest.raises(CannotFit, match=f"{prompts} prompts x 4 samples"):
+        compare(constants_alone, [half], [whole])
+    assert len(compare(constants_alone, [whole], [half])) == 2
     with pytest.raises(RunUnreadable, match="no such directory"):
         read_run(tmp_path / "nothing")
-    short_run = write_run(tmp_path / "short")
+    short_run = write_run(tmp_path / "short", composed())
     records = (short_run / "metrics.jsonl").read_text().splitlines()[:4]
     (short_run / "metrics.jsonl").write_text("\n".join(records) + "\n")
     with pytest.raises(CannotFit, match="has 3 step"):
@@ -304,7 +354,7 @@ def test_tokens_of_a_group_are_split_evenly() -> None:
 
 def test_planned_runs_are_accepted_and_check_what_was_not_fitted() -> None:
     for plan in PLAN:
-        configuration_of(["experiment=quickstart", "parallel=single", *plan.settings])
+        composed(*plan.settings)
     fitted_settings = {plan.settings for plan in PLAN if plan.is_fitted}
     assert fitted_settings.isdisjoint(plan.settings for plan in PLAN if not plan.is_fitted)
     assert PLAN[1].with_seed(3) == ("wait1-seed3", ("seed=3", "rollout.max_staleness=1"), True)
@@ -319,11 +369,15 @@ def test_planned_runs_are_trained_once(
     names = []
 
     def write(directory: Path, plan: PlannedRun, num_steps: int) -> None:
+        assert num_steps == NUM_STEPS
         names.append(plan.name)
-        settings = ("engine.max_running_requests=256", *plan.settings)
-        write_run(directory / plan.name, *settings, f"train.total_steps={num_steps}")
+        seed, *settings = plan.settings
+        configuration = replace(composed(*settings), seed=int(seed.removeprefix("seed=")))
+        write_run(directory / plan.name, configuration)
 
     monkeypatch.setattr(measurement, "train", write)
+    planted = Constants(SPEED, TRAINER, tuple(MACHINES.slowdowns), missing=())
+    monkeypatch.setattr(command, "fit", lambda runs: planted)
     options = ["measure", "--out", str(tmp_path), "--rounds", "2", "--steps", str(NUM_STEPS)]
     assert command.main(options) == ExitCode.OK
     table = capsys.readouterr().out
