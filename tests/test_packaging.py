@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parents[1]
 # An import of torch during the build is an error, as on a machine without torch.
 BLOCK_TORCH = "import sys; sys.modules['torch'] = None; exec(open('setup.py').read())"

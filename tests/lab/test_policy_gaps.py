@@ -66,6 +66,7 @@ def test_extreme_tokens_differ_by_more_than_a_factor_of_two(megatron: Any) -> No
     assert Gap.between(ratios.log(), torch.zeros(8, dtype=torch.float64)).extreme == 3 / 8
 
 
+@pytest.mark.slow
 def test_engine_and_old_policy_are_compared_before_the_update(
     megatron: Any, checkpoint: Path
 ) -> None:
@@ -82,6 +83,7 @@ def test_engine_and_old_policy_are_compared_before_the_update(
     assert msgspec.json.decode(msgspec.json.encode(gaps), type=type(gaps)) == gaps
 
 
+@pytest.mark.slow
 def test_old_and_current_policy_are_equal_without_an_update(
     megatron: Any, checkpoint: Path
 ) -> None:

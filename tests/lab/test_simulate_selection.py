@@ -25,6 +25,7 @@ PRESETS = Path(__file__).parents[2] / "hydra_conf" / "selection"
 SKIP = "belief, skip=zero_variance"
 
 
+@pytest.mark.nightly
 def test_beliefs_halve_the_tokens_of_uniform_and_of_oversampling() -> None:
     results = compare(SMALL, 1.0, (UNIFORM, OVERSAMPLE, "belief", SKIP))
     uniform = results[UNIFORM]

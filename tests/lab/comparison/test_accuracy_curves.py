@@ -49,6 +49,7 @@ def test_a_run_without_evaluations_is_refused(tmp_path: Path) -> None:
         read_curve(tmp_path, seed=0)
 
 
+@pytest.mark.slow
 def test_the_table_has_each_run_and_the_mean_of_a_variant(tmp_path: Path) -> None:
     runs = [write(tmp_path, str(i), 0.25, 0.5 + i / 8) for i in range(2)]
     curves = [read_curve(run, seed) for seed, run in enumerate(runs)]

@@ -56,6 +56,7 @@ def test_tokens_until_the_highest_common_accuracy(
     assert (tmp_path / "out" / "tokens.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.nightly
 def test_another_level_needs_no_run(
     compare: Callable[..., int], results: Launcher, tmp_path: Path
 ) -> None:
@@ -71,7 +72,11 @@ def test_another_level_needs_no_run(
     ("level", "reason"),
     [
         ("0.7", "slow, seed 0, goes from 0.200 to 0.600, below 0.7"),
-        ("0.1", "slow, seed 0, goes from 0.200 to 0.600, and 0.1, which was requested"),
+        pytest.param(
+            "0.1",
+            "slow, seed 0, goes from 0.200 to 0.600, and 0.1, which was requested",
+            marks=pytest.mark.nightly,
+        ),
     ],
 )
 def test_a_level_outside_a_curve_is_refused(
@@ -85,6 +90,7 @@ def test_a_level_outside_a_curve_is_refused(
     assert reason in capsys.readouterr().err
 
 
+@pytest.mark.nightly
 def test_a_variant_that_learns_nothing_is_named(
     compare: Callable[..., int], launcher: Launcher, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -45,6 +45,7 @@ def fake_processes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("megatron_rl.engines.node.node_processes.NodeProcesses", FakeProcesses)
 
 
+@pytest.mark.slow
 def test_runs_connect_to_one_engine_each_with_a_private_key_file(tmp_path: Path) -> None:
     configuration = configuration_of(["experiment=smoke"])
     with shared_engines(configuration, 2, tmp_path / "engines") as overrides:

@@ -171,6 +171,7 @@ def test_a_mistake_is_named(findings: Callable[[str], list[str]], name: str, lin
     assert any(line in one for one in findings(name)), findings(name)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_a_deterministic_engine_of_a_run_has_the_trainers_nccl(
     configuration: Configuration,

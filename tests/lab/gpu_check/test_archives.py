@@ -156,6 +156,7 @@ def test_an_unpacking_that_was_killed_is_done_again(carry: Path) -> None:
     assert (archives.paths["te"] / "package.py").read_text() == "NAME = 'te'\n"
 
 
+@pytest.mark.slow
 def test_a_folder_that_others_can_change_is_refused(carry: Path, tmp_path: Path) -> None:
     """Its packages would run with this user's rights."""
     folder = open_all(carry).paths["te"].parent
@@ -171,6 +172,7 @@ def test_a_folder_that_others_can_change_is_refused(carry: Path, tmp_path: Path)
     assert result.returncode == 2 and "can be changed by others" in result.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "text", [None, "no json", "[]", '{"archives": {}}', '{"archives": {"base": 1}}']
 )
@@ -201,6 +203,7 @@ TE_STAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("problem", ["", "code 1: no kernel image is available"])
 def test_stages_run_without_a_library_that_the_driver_refuses(
     carry: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, problem: str

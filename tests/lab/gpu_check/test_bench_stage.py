@@ -11,6 +11,8 @@ import pytest
 from tests.lab.gpu_stages import bench as stage
 from tests.lab.gpu_stages.stage import Report, Setting
 
+pytestmark = pytest.mark.slow
+
 # Stands in for kernels/bench, which takes a minute: a program that writes a row, and goes on.
 PROGRAM = """
 import json, sys, time

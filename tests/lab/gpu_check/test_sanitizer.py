@@ -17,6 +17,8 @@ from tests.kernels.processes import ROOT, importable
 from tests.lab.gpu_stages import sanitizer as stage
 from tests.lab.gpu_stages.stage import Report, Setting, StageSkipped
 
+pytestmark = pytest.mark.slow
+
 KERNELS = sorted(kernel for kernels in stage.TESTS.values() for kernel in kernels)
 CLEAN = "1 passed in 2.0s\n========= ERROR SUMMARY: 0 errors\n"
 # As memcheck prints it
@@ -182,7 +184,7 @@ def test_every_kernel_of_the_package_is_in_the_table() -> None:
     assert sorted(names) == KERNELS
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_each_test_launches_its_kernels(tmp_path: Path) -> None:
     pytest.importorskip("triton")
     log = tmp_path / "launches.txt"

@@ -14,6 +14,8 @@ import pytest
 from tests.lab.gpu_stages.stage import MARK
 from tests.support.scripts import ROOT
 
+pytestmark = pytest.mark.slow
+
 HEAD = """import errno, os, sys, time
 from tests.lab.gpu_stages.stage import Report, StageSkipped, run
 """

@@ -1,8 +1,10 @@
 """Script: plants one fault after another into the real trainer on the pretended device.
 
-Usage: python -m tests.lab.pretended_device tests.lab.pretended_device.planted_faults OUT. It writes
-OUT/faults.json: for each fault the error's message, or what it changed; and the host waits of steps
-with two and with three micro-batches.
+    python -m tests.lab.pretended_device tests.lab.pretended_device.planted_faults OUT FAULT...
+
+It writes OUT/faults.json: for each fault the error's message, or what it changed; and the host
+waits of steps with two and with three micro-batches. FAULT: those to plant among the ones that end
+with an error; without any, all.
 """
 
 from __future__ import annotations
@@ -187,39 +189,37 @@ def float32_weight_in_bfloat16(step: Step) -> str:
         return error_of(step)
 
 
-def item_in_the_schedule(step: Step) -> dict[str, int]:
+def item_in_the_schedule(step: Step) -> Counter[Wait]:
     loss = schedule._ForwardStep._loss
 
     def read(self: Any, logits: torch.Tensor, index: int) -> Any:
         logits.sum().item()
         return loss(self, logits, index)
 
-    return more_waits(step, lambda: replace(schedule._ForwardStep, "_loss", read))
+    return waits_with(step, lambda: replace(schedule._ForwardStep, "_loss", read))
 
 
-def cpu_copy_of_each_micro_batch(step: Step) -> dict[str, int]:
+def cpu_copy_of_each_micro_batch(step: Step) -> Counter[Wait]:
     values = ResponseLogprobs._local_values
 
     def copy(self: Any, logits: torch.Tensor, batch: Any) -> Any:
         batch.targets.cpu()
         return values(self, logits, batch)
 
-    return more_waits(step, lambda: replace(ResponseLogprobs, "_local_values", copy))
+    return waits_with(step, lambda: replace(ResponseLogprobs, "_local_values", copy))
 
 
-def upload_from_pageable_memory(step: Step) -> dict[str, int]:
+def upload_from_pageable_memory(step: Step) -> Counter[Wait]:
     def tensor(self: Any, array: Any) -> torch.Tensor:
         return torch.from_numpy(array.copy()).to(self._device)
 
-    return more_waits(step, lambda: replace(micro_batches.Batcher, "_tensor", tensor))
+    return waits_with(step, lambda: replace(micro_batches.Batcher, "_tensor", tensor))
 
 
-def more_waits(step: Step, plant: Callable[[], Any]) -> dict[str, int]:
-    """The waits that a fault adds to a step of two micro-batches."""
-    usual_waits = waits_of(step)
+def waits_with(step: Step, plant: Callable[[], Any]) -> Counter[Wait]:
+    """The waits of a step of two micro-batches with a fault."""
     with plant():
-        waits = waits_of(step)
-    return as_json(waits - usual_waits)
+        return waits_of(step)
 
 
 def result_read_before_the_copy_ends(step: Step) -> str:
@@ -261,17 +261,20 @@ ADDED_WAITS = (item_in_the_schedule, cpu_copy_of_each_micro_batch, upload_from_p
 def main() -> None:
     step = Step()
     step.run()
-    usual_waits = {str(count): as_json(waits_of(step, count)) for count in (2, 3)}
-    added_waits = {fault.__name__: fault(step) for fault in ADDED_WAITS}
-    errors = {fault.__name__: fault(step) for fault in ERRORS}
+    out, *names = sys.argv[1:]
+    usual_waits = {count: waits_of(step, count) for count in (2, 3)}
+    added_waits = {fault.__name__: as_json(fault(step) - usual_waits[2]) for fault in ADDED_WAITS}
+    errors = {
+        fault.__name__: fault(step) for fault in ERRORS if not names or fault.__name__ in names
+    }
     result = {
-        "waits": usual_waits,
+        "waits": {str(count): as_json(waits) for count, waits in usual_waits.items()},
         "added_waits": added_waits,
         "errors": errors,
         "calls": dict(current().cuda.calls),
         "device": str(next(step.policy.models[0].parameters()).device),
     }
-    (Path(sys.argv[1]) / "faults.json").write_text(json.dumps(result, indent=1))
+    (Path(out) / "faults.json").write_text(json.dumps(result, indent=1))
     parallel.shutdown()
 
 

@@ -14,7 +14,7 @@ from tests.support.tiny_families import FAMILIES
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = "tests.lab.pretended_device.families"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 Rows = dict[tuple[str, str], dict[str, Any]]
 
 

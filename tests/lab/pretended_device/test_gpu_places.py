@@ -15,6 +15,8 @@ import pytest
 
 from tests.lab.pretended_device.branches.finder import Place, find_places
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = "tests.lab.pretended_device.gpu_places"
 # Files, functions or places that the pretended device does not reach, by the reason
@@ -96,8 +98,6 @@ def test_the_places_that_everybody_knows_are_found(places: list[Place]) -> None:
     assert examples - place_names == set()
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_every_place_is_executed_or_in_the_list(
     places: list[Place], outcome: dict[str, Any]
 ) -> None:
@@ -107,16 +107,12 @@ def test_every_place_is_executed_or_in_the_list(
     assert missing == [], "extend gpu_places.py, or give a reason in NOT_EXECUTED"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_no_place_in_the_list_is_executed(places: list[Place], outcome: dict[str, Any]) -> None:
     entries = {entry_of(place) for place in places if str(place) not in outcome["executed"]}
     stale = [entry for group in NOT_EXECUTED.values() for entry in group if entry not in entries]
     assert stale == [], "it is executed: remove it from NOT_EXECUTED"
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_checkpoint_reference_and_trace_work_on_the_device(outcome: dict[str, Any]) -> None:
     assert outcome["device"] == "cuda:0"
     assert outcome["pinned_reference"]
@@ -126,8 +122,6 @@ def test_checkpoint_reference_and_trace_work_on_the_device(outcome: dict[str, An
     assert outcome["loaded_weights_are_equal"] and outcome["random_numbers_repeat"]
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_weights_arrive_on_another_device_and_are_audited(outcome: dict[str, Any]) -> None:
     """Both sides hash on their devices. A failed update aborts the group."""
     assert outcome["audit_obstacle"] == ""
@@ -137,8 +131,6 @@ def test_weights_arrive_on_another_device_and_are_audited(outcome: dict[str, Any
     assert "no room" in line
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_a_rank_and_an_engine_take_turns_on_a_device(outcome: dict[str, Any]) -> None:
     """A wrong order or tag ends the engine's side, too (`colocated_steps.py`)."""
     result = outcome["colocated"]
@@ -161,8 +153,6 @@ def test_a_rank_and_an_engine_take_turns_on_a_device(outcome: dict[str, Any]) ->
     assert 0.8 < result["fraction"] < 0.88
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 def test_engines_and_kernels_are_chosen_for_the_device(outcome: dict[str, Any]) -> None:
     assert outcome["engine_gpus"] == [[1, 2], [3, 4]]
     assert outcome["fp8_engines"] == [{"quant_method": "fp8"}] * 2
@@ -177,8 +167,6 @@ def test_engines_and_kernels_are_chosen_for_the_device(outcome: dict[str, Any]) 
     assert (outcome["age_sum"], outcome["age_waits"]) == ([0.5, 1.0], 0)
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize(
     ("run", "setting"),
     [

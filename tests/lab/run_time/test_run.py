@@ -81,6 +81,7 @@ def test_an_interruption_takes_its_time() -> None:
     assert step_seconds(run) == [15.5, 8, 13, 8, 13, 5.5]
 
 
+@pytest.mark.slow
 def test_a_simulation_needs_no_torch() -> None:
     code = "import tests.lab.run_time.simulation.run, sys; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -109,6 +109,7 @@ def script(text: str) -> list[str]:
     return [sys.executable, "-c", text]
 
 
+@pytest.mark.slow
 def test_the_second_program_starts_after_the_first_and_is_stopped(tmp_path: Path) -> None:
     """The second one writes whether the first one had begun, and the first one waits for that."""
     beginning = tmp_path / "beginning"
@@ -128,6 +129,7 @@ def test_the_second_program_starts_after_the_first_and_is_stopped(tmp_path: Path
     assert time.monotonic() - start < 60
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("failing", ["first", "second"])
 def test_a_program_that_fails_is_an_error_and_stops_the_other(tmp_path: Path, failing: str) -> None:
     commands = {name: script("import time; time.sleep(99)") for name in ("first", "second")}
@@ -138,6 +140,7 @@ def test_a_program_that_fails_is_an_error_and_stops_the_other(tmp_path: Path, fa
     assert time.monotonic() - start < 30
 
 
+@pytest.mark.slow
 def test_a_program_that_ignores_its_end_is_killed(tmp_path: Path) -> None:
     stubborn = script(
         "import os, pathlib, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); "
@@ -169,6 +172,7 @@ def test_programs_of_which_none_is_complete_are_refused(tmp_path: Path) -> None:
         measure_beside(tmp_path, 0, 12, print)
 
 
+@pytest.mark.slow
 def test_settings_of_the_programs_are_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
