@@ -16,7 +16,6 @@ from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.records.run_lock import mark_run_alive
 from tests.lab.comparison import runner
 from tests.lab.comparison.__main__ import SCRIPT
-from tests.lab.comparison.conftest import compose_once
 from tests.lab.comparison.variants import RunPlanner
 from tests.support.comparisons import Launcher, write_existing_run
 from tests.support.configurations import configuration_of
@@ -57,12 +56,6 @@ def test_runs_are_started_with_the_script_of_the_main_job(
     assert compare(*ONE_VARIANT) == ExitCode.OK
     assert ROOT / "launch/train_rl.py" == SCRIPT and SCRIPT.is_file()
     assert str(SCRIPT) in launcher.commands[0]
-
-
-def test_composing_once_changes_nothing(tmp_path: Path) -> None:
-    run = [f"run.root={tmp_path}", "run.name=a-seed5", "run.on_existing=overwrite_failed"]
-    overrides = ["experiment=quickstart", "optimizer.lr=0", "seed=5", *run]
-    assert compose_once(overrides) == compose(overrides)
 
 
 @pytest.mark.parametrize(
