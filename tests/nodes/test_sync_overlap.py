@@ -23,7 +23,14 @@ PYTHON = {"PYTHONPATH": f"{ROOT}:{ROOT / 'kernels'}", "OMP_NUM_THREADS": "1"}
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("share", [0.5, 0.9, 1.5])
+@pytest.mark.parametrize(
+    "share",
+    [
+        pytest.param(0.5, marks=pytest.mark.nightly),
+        0.9,
+        pytest.param(1.5, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_sync_takes_as_long_as_the_slower_of_gathering_and_sending(
     tmp_path: Path, nodes: Nodes, share: float
 ) -> None:
