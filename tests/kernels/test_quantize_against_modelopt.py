@@ -119,6 +119,7 @@ def test_a_product_with_the_reciprocal_gives_other_codes() -> None:
     assert 1e-5 < differences < 1e-3
 
 
+@pytest.mark.slow
 def test_modelopt_reads_our_codes_and_scales(modelopt: Any) -> None:
     weight = torch.randn(256, 384, dtype=torch.bfloat16)
     fp8, scale_inv = quantize_fp8_blockwise(weight)

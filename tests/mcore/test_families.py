@@ -229,6 +229,7 @@ def test_parameter_count_matches_the_model(megatron: Any, tiny: TinyModel) -> No
     assert parameters.total == sum(sizes.values())
 
 
+@pytest.mark.slow
 def test_repeated_load_and_export_is_bit_exact(
     megatron: Any, tiny: TinyModel, tmp_path: Path
 ) -> None:
