@@ -1,4 +1,4 @@
-"""Skips the tests of Megatron modules on machines with a GPU."""
+"""Prepares Megatron for its tests, which are skipped on machines with a GPU."""
 
 from __future__ import annotations
 
@@ -6,6 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+
+from megatron_rl.mcore import compat
+
+# As in a rank, before a test imports Megatron: without it torch's compiler is imported, too.
+compat.install()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
