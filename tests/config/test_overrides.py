@@ -53,7 +53,14 @@ def test_a_name_of_digits_stays_as_it_was_typed(checkpoint: Path) -> None:
     assert accept(checkpoint, "run.name=null").run.name is None
 
 
-@pytest.mark.parametrize("first", ["data.options.a=1", "+data.options.a=1", "++data.options.a=1"])
+@pytest.mark.parametrize(
+    "first",
+    [
+        "data.options.a=1",
+        pytest.param("+data.options.a=1", marks=pytest.mark.slow),
+        pytest.param("++data.options.a=1", marks=pytest.mark.slow),
+    ],
+)
 def test_a_second_value_with_a_plus_is_refused_alone(first: str) -> None:
     overrides = ["data=custom", first, "+data.options.a=2"]
     assert list(repeated_settings(overrides)) == []

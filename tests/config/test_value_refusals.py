@@ -6,6 +6,7 @@ Each case pins the setting and a fragment of the sentence, so that a better sent
 from pathlib import Path
 
 import pytest
+from _pytest.mark.structures import ParameterSet
 
 from megatron_rl.contracts.refusal import format_value
 from tests.support.configurations import accept, assert_refused, refusals
@@ -230,11 +231,33 @@ LIMITS = [
     ("selection.reweight=inf", "selection.reweight=inf", FINITE),
 ]
 CASES = UNKNOWN_KEYS + SUGGESTIONS + COMPOSITION + TYPES
+# Mistakes that Hydra finds, each a composition or several, and each like one that is not here
+LIKE_OTHERS = {
+    f"{overrides}-{fragment}"
+    for overrides, fragment in [
+        ("++foo.bar=1", NO_KEY),
+        ("++foo.bar.baz=1", NO_KEY),
+        ("mode.x=1", NO_KEY),
+        ("+logger.reward=nope", NO_KEY),
+        ("TRAIN.total_steps=3", NO_KEY),
+        ("+train.replay_routes=false", "train.replay"),
+        ("Experiment=smoke", "experiment"),
+        ("foo=1", "model, algo"),
+        ("foo.bar.baz=1", "--cfg job"),
+        ("+algo=grpo", "choice"),
+        ("model=5", "options"),
+        ("seed=2 +train.total_steps=3", "value already"),
+    ]
+}
 
 
-@pytest.mark.parametrize(
-    ("overrides", "setting", "fragment"), CASES, ids=[f"{case[0]}-{case[2]}" for case in CASES]
-)
+def parameters_of(case: tuple[str | list[str], str, str]) -> ParameterSet:
+    """A case with its name, and its marker if it is slow."""
+    name = f"{case[0]}-{case[2]}"
+    return pytest.param(*case, id=name, marks=pytest.mark.slow if name in LIKE_OTHERS else ())
+
+
+@pytest.mark.parametrize(("overrides", "setting", "fragment"), map(parameters_of, CASES))
 def test_a_setting_is_refused_with_rule_and_remedy(
     checkpoint: Path, overrides: str | list[str], setting: str, fragment: str
 ) -> None:

@@ -186,7 +186,10 @@ def test_the_comparison_behind_the_table_is_accepted(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("page", ["comparisons.md", "results/selection.md"])
-def test_every_comparison_is_accepted(tmp_path: Path, page: str) -> None:
+def test_every_comparison_is_accepted(
+    tmp_path: Path, page: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("tests.lab.comparison.variants.compose", configuration_of)
     all_options = comparisons(page)
     assert all_options
     for options in all_options:

@@ -398,7 +398,11 @@ def test_script_reports_every_check(preflight: ModuleType, tmp_path: Path) -> No
     assert {"host memory", "run.root", "algo", "environment", "data", "disk space"} < names
     has_failure = "FAIL" in result.stdout
     assert result.returncode == (ExitCode.REFUSED if has_failure else ExitCode.OK)
-    result = start_script("preflight", *SMALL, "data.num_eval=500", cwd=tmp_path)
-    assert result.returncode == ExitCode.REFUSED
-    assert "FAIL  data: data.num_eval=500" in result.stdout
-    assert "Traceback" not in result.stderr
+
+
+def test_refused_data_end_with_its_exit_code(
+    preflight: ModuleType, capsys: pytest.CaptureFixture[str]
+) -> None:
+    c = configuration_of([*SMALL, "data.num_eval=500"])
+    assert preflight.preflight(c) == ExitCode.REFUSED
+    assert "FAIL  data: data.num_eval=500" in capsys.readouterr().out

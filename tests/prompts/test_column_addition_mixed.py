@@ -83,7 +83,7 @@ def test_hard_questions_have_three_columns_of_nines_after_the_first() -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_pass_rates_of_the_shipped_checkpoint_by_difficulty() -> None:
     policy = StartPolicy(seed=0)
     rates = {

@@ -27,7 +27,9 @@ def start(script: Path, *arguments: str, **environment: str) -> subprocess.Compl
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("script", ["train_rl.py", "preflight.py"])
+@pytest.mark.parametrize(
+    "script", ["train_rl.py", pytest.param("preflight.py", marks=pytest.mark.nightly)]
+)
 def test_a_refusal_is_followed_by_one_line(script: str) -> None:
     end = start(LAUNCH / script, "optimizer.lr=fast")
     lines = end.stderr.splitlines()
