@@ -51,6 +51,7 @@ def test_every_figure_draws_something(tmp_path: Path) -> None:
         assert "currentColor" in chart.svg and "#123456" not in chart.svg
 
 
+@pytest.mark.slow
 def test_identifiers_of_figures_are_unique_on_the_page(tmp_path: Path) -> None:
     runs = [run_in(tmp_path, name, accuracies=(0.25, 0.5, 0.75)) for name in ("first", "second")]
     identifiers = re.findall(r' id="([^"]+)"', render_page(read_runs(runs)))
@@ -178,6 +179,7 @@ def test_damaged_samples_cost_only_the_samples(tmp_path: Path) -> None:
     assert "cannot be read" in page and "Accuracy by step" in page
 
 
+@pytest.mark.slow
 def test_the_command_writes_the_page_into_the_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,6 +29,7 @@ def test_newlines_may_stay() -> None:
     assert visible_text("a\r\nb\n", keep_newlines=True) == "a\\r\nb\n"
 
 
+@pytest.mark.slow
 def test_no_character_of_unicode_controls_a_terminal() -> None:
     text = visible_text("".join(map(chr, range(sys.maxunicode + 1))))
     categories = {unicodedata.category(character) for character in set(text)}
