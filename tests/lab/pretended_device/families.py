@@ -1,12 +1,12 @@
 """Rehearse every model class on the pretended device, and print one table.
 
     python -m tests.lab.pretended_device tests.lab.pretended_device.families
-    python -m tests.lab.pretended_device tests.lab.pretended_device.families OUT.json
+    python -m tests.lab.pretended_device tests.lab.pretended_device.families OUT.json CASE...
 
 A tiny random checkpoint of each class is loaded, exported and trained for one optimizer step with
 recomputation, and with replayed routes if it has experts. Without the first module, the same runs
-on the CPU. OUT.json gets the table and a hash of all weights after the step. Exit code: 0, or 1 if
-a class fails.
+on the CPU. OUT.json gets the table and a hash of all weights after the step. CASE: a class
+and a dtype, such as qwen3-bfloat16; without any, all. Exit code: 0, or 1 if a class fails.
 """
 
 from __future__ import annotations
@@ -137,13 +137,15 @@ def table(rows: Sequence[Row]) -> list[str]:
 
 def main() -> int:
     """Rehearse every class in both dtypes. Returns the exit code."""
+    names = sys.argv[2:]
+    cases = [(family, dtype) for family in FAMILIES for dtype in _DTYPES]
     layout = parallel.initialize(_GRID, seed=0)
     rows = []
     with tempfile.TemporaryDirectory() as folder:
-        for family in FAMILIES:
-            for dtype in _DTYPES:
-                directory = Path(folder) / f"{family}-{dtype}"
-                rows.append(rehearse_family(family, dtype, layout, directory))
+        for family, dtype in cases:
+            name = f"{family}-{dtype}"
+            if not names or name in names:
+                rows.append(rehearse_family(family, dtype, layout, Path(folder) / name))
     parallel.shutdown()
     print("\n".join(table(rows)))
     if len(sys.argv) > 1:

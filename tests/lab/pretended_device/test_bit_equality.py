@@ -1,8 +1,8 @@
 """A real worker on the pretended device computes what it computes on the CPU, bit for bit.
 
 It builds the model, loads weights, trains with replay, recomputation, clipping and Adam, saves,
-resumes and exports. One rank in bfloat16 runs each time, float32 and EP2, PP2, TP2 with sequence
-parallelism and CP2 in both dtypes nightly.
+resumes and exports. These cases are nightly. `make test` compares one step of one rank in
+`test_families.py`.
 """
 
 import os
@@ -18,16 +18,15 @@ import torch
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = "tests.lab.pretended_device.worker_cases"
 # Numbers of ranks, and cases that one start of them runs
-EACH_TIME = ((1, ("single-bfloat16",)),)
-NIGHTLY = (
-    (1, ("single-float32",)),
+CASES = (
+    (1, ("single-float32", "single-bfloat16")),
     (2, ("ep2-float32", "ep2-bfloat16")),
     (2, ("pp2-float32", "pp2-bfloat16")),
     (2, ("tp2-float32", "tp2-bfloat16")),
     (2, ("cp2-float32", "cp2-bfloat16")),
 )
 
-pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.distributed, pytest.mark.nightly, pytest.mark.timeout(600)]
 
 
 def run_cases(directory: Path, cases: tuple[str, ...], ranks: int, *, on_device: bool) -> None:
@@ -68,19 +67,12 @@ def results(directory: Path, cases: tuple[str, ...], case: str, rank: int) -> li
 
 
 def all_cases() -> list[Any]:
-    each_time = [
+    return [
         pytest.param(cases, case, rank, id=f"{case}-{rank}")
-        for ranks, cases in EACH_TIME
+        for ranks, cases in CASES
         for case in cases
         for rank in range(ranks)
     ]
-    nightly = [
-        pytest.param(cases, case, rank, id=f"{case}-{rank}", marks=pytest.mark.nightly)
-        for ranks, cases in NIGHTLY
-        for case in cases
-        for rank in range(ranks)
-    ]
-    return [*each_time, *nightly]
 
 
 @pytest.mark.parametrize(("cases", "case", "rank"), all_cases())
