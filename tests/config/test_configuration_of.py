@@ -35,7 +35,10 @@ def outcome(compose_them: Callable[..., Any], overrides: list[str]) -> Any:
         return str(error)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [CASES[1], *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != CASES[1])],
+)
 def test_composition_from_memory_equals_hydras(case: str) -> None:
     overrides = case.split()
     outcomes = [outcome(configuration_of, overrides) for _ in range(2)]
