@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import is_dataclass
+from types import UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override
 from hydra.errors import OverrideParseException
 
-from megatron_rl.config.keys import declared_keys
+from megatron_rl.config.schema import Configuration, EvalSetSettings
 
 
 def parse_override(text: str) -> Override | None:
@@ -48,9 +51,24 @@ def quote_text(text: str) -> str:
 
 
 def _is_text(key: str) -> bool:
-    """Return whether a key is declared as text; annotations are strings such as "Name | None"."""
-    field = declared_keys().get(key)
-    return field is not None and str(field.type).split(" | ")[0] in ("str", "Name")
+    """Return whether a key takes text. A set of eval.sets may be given by its path alone."""
+    kinds: list[Any] = [Configuration]
+    for name in key.split("."):
+        kinds = [inner for kind in kinds for inner in _inner_kinds(kind, name)]
+    return str in kinds or EvalSetSettings in kinds
+
+
+@functools.cache
+def _inner_kinds(kind: Any, name: str) -> tuple[Any, ...]:
+    """Return the types that a key of a section or of a dictionary may have, none if there is no
+    such key.
+    """
+    if get_origin(kind) is dict:
+        inner = get_args(kind)[1]
+    else:
+        inner = get_type_hints(kind).get(name) if is_dataclass(kind) else None
+    is_union = get_origin(inner) in (Union, UnionType)
+    return get_args(inner) if is_union else (inner,)
 
 
 @functools.cache

@@ -1,11 +1,13 @@
 """Overrides of the command line as Hydra reads them."""
 
+import re
 from pathlib import Path
 
 import pytest
 
 from megatron_rl.config.cli import compose
 from megatron_rl.config.hydra_errors import repeated_settings, unparsable_overrides
+from megatron_rl.config.keys import declared_keys
 from megatron_rl.config.overrides import quote_text, split_override
 from megatron_rl.contracts.refusal import ConfigurationRefused
 from tests.support.configurations import accept
@@ -36,6 +38,20 @@ def test_an_override_is_split_into_key_and_value(text: str, key: str, value: str
         ("run.name=1e3", "run.name='1e3'"),
         ("++run.name=true", "++run.name='true'"),
         ("run.name=null", "run.name=null"),
+        ("run.root=2026_11_21", "run.root='2026_11_21'"),
+        ("logger.wandb=1e3", "logger.wandb='1e3'"),
+        ("logger.wandb=0", "logger.wandb='0'"),
+        ("algo.kl.reference=1_0", "algo.kl.reference='1_0'"),
+        ("data.columns.answer=1e3", "data.columns.answer='1e3'"),
+        ("+data.sources.sums.split=1.10", "+data.sources.sums.split='1.10'"),
+        ("+data.sources.sums.weight=1e3", "+data.sources.sums.weight=1e3"),
+        ("+eval.sets.hard=1_0", "+eval.sets.hard='1_0'"),
+        ("+eval.sets.hard.path=1_0", "+eval.sets.hard.path='1_0'"),
+        ("+eval.sets.hard.top_p=1", "+eval.sets.hard.top_p=1"),
+        ("+data.options.level=1e3", "+data.options.level=1e3"),
+        ("run.stop_within_s=1e3", "run.stop_within_s=1e3"),
+        ("run.root.name=1e3", "run.root.name=1e3"),
+        ("no_such.key=1e3", "no_such.key=1e3"),
         ("run.name='7'", "run.name='7'"),
         ("run.name=a,b", "run.name=a,b"),
         ("seed=7", "seed=7"),
@@ -51,6 +67,16 @@ def test_a_name_of_digits_stays_as_it_was_typed(checkpoint: Path) -> None:
     assert accept(checkpoint, "run.name=2026_11_21").run.name == "2026_11_21"
     assert accept(checkpoint, "run.name=1e3").run.name == "1e3"
     assert accept(checkpoint, "run.name=null").run.name is None
+    assert accept(checkpoint, "run.root=2026_11_21").run.root == "2026_11_21"
+    assert accept(checkpoint, "logger.wandb=0").logger.wandb is None
+
+
+def test_every_declared_text_is_quoted() -> None:
+    text = re.compile(r"\b(Text|Name|PluginName|Address|str)\b")
+    for key, field in declared_keys().items():
+        is_text = text.search(field.type) and not re.search(r"dict|list|Options", field.type)
+        quoted = f"{key}='1e3'" if is_text else f"{key}=1e3"
+        assert quote_text(f"{key}=1e3") == quoted
 
 
 @pytest.mark.parametrize(
