@@ -12,6 +12,7 @@ from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.contracts.wire_types import Count, Fraction
 
 # Reasons in `Group.rejections`
+ENVIRONMENT_FAILURE = "environment"  # the environment raised an exception, or gave a response up
 ABORTED = "aborted"  # the engine stopped a response before its end, such as at its deadline
 NO_RESPONSE = "no_response"  # the environment requested no response
 ENDLESS = "endless"  # the environment requested responses without end

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from megatron_rl.contracts.group import ENDLESS, NO_RESPONSE
+from megatron_rl.contracts.group import ENDLESS, ENVIRONMENT_FAILURE, NO_RESPONSE
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason, Rollout
 from megatron_rl.contracts.routes import RouteError, RouteShape
@@ -70,7 +70,7 @@ class Episode:
     finish_reason: why the last response ended, None before the first.
     sampled_tokens: number of tokens that engines generated and that were not sampled again.
     rejected_tokens: number of tokens of responses that could not be used, by the reason. `generate`
-    counts them.
+    counts them, and the episode those of a response that is withdrawn while a thread adds it.
 
     generate: sends a request to an engine.
     threads: where long replies are checked and decoded. None: the event loop's default executor.
@@ -117,7 +117,7 @@ class Episode:
         its finish reason is LENGTH.
 
         Raises `RolloutRejected`, `RouteError`, `GenerationRejected` and `EngineError`. An
-        environment should not catch them.
+        environment should not catch them. If it is cancelled, the episode stays as it was.
         """
         self._require_rest()
         budget = self._budget
@@ -135,7 +135,12 @@ class Episode:
                     f"prompt {self.prompt.id}: the engine sampled {num_generated} tokens, "
                     f"but the request allowed {budget}",
                 )
-            text = await self._add(generation)
+            try:
+                self._builder, text = await self._add(generation)
+            except asyncio.CancelledError:
+                self.sampled_tokens -= num_generated
+                self.rejected_tokens[ENVIRONMENT_FAILURE] += num_generated
+                raise
             self._last_end = generation.finish_reason
             return self._end_turn(text, generation.finish_reason)
         finally:
@@ -153,7 +158,7 @@ class Episode:
 
     @property
     def is_adding(self) -> bool:
-        """True while a thread adds a response. `frozen_copy` must not be called then."""
+        """True while a thread adds a response, which `frozen_copy` would lack."""
         return self._is_adding
 
     def frozen_copy(self) -> Episode:
@@ -258,26 +263,30 @@ class Episode:
         trainable = self._rules.train_truncated or self.finish_reason is FinishReason.STOP
         return self._builder.rollout(self.finish_reason, trainable=trainable)
 
-    async def _add(self, generation: Generation) -> str:
-        """Add a response and return its text.
+    async def _add(self, generation: Generation) -> tuple[RolloutBuilder, str]:
+        """Return a builder that also has a response, and the response's text.
 
-        A long one takes tens of milliseconds. In a thread, it delays no other episode.
+        A long one takes tens of milliseconds. In a thread, it delays no other episode. The thread
+        goes on if the environment gives the response up meanwhile.
         """
+        builder = self._builder.copy()
         num_route_bytes = 0 if generation.routes is None else generation.routes.nbytes
         is_short = len(generation.output_ids) <= _SHORT_RESPONSE_TOKENS
         if is_short and num_route_bytes <= _SMALL_ROUTES_BYTES:
-            return self._add_and_decode(generation)
+            return self._add_and_decode(builder, generation)
         self._is_adding = True
         try:
             return await asyncio.get_running_loop().run_in_executor(
-                self._threads, self._add_and_decode, generation
+                self._threads, self._add_and_decode, builder, generation
             )
         finally:
             self._is_adding = False
 
-    def _add_and_decode(self, generation: Generation) -> str:
-        self._builder.sample(generation)
-        return self._tokenizer.decode(generation.output_ids.tolist())
+    def _add_and_decode(
+        self, builder: RolloutBuilder, generation: Generation
+    ) -> tuple[RolloutBuilder, str]:
+        builder.sample(generation)
+        return builder, self._tokenizer.decode(generation.output_ids.tolist())
 
     def _require_rest(self) -> None:
         if self._pending is not None:

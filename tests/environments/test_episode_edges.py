@@ -4,19 +4,22 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from threading import Event
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from megatron_rl.contracts.group import ENVIRONMENT_FAILURE
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import FinishReason
+from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.environments.episode import Episode, EpisodeRules
 from megatron_rl.environments.rollout_builder import RolloutRejected
 from sglang_bridge.generation import Generation
 from tests.environments.test_episode import play_turns
-from tests.support.scripted_model import PROMPT, TOKENIZER, ScriptedModel, Turn
+from tests.support.scripted_model import PROMPT, ROUTES, TOKENIZER, ScriptedModel, Turn
 
 SAMPLING = Sampling(temperature=1.0, max_new_tokens=32)
 
@@ -64,6 +67,54 @@ def test_long_responses_and_many_routes_are_checked_in_a_thread(
         asyncio.run(_respond(episode))
     assert threads.num_calls == num_calls
     assert episode.text == text and not episode.is_adding
+
+
+class HeldThreads(ThreadPoolExecutor):
+    """Holds what it is given in a thread until `release` is set."""
+
+    def __init__(self) -> None:
+        super().__init__(1)
+        self.has_begun = Event()
+        self.release = Event()
+
+    def submit(self, function: Any, /, *arguments: Any, **options: Any) -> Any:
+        def call() -> Any:
+            self.has_begun.set()
+            self.release.wait(60)
+            return function(*arguments, **options)
+
+        return super().submit(call)
+
+
+@pytest.mark.parametrize("routes", [None, ROUTES])
+def test_a_response_withdrawn_while_a_thread_adds_it_is_no_part_of_the_rollout(
+    routes: RouteShape | None,
+) -> None:
+    """Otherwise the thread adds it after text that its policy never saw."""
+    model = ScriptedModel([Turn.saying("0" * 512), Turn.saying("4")])
+    rules = replace(RULES, sampling=Sampling(temperature=1.0, max_new_tokens=1024), routes=routes)
+
+    async def play(episode: Episode, threads: HeldThreads) -> None:
+        withdrawn = asyncio.create_task(episode.respond())
+        await asyncio.to_thread(threads.has_begun.wait, 60)
+        withdrawn.cancel()
+        episode.withdraw()
+        episode.observe("5")
+        threads.release.set()
+        with pytest.raises(asyncio.CancelledError):
+            await withdrawn
+        threads.shutdown()
+        await episode.respond()
+
+    with HeldThreads() as threads:
+        episode = Episode(
+            PROMPT, model.generate, TOKENIZER, rules, rollout_id="q/0", threads=threads
+        )
+        asyncio.run(play(episode, threads))
+    tokens = [token for segment in episode.rollout().segments for token in segment.tokens.tolist()]
+    assert tokens == [*PROMPT.token_ids, *TOKENIZER.encode("54<eos>")]
+    assert (episode.sampled_tokens, episode.text) == (2, "4")
+    assert episode.rejected_tokens == {ENVIRONMENT_FAILURE: 513}
 
 
 async def _respond(episode: Episode) -> None:

@@ -16,19 +16,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from megatron_rl.contracts.group import ENVIRONMENT_FAILURE
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import Role, Rollout
 from megatron_rl.contracts.routes import RouteError, RouteShape
 from megatron_rl.environments.episode import Episode, EpisodeRules
 from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.rollouts.collector.collector import Collector
-from megatron_rl.rollouts.wire.messages import (
-    ENVIRONMENT_FAILURE,
-    Drop,
-    FromCollector,
-    GroupDone,
-    GroupRequest,
-)
+from megatron_rl.rollouts.wire.messages import Drop, FromCollector, GroupDone, GroupRequest
 from megatron_rl.rollouts.wire.store import read_rollout
 from sglang_bridge.generation import Generation, GenerationRejected, decode_generation
 from tests.support.fake_engine import LAYERS, TOPK, configuration, fake_engine, serving

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from megatron_rl.contracts.group import ENDLESS, NO_RESPONSE
+from megatron_rl.contracts.group import ENDLESS, ENVIRONMENT_FAILURE, NO_RESPONSE
 from megatron_rl.contracts.plugins import hide_values
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.routes import RouteError
@@ -38,7 +38,6 @@ from megatron_rl.rollouts.user_process.serving_process import UserCodeError
 from megatron_rl.rollouts.user_process.user_classes import UserClasses
 from megatron_rl.rollouts.wire.messages import (
     ENGINE_FAILURE,
-    ENVIRONMENT_FAILURE,
     EXPIRED,
     PROCESS_LOST,
     Configure,

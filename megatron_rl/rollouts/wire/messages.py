@@ -26,7 +26,6 @@ RUN_KEY_VARIABLE = "MEGATRON_RL_RUN_KEY"
 # Reasons in `Group.rejections`
 ENGINE_FAILURE = "engine"  # no engine answered the request
 EXPIRED = "expired"  # the engine sent nothing usable before the deadline
-ENVIRONMENT_FAILURE = "environment"  # the environment raised an exception
 PROCESS_LOST = "user_process"  # the process of a user-defined class was lost twice
 
 

@@ -6,14 +6,17 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.group import ABORTED, ENDLESS, NEVER_SENT, NO_RESPONSE, STALE, Group
-from megatron_rl.rewards.runner import LOST
-from megatron_rl.rollouts.wire.messages import (
-    ENGINE_FAILURE,
+from megatron_rl.contracts.group import (
+    ABORTED,
+    ENDLESS,
     ENVIRONMENT_FAILURE,
-    EXPIRED,
-    PROCESS_LOST,
+    NEVER_SENT,
+    NO_RESPONSE,
+    STALE,
+    Group,
 )
+from megatron_rl.rewards.runner import LOST
+from megatron_rl.rollouts.wire.messages import ENGINE_FAILURE, EXPIRED, PROCESS_LOST
 
 NO_VERDICT = "no_verdict"
 NON_FINITE = "logprobs_nonfinite"
