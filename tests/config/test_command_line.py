@@ -124,6 +124,7 @@ def test_a_refusal_takes_little_more_time_than_the_imports_that_it_needs(tmp_pat
     assert min(refusal_seconds) < 3 * min(import_seconds) + 0.5
 
 
+@pytest.mark.slow
 def test_a_key_with_two_values_is_named(answer: Answer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names the values and starts all the same: scripts append the settings of their users."""
     overrides = ["seed=1", "train.total_steps=3", "foo=1", "++seed=2", "train.total_steps=3"]
@@ -154,6 +155,7 @@ def test_questions_to_hydra_start_no_run(tmp_path: Path, question: tuple[str, ..
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_cfg_job_reports_mistakes(answer: Answer) -> None:
     end = answer("--cfg", "job", "foo=1")
     assert end.code == ExitCode.REFUSED
@@ -246,6 +248,7 @@ def test_wrong_questions_to_hydra_are_refused(
     assert "1 setting is refused" in end.errors and message in end.errors
 
 
+@pytest.mark.slow
 def test_cfg_job_shows_resolved_values_and_text_as_typed(answer: Answer) -> None:
     end = answer("--cfg", "job", "run.name=2026_11_21", "seed=7")
     assert end.code == ExitCode.OK, end.errors

@@ -18,6 +18,7 @@ EXPERIMENTS = sorted(file.stem for file in (HYDRA_CONF / "experiment").glob("*.y
 FILES = ("jsonl", "csv", "parquet", "hf_dataset")
 
 
+@pytest.mark.slow
 def test_quickstart_is_the_default(checkpoint: Path) -> None:
     model = f"model.path={checkpoint}"
     assert compose([model]) == compose([model, "experiment=quickstart"])
@@ -27,6 +28,7 @@ def test_quickstart_is_the_default(checkpoint: Path) -> None:
     assert config.data.num_eval >= 500
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experiment", sorted({*EXPERIMENTS} - {"own"}))
 def test_every_experiment_is_accepted_as_shipped(experiment: str) -> None:
     config = compose(
@@ -77,12 +79,14 @@ def test_prompts_of_files_have_the_limit_of_the_model(
     assert longer.data.max_prompt_tokens == 2000
 
 
+@pytest.mark.slow
 def test_own_data_without_a_model_asks_for_it(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationRefused) as refused:
         compose(["experiment=own"])
     assert [refusal.key for refusal in refused.value.refusals] == ["model.path"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "node"),
     [
@@ -102,6 +106,7 @@ def test_algorithms_have_their_own_schema(
     assert config.algo == node()  # the YAML recipe and the schema's default agree
 
 
+@pytest.mark.slow
 def test_the_command_line_overrides_the_experiment(checkpoint: Path) -> None:
     overrides = [
         f"model.path={checkpoint}",
@@ -190,6 +195,7 @@ def test_files_of_groups_repeat_no_defaults() -> None:
     assert num_keys > 40
 
 
+@pytest.mark.slow
 def test_cold_start_trains_random_weights_on_worked_responses() -> None:
     config = compose(["experiment=cold_start"])
     assert (config.model.init, config.environment.name, config.algo.name) == (
@@ -206,6 +212,7 @@ def test_cold_start_trains_random_weights_on_worked_responses() -> None:
     assert (config.eval.start_step, config.eval.every, config.eval.stop_at) == (150, 10, 0.3)
 
 
+@pytest.mark.slow
 def test_mistakes_in_a_user_s_file_are_refused(checkpoint: Path, tmp_path: Path) -> None:
     search = f"hydra.searchpath=[file://{tmp_path}]"
     overrides = [f"model.path={checkpoint}", search, "experiment=mine", "rollout.max_new_tokens=8"]

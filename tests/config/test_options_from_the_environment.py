@@ -221,6 +221,7 @@ def test_a_missing_variable_is_refused_before_the_run(monkeypatch: pytest.Monkey
         open_scorer(settings)
 
 
+@pytest.mark.slow
 def test_the_printed_configuration_leaves_the_value_out(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -234,6 +235,7 @@ def test_the_printed_configuration_leaves_the_value_out(
     assert OmegaConf.create(output).reward.options.limit == 3
 
 
+@pytest.mark.slow
 def test_other_keys_read_the_environment_as_before() -> None:
     c = compose(["experiment=smoke", "run.name=${oc.env:JUDGE_KEY}"])
     assert c.run.name == SECRET

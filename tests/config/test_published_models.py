@@ -43,6 +43,7 @@ def configuration(checkpoint: Path, name: str, *overrides: str) -> Configuration
     return configuration_of(["experiment=smoke", *model, *ENGINES, *overrides], facts=facts)
 
 
+@pytest.mark.slow
 def test_the_cluster_layout_passes_every_rule(checkpoint: Path, name: str) -> None:
     c = configuration(checkpoint, name)
     assert (c.model.dtype, c.engine.dtype, c.model.recompute) == ("bfloat16", "bfloat16", "full")
@@ -68,6 +69,7 @@ def test_it_fits_on_gpus_of_80_gb_with_long_responses(checkpoint: Path, name: st
     print(name, engine_memory(c, shape))
 
 
+@pytest.mark.slow
 def test_layers_that_do_not_divide_are_refused(checkpoint: Path, name: str) -> None:
     facts = LaunchFacts(world_size=128, local_world_size=8, num_gpus=8)
     uneven = (f"model={name}", "parallel.pp=4", "parallel.first_stage_layers=5", *ENGINES)

@@ -18,6 +18,7 @@ def divided_model(make_checkpoint: MakeCheckpoint) -> Path:
     return make_checkpoint(**DIVIDED)
 
 
+@pytest.mark.slow
 def test_fp8_engines_are_accepted(divided_model: Path) -> None:
     for options in ((), EXTERNAL, (BF16,)):
         assert accept(divided_model, FP8, *options).engine.quantization == "fp8"

@@ -97,6 +97,7 @@ def test_a_split_of_the_model_is_refused(
     assert any(r.key == key and fragment in str(r) for r in results), results
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "parallel",
     sorted({file.stem for file in (HYDRA_CONF / "parallel").glob("*.yaml")} - ON_CLUSTERS),
@@ -125,6 +126,7 @@ def test_all_refusals_are_reported_together_in_the_order_of_sections(checkpoint:
     assert summary == "3 settings are refused; nothing was started."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("group", ["algo", "data", "environment", "reward"])
 def test_a_missing_plugin_is_refused_without_importing_it(checkpoint: Path, group: str) -> None:
     key = f"{group}.source" if group == "data" else f"{group}.name"
@@ -140,6 +142,7 @@ def test_a_missing_plugin_is_refused_without_importing_it(checkpoint: Path, grou
     assert getattr(c, group).options == {"strict": True}
 
 
+@pytest.mark.slow
 def test_demonstrations_need_a_source_with_worked_responses(checkpoint: Path) -> None:
     overrides = ["train.replay=off", "algo=sft"]
     demonstration = ("data=reasoning_gym", "environment=demonstration")
@@ -150,6 +153,7 @@ def test_demonstrations_need_a_source_with_worked_responses(checkpoint: Path) ->
     assert accept(checkpoint, *overrides, *plugin).algo.advantages == "one"
 
 
+@pytest.mark.slow
 def test_keys_of_another_algorithm_are_refused_in_a_file(checkpoint: Path, tmp_path: Path) -> None:
     (tmp_path / "algo").mkdir()
     file = tmp_path / "algo" / "mine.yaml"

@@ -44,6 +44,7 @@ def test_a_key_without_effect_is_refused(
     assert_refused(checkpoint, overrides, setting, fragment)
 
 
+@pytest.mark.slow
 def test_unread_keys_of_an_experiment_and_empty_values_are_accepted(checkpoint: Path) -> None:
     assert accept(checkpoint, "experiment=quickstart", "mode=rollout_only").eval.every == 5
     assert accept(checkpoint, "mode=eval", "run.save_weights=false", "eval.every=0").mode == "eval"

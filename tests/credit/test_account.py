@@ -244,6 +244,7 @@ def make_group(name: str, example: GroupExample) -> Group:
     return made_group
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(GROUPS, max_size=6),

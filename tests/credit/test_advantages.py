@@ -20,6 +20,7 @@ def test_by_hand() -> None:
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(rewards=REWARDS, normalize=st.booleans())
 def test_advantages_sum_to_zero_and_follow_rewards(rewards: list[float], normalize: bool) -> None:
@@ -37,6 +38,7 @@ def test_advantages_sum_to_zero_and_follow_rewards(rewards: list[float], normali
         assert np.abs(advantages).max() <= math.sqrt(len(values)), "bounded by (G - 1) / sqrt(G)"
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(rewards=st.lists(st.integers(-50, 50), min_size=2, max_size=12), data=st.data())
 def test_the_order_of_samples_does_not_matter(rewards: list[int], data: st.DataObject) -> None:
@@ -47,6 +49,7 @@ def test_the_order_of_samples_does_not_matter(rewards: list[int], data: st.DataO
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     rewards=st.lists(st.integers(0, 9), min_size=2, max_size=12),

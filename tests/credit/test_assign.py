@@ -55,6 +55,7 @@ def test_shaped_rewards_do_not_make_a_group_train() -> None:
     assert assign([equal_correctness]).rollouts == ()
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.lists(st.sampled_from([0.0, 1.0, None]), max_size=5), max_size=12))
 def test_kind_counts_sum_to_groups(batch: list[list[float | None]]) -> None:

@@ -123,6 +123,7 @@ VERDICTS = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=300, deadline=None)
 @given(st.lists(VERDICTS, max_size=5), st.integers(1, 100))
 def test_every_group_has_one_kind_and_mixed_means_different_scores(

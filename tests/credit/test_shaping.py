@@ -56,6 +56,7 @@ def make_group(rollouts: list[tuple[float, float, int, float]], weight: float) -
     )
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None)
 @given(
     rollouts=ROLLOUTS,

@@ -53,6 +53,7 @@ def grids() -> Iterator[ParallelSettings]:
         yield ParallelSettings(**options)
 
 
+@pytest.mark.slow
 def test_accepted_layouts_are_those_that_are_compared(smallest: Configuration) -> None:
     compared_kinds = {layout.kind for layout in LAYOUTS.values()}
     accepted_kinds = set()

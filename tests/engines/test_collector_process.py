@@ -59,6 +59,7 @@ def test_the_command_names_the_hub_the_node_and_the_epoch() -> None:
     ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_restart_has_the_same_arguments_and_the_next_epoch(
     start: Callable[..., CollectorProcess], tmp_path: Path
 ) -> None:

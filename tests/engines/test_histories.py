@@ -332,10 +332,12 @@ def play_histories(count: int) -> int:
     return num_groups
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_or_doubled_in_random_histories() -> None:
     run_histories(40)
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_or_doubled_of_hundreds_of_groups() -> None:
     assert play_histories(300) > 600
 

@@ -247,6 +247,7 @@ def assert_state_is_true(scene: Scene) -> None:
     assert scene.upkeep.reason or not scene.process.epoch
 
 
+@pytest.mark.slow
 @given(
     limit=st.integers(0, 4),
     history=st.lists(st.tuples(st.sampled_from(EVENTS), st.floats(0.1, 900)), max_size=80),

@@ -7,6 +7,7 @@ clip (ratio above clip_ratio_c with a negative advantage) is no part of PPO-clip
 stays far below it.
 """
 
+import pytest
 import torch
 from hypothesis import given, settings
 
@@ -68,6 +69,7 @@ def test_one_group_with_a_fixed_clip_is_gspo_token(lengths: list[int], seed: int
     torch.testing.assert_close(gradient, expected_gradient, rtol=1e-8, atol=1e-12)
 
 
+@pytest.mark.slow
 @settings(max_examples=25, deadline=None)
 @given(ragged_lengths, seeds)
 def test_one_token_groups_with_a_fixed_clip_are_ppo_clip(lengths: list[int], seed: int) -> None:

@@ -1,5 +1,6 @@
 """The reference against finite differences, and the CPU path against the reference."""
 
+import pytest
 import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
@@ -20,6 +21,7 @@ from tests.kernels.metric_values import metric_values
 denominators = st.sampled_from(["current", "old"])
 
 
+@pytest.mark.slow
 @settings(max_examples=10, deadline=None)
 @given(st.lists(st.integers(0, 6), min_size=1, max_size=3), seeds, fraction_lists)
 def test_gradcheck_where_the_stop_gradient_is_the_derivative(
@@ -59,6 +61,7 @@ def objective_slope(group: Group, A: torch.Tensor) -> torch.Tensor:
     return (term(1e-6) - term(-1e-6)) / 2e-6
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(ragged_lengths, seeds, fraction_lists, denominators)
 def test_gradient_is_the_slope_with_the_group_ratio_held_fixed(
@@ -94,6 +97,7 @@ def test_gradient_is_the_slope_with_the_group_ratio_held_fixed(
     assert not logprobs.grad[~batch.loss_mask].any()
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(ragged_lengths, seeds, fraction_lists, denominators, st.booleans())
 def test_cpu_path_equals_the_reference(

@@ -99,6 +99,7 @@ def test_extreme_ratios_are_clamped_in_value_but_keep_their_gradient(
     assert gradient.item() == pytest.approx(-limit * advantage, rel=1e-6)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 @settings(max_examples=10, deadline=None)
 @given(ragged_lengths, seeds)

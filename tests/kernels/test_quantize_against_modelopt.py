@@ -109,6 +109,7 @@ def test_scales_from_float32_weights_need_no_help(modelopt: Any) -> None:
     assert torch.equal(fp8.view(torch.uint8), codes_of(theirs))
 
 
+@pytest.mark.slow
 def test_a_product_with_the_reciprocal_gives_other_codes() -> None:
     """The oracle tells both apart: a multiplication rounds twice, and some codes differ."""
     weight = weight_of((4096, 2048), torch.bfloat16)

@@ -34,6 +34,7 @@ def both(
     return logprob.detach(), entropy.detach(), logits.grad
 
 
+@pytest.mark.slow
 @settings(max_examples=15, deadline=None)
 @given(
     st.integers(1, 4),
@@ -79,6 +80,7 @@ def assert_results_close(
         torch.testing.assert_close(values.double(), exact, rtol=rtol, atol=4e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(0, 5),

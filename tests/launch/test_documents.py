@@ -140,6 +140,7 @@ def test_every_training_command_composes(
         configuration_of(overrides, facts=LaunchFacts(nodes * ranks, ranks))
 
 
+@pytest.mark.slow
 def test_every_profile_command_composes(workspace: Path) -> None:
     pairs = script_commands("launch/profile_prompts.py")
     assert pairs
@@ -174,6 +175,7 @@ def test_every_module_exists() -> None:
     assert missing_names == []
 
 
+@pytest.mark.slow
 def test_the_comparison_behind_the_table_is_accepted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

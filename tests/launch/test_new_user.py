@@ -31,6 +31,7 @@ def refusal_of(*overrides: str) -> str:
     return str(refusal.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "typo", "reason"),
     [

@@ -256,6 +256,7 @@ def server() -> Iterator[ThreadingHTTPServer]:
         thread.join()
 
 
+@pytest.mark.slow
 def test_external_engines_are_checked_as_training_checks_them(
     preflight: ModuleType, server: Any
 ) -> None:
@@ -283,6 +284,7 @@ def opening(preflight: ModuleType, *overrides: str) -> dict[str, Any]:
     return {check.name: check for check in preflight.check_opening(configuration_of(overrides))}
 
 
+@pytest.mark.slow
 def test_data_and_classes_are_opened(preflight: ModuleType) -> None:
     checks = opening(preflight, *SMALL)
     assert [name for name, check in checks.items() if check.refuses] == []
@@ -318,6 +320,7 @@ def test_the_data_of_every_mode_is_read(preflight: ModuleType, tmp_path: Path) -
     assert str(check) == "ok    data: 2 recorded batches"
 
 
+@pytest.mark.slow
 def test_user_defined_classes_are_opened(
     preflight: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

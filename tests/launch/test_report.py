@@ -80,6 +80,7 @@ def test_one_complete_step_without_evaluations(
     assert lines[-1] == "1 step: 4.0 s; reward time exposed 0.002 s a step"
 
 
+@pytest.mark.slow
 def test_heat_maps_are_png_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_metrics(tmp_path, *MEASURED_STEPS)
     assert report.main(["heat-maps", str(tmp_path)]) == ExitCode.OK

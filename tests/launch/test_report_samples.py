@@ -192,6 +192,7 @@ def test_other_encodings_show_every_character(
     assert "1f600" in job.stdout or "ude00" in job.stdout
 
 
+@pytest.mark.slow
 def test_a_long_wait_says_so(
     run: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

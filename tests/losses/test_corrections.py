@@ -144,6 +144,7 @@ def test_empty_micro_batch() -> None:
         assert all(pair.tolist() == [0.0, 0.0] for pair in correction.metrics(empty).values())
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     st.sampled_from(KINDS),

@@ -35,6 +35,7 @@ def test_equal_policies() -> None:
     }
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.tuples(st.floats(-12, 0), st.floats(-12, 0)), min_size=2, max_size=30),

@@ -204,6 +204,7 @@ def select_sequences(
     return index, part
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ALL)
 @GENERATED
 @given(lengths=LENGTHS, seed=st.integers(0, 10_000), data=st.data())

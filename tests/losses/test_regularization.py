@@ -95,6 +95,7 @@ def test_entropy_bonus_matches_golden_numbers(dtype: torch.dtype, tolerance: flo
     assert total / count == pytest.approx(golden["mean"], rel=tolerance)
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(
     values=st.lists(st.tuples(FINITE, FINITE, st.floats(0, 3), st.floats(0, 3)), max_size=8),

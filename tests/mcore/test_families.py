@@ -113,10 +113,12 @@ def hf_logits(
     return torch.cat(rows)
 
 
+@pytest.mark.slow
 def test_every_supported_family_has_a_tiny_model() -> None:
     assert {type(make()).__name__ for make in FAMILIES.values()} == set(SUPPORTED_FAMILIES)
 
 
+@pytest.mark.slow
 def test_packed_logits_match_transformers(megatron: Any, tiny: TinyModel) -> None:
     with torch.no_grad():
         expected_logits = hf_logits(tiny)
@@ -127,6 +129,7 @@ def test_packed_logits_match_transformers(megatron: Any, tiny: TinyModel) -> Non
     torch.testing.assert_close(logits, expected_logits, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_replayed_logits_match_transformers_with_the_same_experts(
     megatron: Any, tiny: TinyModel
 ) -> None:
@@ -145,6 +148,7 @@ def test_replayed_logits_match_transformers_with_the_same_experts(
     torch.testing.assert_close(logits, replayed_logits, rtol=0, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tiny", "recompute"), gradient_cases(), indirect=["tiny"])
 def test_gradients_match_transformers_in_float64(
     megatron: Any, tiny: TinyModel, exact_gradients: dict[str, torch.Tensor], recompute: str

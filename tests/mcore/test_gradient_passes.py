@@ -69,6 +69,7 @@ def _is_view(func: Any) -> bool:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("clip_grad", "clips"), [(1e-3, True), (1e9, False)])
 def test_a_step_reads_the_gradients_once_before_it_clips_and_applies_them(
@@ -91,6 +92,7 @@ def test_a_step_reads_the_gradients_once_before_it_clips_and_applies_them(
     assert (reads.reductions, reads.waits) == (2, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_that_is_not_applied_reads_the_gradients_once(
     megatron: Any, checkpoint: Path, dtype: str

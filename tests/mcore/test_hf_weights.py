@@ -43,6 +43,7 @@ def logits_of(models: list[Any], indices: list[int]) -> torch.Tensor:
         )[0]
 
 
+@pytest.mark.slow
 def test_packed_logits_match_transformers(megatron: Any, hf_model: Any, checkpoint: Path) -> None:
     indices = list(range(12))
     with torch.no_grad():

@@ -48,6 +48,7 @@ def save_and_load(
     load_tensors(models, optimizer, directory, optimizer_steps=optimizer_steps)
 
 
+@pytest.mark.slow
 def test_gradients_of_a_step_do_not_reach_the_next(megatron: Any, checkpoint: Path) -> None:
     models = build(checkpoint)[0]
     optimizer = adam(models)
@@ -159,6 +160,7 @@ def test_adam_equals_adamw_of_torch(megatron: Any) -> None:
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_step_reports_the_gradient_norm_before_clipping(megatron: Any, checkpoint: Path) -> None:
     models, replay = build(checkpoint)
     optimizer = adam(models, clip_grad=1e-3)
@@ -171,6 +173,7 @@ def test_step_reports_the_gradient_norm_before_clipping(megatron: Any, checkpoin
     assert any(not torch.equal(p, before[name]) for name, p in snapshot(models).items())
 
 
+@pytest.mark.slow
 def test_learning_rate_zero_changes_nothing(megatron: Any, checkpoint: Path) -> None:
     models, replay = build(checkpoint)
     optimizer = adam(models, lr=0.0, weight_decay=0.1, warmup_steps=2, decay="cosine")
@@ -180,6 +183,7 @@ def test_learning_rate_zero_changes_nothing(megatron: Any, checkpoint: Path) -> 
     assert all(torch.equal(p, before[name]) for name, p in snapshot(models).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("culprit", ["loss", "nan", "inf", "-inf"])
 def test_non_finite_loss_or_gradient_skips_the_step(
     megatron: Any, checkpoint: Path, culprit: str
@@ -242,6 +246,7 @@ def test_large_gradients_with_finite_squares_are_clipped(megatron: Any, checkpoi
     assert all(change.any() for change in changes.values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_spike", [True, False])
 def test_a_worse_verdict_of_another_rank_skips_the_step(
     megatron: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch, is_spike: bool
@@ -271,6 +276,7 @@ def test_a_worse_verdict_of_another_rank_skips_the_step(
     assert all(torch.equal(p, before[name]) for name, p in snapshot(models).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_norm_above_the_limit_skips_the_step(megatron: Any, checkpoint: Path, dtype: str) -> None:
     """The next step is the same as if the optimizer had never seen the spike, bit for bit."""
@@ -295,6 +301,7 @@ def test_a_norm_above_the_limit_skips_the_step(megatron: Any, checkpoint: Path, 
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
 
 
+@pytest.mark.slow
 def test_a_norm_below_the_limit_is_applied_and_nan_is_no_spike(
     megatron: Any, checkpoint: Path
 ) -> None:
@@ -307,6 +314,7 @@ def test_a_norm_below_the_limit_is_applied_and_nan_is_no_spike(
     assert not result.is_applied and not result.is_spike
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_one_weight_that_is_not_finite_is_found(
@@ -428,6 +436,7 @@ def test_every_part_of_the_optimizer_is_sharded(megatron: Any, checkpoint: Path)
     assert parts and all(isinstance(part, DistributedOptimizer) for part in parts)
 
 
+@pytest.mark.slow
 def test_gradients_are_reduced_once_a_step(
     megatron: Any, checkpoint: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -67,6 +67,7 @@ def test_every_unit_has_one_owner_that_holds_a_shard_of_it(grid: Grid, max_owner
             assert owner.shards in copies
 
 
+@pytest.mark.slow
 @given(grids(), st.integers(1, 9))
 def test_owners_are_counted_without_units(grid: Grid, max_owners: int) -> None:
     units = units_of(grid, layers=9, experts=9)

@@ -61,6 +61,7 @@ def policy_of(checkpoint: Path, dtype: str, **settings: Any) -> Any:
     return make_policy(checkpoint, ParallelSettings(), algo, dtype=dtype)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_an_exchange_gives_the_model_the_reference_and_then_its_own_weights_back(
     megatron: Any, other: Path, dtype: str

@@ -22,6 +22,7 @@ from tests.mcore.replayed_models import (
 from tests.support.packed_sequences import pack
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_every_router_call_uses_the_routes_of_its_micro_batch(
     megatron: Any, checkpoint: Path, recompute: str
@@ -85,6 +86,7 @@ def test_pending_micro_batches_are_recomputed_oldest_first() -> None:
     assert target.faults == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_gate_weights_are_the_softmax_over_replayed_experts(
     megatron: Any, checkpoint: Path, recompute: Any
@@ -125,6 +127,7 @@ def check_gates(router: Any, x: torch.Tensor, gates: torch.Tensor, experts: torc
     torch.testing.assert_close(gates.double(), expected_gates, rtol=1e-5, atol=1e-7)
 
 
+@pytest.mark.slow
 def test_recomputation_gives_the_same_gradients(megatron: Any, checkpoint: Path) -> None:
     gradients = train_pass(*build(checkpoint, "none"))
     recomputed_gradients = train_pass(*build(checkpoint, "full"))
@@ -138,6 +141,7 @@ def test_recomputation_gives_the_same_gradients(megatron: Any, checkpoint: Path)
         )
 
 
+@pytest.mark.slow
 def test_router_has_a_gradient_under_replay(megatron: Any, checkpoint: Path) -> None:
     gradients = train_pass(*build(checkpoint))
     assert all(g.norm() > 0 for name, g in gradients.items() if "router" in name)
@@ -215,6 +219,7 @@ def test_stage_without_experts_has_no_disagreement(megatron: Any) -> None:
     assert RouteReplay([torch.nn.Linear(2, 2)]).disagreement() == (0, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_passes_are_independent(megatron: Any, checkpoint: Path, recompute: str) -> None:
     from megatron_rl.mcore.schedule import run_schedule

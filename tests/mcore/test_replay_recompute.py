@@ -50,6 +50,7 @@ def record_module_calls(models: list[Any], endings: tuple[str, ...]) -> Iterator
             yield calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("modules", "endings", "router_runs"), MODULES, ids=["+".join(case[0]) for case in MODULES]
 )
@@ -65,6 +66,7 @@ def test_recomputed_modules_use_the_same_routes_and_gradients_match(
     check_gradients(gradients, gradients_without_recomputation)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "modules", [["shared_experts"], ["moe", "shared_experts"]], ids=["alone", "within moe"]
 )

@@ -87,6 +87,7 @@ def test_skipped_recomputation_is_a_fault(megatron: Any, checkpoint: Path) -> No
     assert "layer 2, micro-batch 0" in faults and faults.count(";") == 2 * 3 - 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 def test_complete_pass_has_no_faults(megatron: Any, checkpoint: Path, recompute: Any) -> None:
     models, replay = build(checkpoint, recompute)
@@ -139,6 +140,7 @@ def changed_share(routes: torch.Tensor, other_routes: torch.Tensor) -> float:
     return float(differs.float().mean())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recompute", ["none", "full"])
 def test_recorded_routes_are_replayed_after_the_weights_change(
     megatron: Any, checkpoint: Path, recompute: Any

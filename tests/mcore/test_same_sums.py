@@ -129,6 +129,7 @@ def attention_pairs(
     return [(decoding, trainer_output[last_rows]), (prefill, trainer_output)]
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, MAX_EXACT_KEYS), min_size=1, max_size=12),
@@ -146,6 +147,7 @@ def test_attention_over_more_keys_is_close(megatron: Any) -> None:
         torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 1500), min_size=1, max_size=8),

@@ -44,6 +44,7 @@ def norm(norms: Iterable[torch.Tensor]) -> float:
     return float(torch.stack(list(norms)).norm())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [n for n in SPLITS if n != "one"])
 def test_gradient_does_not_depend_on_the_split_into_micro_batches(
     megatron: Any, checkpoint: Path, name: str

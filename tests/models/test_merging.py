@@ -82,6 +82,7 @@ def mean(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     return linear(tensors, [1, 1])
 
 
+@pytest.mark.slow
 def test_merged_checkpoint_in_shards_is_complete(sources: list[Path], tmp_path: Path) -> None:
     merge_checkpoints(
         sources,

@@ -88,6 +88,7 @@ def test_encoded_text_decodes_to_itself(tokenizer: Tokenizer, text: str) -> None
     assert tokenizer.decode([*ids, 1]) == text
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(ids=st.lists(st.integers(0, 60), max_size=40))
 def test_all_ids_decode_to_some_text(tokenizer: Tokenizer, ids: list[int]) -> None:

@@ -56,6 +56,7 @@ def members_by_kind(plan: StepPlan) -> list[dict[str, list[int]]]:
 COUNTS = st.tuples(st.integers(0, 12), st.integers(0, 20), st.integers(0, 20), st.integers(0, 9))
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(COUNTS, st.integers(1, 5))
 def test_every_rollout_once(counts: tuple[int, int, int, int], steps: int) -> None:
@@ -71,6 +72,7 @@ def test_every_rollout_once(counts: tuple[int, int, int, int], steps: int) -> No
         )
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(COUNTS, st.integers(1, 5))
 def test_each_step_has_at_most_as_many_extras_of_a_kind_as_mixed_rollouts(
@@ -82,6 +84,7 @@ def test_each_step_has_at_most_as_many_extras_of_a_kind_as_mixed_rollouts(
             assert len(by_kind["zero_variance"]) <= len(by_kind["mixed"])
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(COUNTS, st.integers(1, 5))
 def test_extras_never_count_in_denominators(counts: tuple[int, int, int, int], steps: int) -> None:

@@ -36,6 +36,7 @@ def test_every_question_agrees_with_its_text() -> None:
     assert labels - {rare_label} == expected_labels | {"6_digits_6_carries"}
 
 
+@pytest.mark.slow
 def test_both_sides_of_the_split_have_a_third_of_each_difficulty() -> None:
     split = split_generator(column_addition_mixed.questions(0), 24_000, 1024)
     for side in (split.train, split.held_out):
@@ -57,6 +58,7 @@ def columns_of(num_digits: int) -> list[list[tuple[int, int]]]:
     return columns
 
 
+@pytest.mark.slow
 def test_easy_and_middle_questions_have_all_their_digits() -> None:
     for num_digits, digits, leading_digits in (
         (4, set(range(10)), set(range(1, 10))),
@@ -70,6 +72,7 @@ def test_easy_and_middle_questions_have_all_their_digits() -> None:
             assert others == [digits] * (num_digits - 1)
 
 
+@pytest.mark.slow
 def test_hard_questions_have_three_columns_of_nines_after_the_first() -> None:
     """Other columns are one of 45 pairs, all equally likely."""
     columns = columns_of(6)

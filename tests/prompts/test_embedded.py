@@ -6,6 +6,7 @@ from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.split import split_generator
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1])
 @pytest.mark.parametrize("name", CAPACITY)
 def test_capacity_of_a_finite_task_is_that_of_its_generator(name: str, seed: int) -> None:

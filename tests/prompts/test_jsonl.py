@@ -169,6 +169,7 @@ def test_malformed_messages_are_named(tmp_path: Path, row: str, words: str) -> N
         read_jsonl(file, BadRows("fail"), key="data.train_path")
 
 
+@pytest.mark.slow
 def test_lines_of_megabytes_are_bad_rows_and_skipped_quickly(tmp_path: Path) -> None:
     huge = b'{"prompt": "%s", "answer": "4"}' % (b"1 " * 25_000_000)
     at_limit = b'{"prompt": "%s", "answer": "5"}' % (b"2" * (MAX_LINE_BYTES - 30))

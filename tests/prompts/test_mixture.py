@@ -64,6 +64,7 @@ MIXTURES = st.lists(
 STEPS = st.lists(st.integers(1, 12), min_size=1, max_size=12)
 
 
+@pytest.mark.slow
 @given(mixture=MIXTURES, steps=STEPS, stop=st.integers(0, 11))
 @settings(max_examples=60, deadline=None)
 def test_a_resumed_mixture_is_one_that_never_stopped(

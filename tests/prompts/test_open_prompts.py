@@ -51,6 +51,7 @@ def held_out_file(tmp_path: Path) -> str:
     return write(tmp_path / "e.jsonl", '{"prompt": "3+1=", "answer": 4}')
 
 
+@pytest.mark.slow
 def test_default_data_of_the_quickstart(tokenizer: Tokenizer) -> None:
     sources: list[PromptSource] = []
     seconds = processor_seconds(lambda: sources.append(open_source("column_addition", tokenizer)))
@@ -66,6 +67,7 @@ def test_default_data_of_the_quickstart(tokenizer: Tokenizer) -> None:
     assert prompt.id == f"column_addition/{tokenizer.decode(prompt.token_ids)}"
 
 
+@pytest.mark.slow
 def test_smoke_data_have_the_size_of_their_recipe(tokenizer: Tokenizer) -> None:
     source = open_source("two_digit_addition", tokenizer, num_train=8000)
     assert (len(source.train), len(source.held_out)) == (8000, 512)
@@ -131,6 +133,7 @@ def test_every_excluded_row_is_reported_with_its_reason(
     ]
 
 
+@pytest.mark.slow
 def test_the_report_names_ten_thousand_rows_and_counts_others(
     tokenizer: Tokenizer, tmp_path: Path, held_out_file: str
 ) -> None:

@@ -22,6 +22,7 @@ def test_every_prefix_is_within_one_turn_of_the_weights(weights: list[float], tu
             assert abs(count * sum(exact) - turn * weight) < sum(exact)
 
 
+@pytest.mark.slow
 @given(weights=WEIGHTS, start=st.integers(0, 300), turns=st.integers(1, 100))
 @settings(max_examples=100, deadline=None)
 def test_no_window_gives_a_source_more_than_most_in(

@@ -144,6 +144,7 @@ def test_the_digest_is_that_of_seed_order_ids_and_tokens() -> None:
     assert make_source(10, seed=3).cursor.digest == expectation
 
 
+@pytest.mark.slow
 def test_the_digest_needs_no_memory_for_all_tokens() -> None:
     prompts = [
         Prompt(id=str(i), token_ids=tuple(range(300)), answer="", task="t") for i in range(1000)

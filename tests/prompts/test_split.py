@@ -83,6 +83,7 @@ def hold_out_texts(size: int, num_eval: int) -> tuple[set[str], set[str]] | None
     return set(texts_of(split.train)), set(texts_of(split.held_out))
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(size=st.integers(2, 700), num_eval=st.integers(1, 120), other_num_eval=st.integers(1, 120))
 def test_no_num_eval_trains_on_questions_that_another_holds_out(

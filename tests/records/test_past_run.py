@@ -11,6 +11,7 @@ from tests.support.configurations import configuration_of
 from tests.support.past_runs import make_run_directory
 
 
+@pytest.mark.slow
 def test_metrics_and_settings_are_read_as_they_were_written(tmp_path: Path) -> None:
     configuration = configuration_of(
         ["experiment=smoke", "optimizer.lr=3e-5", f"run.root={tmp_path}", "run.name=a", "seed=7"]

@@ -31,6 +31,7 @@ def test_the_path_of_a_run_directory(tmp_path: Path) -> None:
     assert run_directory_path(dataclasses.replace(run, name="mine"), noon) == tmp_path / "mine"
 
 
+@pytest.mark.slow
 def test_config_yaml_holds_every_key_and_reads_back() -> None:
     config = configuration_of(["run.name='1e3'", "optimizer.lr=3e-5", "algo=gspo"])
     tree: Any = OmegaConf.to_container(OmegaConf.create(to_yaml(config)))
@@ -105,6 +106,7 @@ def create_again(
     return make_run_directory(dataclasses.replace(config, run=run))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [4, None])
 def test_overwrite_failed_reuses_the_name_of_a_failed_run(tmp_path: Path, code: int | None) -> None:
     first = create_again(tmp_path)
@@ -126,6 +128,7 @@ def test_a_complete_run_is_never_overwritten(tmp_path: Path) -> None:
     assert (first.path / "exit.json").exists()
 
 
+@pytest.mark.slow
 def test_a_run_that_is_still_alive_is_never_overwritten(tmp_path: Path) -> None:
     first = create_again(tmp_path)
     two_ranks = [mark_run_alive(first.path), mark_run_alive(first.path)]

@@ -144,6 +144,7 @@ def test_different_answers(one: str, other: str) -> None:
     assert canonical(one) != canonical(other)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(number=st.integers(-(10**30), 10**30), zeros=st.integers(0, 3))
 def test_integers_in_several_notations_are_equal(number: int, zeros: int) -> None:

@@ -96,6 +96,7 @@ def test_a_silent_collector_that_speaks_again_is_told_to_end(hub: CollectorHub, 
     assert peer.receive(1) == [Stop()]
 
 
+@pytest.mark.slow
 def test_a_collector_with_a_heartbeat_is_not_lost(hub: CollectorHub, peer: Peer) -> None:
     other = Peer(hub, 1)
     deadline = time.monotonic() + 4
@@ -206,6 +207,7 @@ def test_a_collector_that_sends_an_invalid_message_is_gone(
     assert peer.receive(1) == [Stop()]
 
 
+@pytest.mark.slow
 def test_large_messages_arrive_and_oversized_ones_do_not(hub: CollectorHub, peer: Peer) -> None:
     message = group_done("a", (make_ref(make_rollout(3, 4)),) * 2000)
     peer.send(message)

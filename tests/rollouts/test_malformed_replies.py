@@ -401,6 +401,7 @@ def check(bench: CollectorBench, body: bytes) -> Rollout | str:
     return result
 
 
+@pytest.mark.slow
 @quick
 @given(st.data())
 def test_a_valid_reply_becomes_a_rollout_with_its_contents(
@@ -409,6 +410,7 @@ def test_a_valid_reply_becomes_a_rollout_with_its_contents(
     assert isinstance(check(bench, json.dumps(data.draw(valid_reply(N))).encode()), Rollout)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [*DAMAGES, *DAMAGES_OF_TWO_TOKENS])
 @settings(max_examples=3, deadline=None)
 @given(st.data())
@@ -423,6 +425,7 @@ def test_a_damaged_reply_is_rejected_with_its_reason(
     assert check(bench, body) == reason
 
 
+@pytest.mark.slow
 @quick
 @given(st.data())
 def test_several_damages_are_one_rejection_unless_they_cancel(
@@ -439,6 +442,7 @@ def test_several_damages_are_one_rejection_unless_they_cancel(
     check(bench, json.dumps(reply).encode())
 
 
+@pytest.mark.slow
 @settings(quick, max_examples=2 * settings.default.max_examples)
 @given(st.data())
 def test_replies_with_changed_bytes_are_rejected_or_read_as_they_are(

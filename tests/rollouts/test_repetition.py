@@ -20,6 +20,7 @@ def repetition_by_counting(tokens: list[int], ngram: int) -> float:
     return max(0.0, len(repeated_positions) / max(1, len(tokens)) - 0.02)
 
 
+@pytest.mark.slow
 @settings(max_examples=4 * settings.default.max_examples)
 @given(st.lists(st.integers(0, 3), max_size=60), st.integers(2, 8))
 def test_repetition_is_the_share_of_tokens_in_repeated_ngrams(

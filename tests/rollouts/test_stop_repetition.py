@@ -147,6 +147,7 @@ def test_a_response_that_is_too_long_anyway_counts_as_such() -> None:
     assert not stop.has_stopped
 
 
+@pytest.mark.slow
 @given(
     st.lists(st.integers(5, 7), min_size=1, max_size=23),
     st.lists(st.integers(0, 5), max_size=8),

@@ -28,6 +28,7 @@ from tests.support.groups import group
 from tests.support.leaders import ScriptedParts, lead
 
 
+@pytest.mark.slow
 def test_order_of_calls_in_a_run(tmp_path: Path) -> None:
     parts = lead(ScriptedParts(), tmp_path)
     assert parts.calls == [

@@ -161,6 +161,7 @@ def test_a_recording_with_a_damaged_batch_is_refused(tmp_path: Path) -> None:
         file.write_bytes(content)
 
 
+@pytest.mark.slow
 def test_a_profile_of_another_attempt_is_refused_and_nothing_is_written(tmp_path: Path) -> None:
     mode = ("mode=profile", f"data.pass_rates={tmp_path}/rates.jsonl", "data.source=jsonl")
     c = configuration_of(settings(tmp_path, *mode))

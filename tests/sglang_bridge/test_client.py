@@ -111,6 +111,7 @@ def test_an_endless_reply_is_read_as_far_as_a_correct_one_could_go(
     assert num_sent < (max_mib + 8) * 2**20  # the sockets' buffers hold some
 
 
+@pytest.mark.slow
 def test_a_reply_that_is_compressed_is_not_unpacked() -> None:
     async def bomb(request: web.Request) -> web.Response:
         body = zlib.compress(b" " * 2**26)

@@ -18,6 +18,7 @@ print('sglang serve: error: unrecognized arguments: --nope'); exit(2)"""
 TRACE = "raise OSError('no model there')"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("code", "extra", "first_line"),
     [

@@ -248,6 +248,7 @@ def corrupted_replies(draw: st.DrawFn) -> dict[str, Any]:
     return content
 
 
+@pytest.mark.slow
 @settings(max_examples=2 * settings.default.max_examples)
 @given(corrupted_replies())
 def test_corrupted_reply_is_rejected_or_consistent(

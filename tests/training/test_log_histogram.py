@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from megatron_rl.training.replay.log_histogram import RESOLUTION, log_counts, quantile
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None)
 @given(
     st.lists(st.floats(-900, 900).filter(lambda x: abs(x) > 1e-9), min_size=1, max_size=60),

@@ -451,6 +451,7 @@ def test_each_part_fits_one_call() -> None:
     assert max(sums.values()) <= 530 <= BUDGET_S - 10 <= 540, sums
 
 
+@pytest.mark.slow
 def test_the_bundle_holds_what_its_packages_require() -> None:
     """Its wheels are installed without their requirements."""
     typical = closure(("torch", "triton", "transformers", "numpy", "packaging"))

@@ -217,6 +217,7 @@ def least_seconds(workload: Workload, machines: Machines, trainer: TrainerSpeed)
     return max(sampling / machines.engines, training) + NUM_STEPS * trainer.sync
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(choice=st.sampled_from(WAYS), workload=traces, machines=machine_kinds, trainer=trainers)
 def test_every_token_is_sampled_once_in_time(
@@ -247,6 +248,7 @@ def check_tokens(run: SimulatedRun, workload: Workload) -> None:
     assert all(sum(step.ages.values()) == step.tokens for step in run.steps)
 
 
+@pytest.mark.slow
 @settings(max_examples=40, deadline=None)
 @given(workload=traces, machines=machine_kinds, trainer=trainers)
 def test_wait_is_the_bound_and_none_ahead_is_the_sum(

@@ -105,6 +105,7 @@ def failing_search(arguments: tuple[str, ...], composition: None) -> tuple[Rehea
     return rehearse, lines(rehearse, arguments)
 
 
+@pytest.mark.slow
 def test_changes_of_settings_come_before_other_grids_and_those_before_more_ranks(
     arguments: tuple[str, ...],
 ) -> None:
@@ -127,6 +128,7 @@ def test_changes_of_settings_come_before_other_grids_and_those_before_more_ranks
     assert all(change[0].startswith("ranks=") for change in changes[8:])
 
 
+@pytest.mark.slow
 def test_a_change_replaces_arguments_and_keeps_the_rank_s_place_in_the_pipeline(
     arguments: tuple[str, ...],
 ) -> None:
@@ -138,6 +140,7 @@ def test_a_change_replaces_arguments_and_keeps_the_rank_s_place_in_the_pipeline(
     assert twice.configuration.parallel.ep == 8
 
 
+@pytest.mark.slow
 def test_a_change_that_the_estimate_finds_too_large_is_not_rehearsed(
     arguments: tuple[str, ...], failing_search: tuple[Rehearsals, list[str]]
 ) -> None:
@@ -150,6 +153,7 @@ def test_a_change_that_the_estimate_finds_too_large_is_not_rehearsed(
     assert len(rehearse.commands) == len(accepted_by_settings) - len(too_large)
 
 
+@pytest.mark.slow
 def test_the_search_ends_with_three_changes_that_fit(arguments: tuple[str, ...]) -> None:
     rehearse = Rehearsals()
     output = lines(rehearse, arguments)

@@ -117,6 +117,7 @@ def test_choices_depend_on_the_seed() -> None:
     assert play_steps(make_selector(seed=1), range(1, 13), by_tag) != results
 
 
+@pytest.mark.slow
 def test_a_resumed_run_makes_the_same_choices() -> None:
     selector = make_selector()
     play_steps(selector, range(1, 9), by_tag)
@@ -165,6 +166,7 @@ def test_mixed_probes_are_extended_with_a_weight() -> None:
         assert group.weight == weight > 1
 
 
+@pytest.mark.slow
 def test_skip_all_correct_samples_hopeless_prompts_in_full() -> None:
     acceptance = Acceptance(minimum=0.02, max_age_epochs=1000)
     selector = make_selector(skip="all_correct", acceptance=acceptance)
@@ -199,6 +201,7 @@ def test_calibration_compares_probes_before_their_extension() -> None:
     assert selection.metrics()["select/predicted_mixed"] > 0.0
 
 
+@pytest.mark.slow
 def test_hardly_useful_prompts_get_half_a_probe() -> None:
     selector = make_selector(acceptance=Acceptance(max_age_epochs=2))
     play_steps(selector, range(1, 40), by_tag)
@@ -301,6 +304,7 @@ def test_every_stratum_is_sampled(skip: str, acceptance: Acceptance) -> None:
         assert sum(counts) >= 0.08 * len(counts) * selector.source.cursor.epoch, tag
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip", ["all_correct", "zero_variance"])
 def test_max_age_limits_the_declines_of_every_prompt(skip: str) -> None:
     """Half of the offers after `max_age_epochs` declines are accepted."""
@@ -314,6 +318,7 @@ def test_max_age_limits_the_declines_of_every_prompt(skip: str) -> None:
     assert 5 < largest <= 5 + 15
 
 
+@pytest.mark.slow
 def test_long_epochs_do_not_replace_the_filter() -> None:
     """Solved prompts stay rare however many steps an epoch takes, here more than 150."""
     pool = make_pool(1000, tags=2)
@@ -382,6 +387,7 @@ def test_missing_verdicts_do_not_stall_selection() -> None:
         assert 0 <= selection.metrics()["select/observed_mixed"] <= 1
 
 
+@pytest.mark.slow
 def test_a_sudden_change_is_reported_as_miscalibration() -> None:
     selector = make_selector()
     play_steps(selector, range(1, 20), by_tag)

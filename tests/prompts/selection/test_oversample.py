@@ -1,6 +1,7 @@
 from collections.abc import Callable
 from typing import Literal
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -161,6 +162,7 @@ def test_a_step_that_is_not_filled_needs_all_groups() -> None:
     assert selection.metrics()["select/surplus"] == 0
 
 
+@pytest.mark.slow
 @given(
     st.sets(st.sampled_from("0123"), min_size=1),
     st.integers(0, 2**32),

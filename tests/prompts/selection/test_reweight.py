@@ -71,6 +71,7 @@ def test_with_reweight_all_pass_rates_receive_their_share(skip: str) -> None:
         assert share == pytest.approx(1, abs=3.5 * error), rate
 
 
+@pytest.mark.slow
 def test_without_reweight_high_pass_rates_receive_less() -> None:
     shares = received_shares("all_correct", None, epochs=15)
     assert shares[0.3][0] == pytest.approx(1, abs=0.1)

@@ -81,12 +81,14 @@ def test_with_reweight_zero_variance_groups_are_credited_as_with_uniform_selecti
     assert credited_shares(skip=skip, reweight=10.0) == pytest.approx((1, 1), abs=0.2)
 
 
+@pytest.mark.slow
 def test_without_stopped_probes_hardly_any_all_correct_group_is_credited() -> None:
     correct, incorrect = credited_shares(reweight=10.0, with_stopped=False)
     assert correct < 0.3
     assert incorrect == pytest.approx(1, abs=0.2)
 
 
+@pytest.mark.slow
 def test_without_reweight_solved_prompts_are_credited_as_seldom_as_they_are_sampled() -> None:
     correct, incorrect = credited_shares()
     assert 0.1 < correct < 0.5

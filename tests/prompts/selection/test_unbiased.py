@@ -131,6 +131,7 @@ def cosine(a: np.ndarray, b: np.ndarray) -> float:
     return float(a @ b / np.linalg.norm(a) / np.linalg.norm(b))
 
 
+@pytest.mark.slow
 def test_expected_policy_gradient_is_that_of_whole_groups() -> None:
     gradients = TabularPolicy(seed=1).gradients(num_groups=40_000, seed=2)
     whole = gradients["whole"]

@@ -26,6 +26,7 @@ def run_in(tmp_path: Path, name: str, **values: object) -> Path:
     return write_run(overrides, **values)  # type: ignore[arg-type]
 
 
+@pytest.mark.slow
 def test_the_page_holds_its_runs_and_needs_nothing_from_outside(tmp_path: Path) -> None:
     runs = [
         run_in(tmp_path, "first", accuracies=(0.25, 0.5, 0.75)),
@@ -40,6 +41,7 @@ def test_the_page_holds_its_runs_and_needs_nothing_from_outside(tmp_path: Path) 
     assert len(page) < 5e6
 
 
+@pytest.mark.slow
 def test_every_figure_draws_something(tmp_path: Path) -> None:
     run = read_run(run_in(tmp_path, "one", accuracies=(0.25, 0.5, 0.75)), "one")
     charts = [chart for section in sections_of([run]) for chart in section.charts]
@@ -59,6 +61,7 @@ def test_identifiers_of_figures_are_unique_on_the_page(tmp_path: Path) -> None:
     assert len(set(identifiers)) == len(identifiers)
 
 
+@pytest.mark.slow
 def test_text_of_settings_and_reasons_is_escaped(tmp_path: Path) -> None:
     directory = run_in(tmp_path, "one", code=None)
     (directory / "exit.json").write_text(
@@ -76,6 +79,7 @@ def test_the_state_of_a_run_follows_from_its_exit_record(
     assert read_run(run_in(tmp_path, "one", code=code), "one").status == status
 
 
+@pytest.mark.slow
 def test_runs_of_the_same_name_have_their_paths_as_names(tmp_path: Path) -> None:
     runs = read_runs([run_in(tmp_path / folder, "one") for folder in ("a", "b")])
     assert len({run.name for run in runs}) == 2
@@ -86,6 +90,7 @@ def test_a_run_without_a_step_has_a_page(tmp_path: Path) -> None:
     assert "No run has a complete step" in page
 
 
+@pytest.mark.slow
 def test_samples_are_shown_with_their_numbers_and_escaped(tmp_path: Path) -> None:
     directory = run_in(tmp_path, "one")
     sample = make_sample("<i>4\x1b[31m2", prompt="<u>17+25=")
@@ -96,6 +101,7 @@ def test_samples_are_shown_with_their_numbers_and_escaped(tmp_path: Path) -> Non
     assert "clip-high" in page and "entropy 0.5" in page and "advantage +0.500" in page
 
 
+@pytest.mark.slow
 def test_responses_to_one_question_are_below_it(tmp_path: Path) -> None:
     """With a word and a colour for each verdict; prompts with a sample kept for a reason first."""
     directory = run_in(tmp_path, "one")
@@ -123,6 +129,7 @@ def test_responses_to_one_question_are_below_it(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.slow
 def test_colours_of_charts_can_be_seen_on_both_backgrounds(tmp_path: Path) -> None:
     page = render_page([read_run(run_in(tmp_path, "one"), "one")])
     body = page[page.index("<body>") :]
@@ -151,6 +158,7 @@ def texts(svg: str) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
 
 
+@pytest.mark.slow
 def test_an_axis_of_rounding_or_of_zeros_does_not_zoom_in() -> None:
     rounding = line_chart("t", [Line("a", [1, 2, 3], [7.3e-8, 7.7e-8, 7.4e-8])], from_zero=True)
     assert "0" in texts(rounding.svg)
@@ -158,6 +166,7 @@ def test_an_axis_of_rounding_or_of_zeros_does_not_zoom_in() -> None:
     assert [text for text in texts(zeros.svg) if text not in ("1", "2", "step")] == ["0"]
 
 
+@pytest.mark.slow
 def test_parts_of_a_step_have_words_and_colours_of_their_own(tmp_path: Path) -> None:
     directory = run_in(tmp_path, "one", accuracies=(0.25, 0.5, 0.75))
     file = directory / "metrics.jsonl"
@@ -170,6 +179,7 @@ def test_parts_of_a_step_have_words_and_colours_of_their_own(tmp_path: Path) -> 
     assert "exchange" not in words and "other" in words
 
 
+@pytest.mark.slow
 def test_damaged_samples_cost_only_the_samples(tmp_path: Path) -> None:
     directory = run_in(tmp_path, "one")
     file = samples_file(directory, 1)

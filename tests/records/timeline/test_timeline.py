@@ -120,6 +120,7 @@ def run_directory(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_command_writes_a_picture_and_a_trace(run_directory: Path) -> None:
     trace = run_directory / "trace.json"
     code = report.main(["timeline", str(run_directory), "--steps", "1:2", "--trace", str(trace)])

@@ -701,6 +701,7 @@ class AnsweringHub:
         return self.inbox.pop() if self.inbox else None
 
 
+@pytest.mark.slow
 def test_receiving_a_step_looks_at_the_groups_of_later_steps_once() -> None:
     hub = AnsweringHub()
     queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4))  # type: ignore[arg-type]

@@ -350,6 +350,7 @@ def test_groups_of_a_checkpoint_keep_their_class_and_weight(name: str, seed: int
     run.check(batch, old_tokens, new_batch)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", list(SELECTIONS))
 @pytest.mark.parametrize("resumes", [False, True])
 @any_seed

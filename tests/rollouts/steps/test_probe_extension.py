@@ -91,6 +91,7 @@ def extended_by_rank_0(hub: ScriptedHub, skip: Skip) -> tuple[list[RolloutBatch]
     return batches, sampler.state()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("skip", ["all_correct", "zero_variance"])
 @few_examples
 @given(seed=st.integers(0, 2**32), other_seed=st.integers(0, 2**32), num_nodes=st.integers(1, 3))
@@ -111,6 +112,7 @@ def test_batches_and_beliefs_are_those_of_extensions_by_rank_0(
     assert hub.kept_ids == {id_ for batch in batches for id_ in batch.delivered_ids}
 
 
+@pytest.mark.slow
 @few_examples
 @given(seed=st.integers(0, 2**32))
 def test_a_lost_collector_changes_no_batch(seed: int) -> None:
@@ -133,6 +135,7 @@ def test_a_lost_collector_changes_no_batch(seed: int) -> None:
         assert contents(sampler.sample(step)) == contents(batch)
 
 
+@pytest.mark.slow
 @few_examples
 @given(seed=st.integers(0, 2**32), num_polls=st.integers(0, 60))
 def test_a_step_with_extensions_can_be_dropped_and_sampled_again(seed: int, num_polls: int) -> None:

@@ -294,6 +294,7 @@ def make_run(name: str, *, max_staleness: int, seed: int, continues: bool = Fals
     return SimulatedRun(queue, sampler, ahead, continues)
 
 
+@pytest.mark.slow
 @settings(max_examples=2 * settings.default.max_examples)
 @given(
     name=st.sampled_from(["uniform", "oversample", "belief"]),
@@ -318,6 +319,7 @@ def test_every_group_is_trained_once_and_never_too_old(
         assert set(run.ages) == ({0, 1} if max_staleness else {0})
 
 
+@pytest.mark.slow
 @settings(max_examples=4 * settings.default.max_examples)
 @given(
     max_staleness=st.integers(1, 5),

@@ -49,6 +49,7 @@ def store(tmp_path_factory: pytest.TempPathFactory) -> CheckpointStore:
     return store
 
 
+@pytest.mark.slow
 def test_a_run_starts_with_the_beliefs_of_the_newest_checkpoint(store: CheckpointStore) -> None:
     for path, step in ((store.folder.parent, 2), (store.folder, 2), (store.path(1), 1)):
         overrides = (f"selection.beliefs_from={path}", "data.num_train=300")
@@ -61,6 +62,7 @@ def test_a_run_starts_with_the_beliefs_of_the_newest_checkpoint(store: Checkpoin
         assert selector.beliefs.max_declines() == 0
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_is_skipped_with_a_warning(
     store: CheckpointStore, tmp_path: Path
 ) -> None:
@@ -98,6 +100,7 @@ def test_a_run_without_beliefs_is_refused(tmp_path: Path) -> None:
         read_transferred_beliefs(make_configuration(f"selection.beliefs_from={tmp_path}"))
 
 
+@pytest.mark.slow
 def test_beliefs_about_another_data_set_are_refused(store: CheckpointStore, tmp_path: Path) -> None:
     rows = [f'{{"id": "mine-{i}", "prompt": "{i}+1=", "answer": {i + 1}}}' for i in range(10, 40)]
     (tmp_path / "train.jsonl").write_text("\n".join(rows))

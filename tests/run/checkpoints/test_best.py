@@ -126,6 +126,7 @@ def test_a_failed_save_leaves_the_previous_best(tmp_path: Path, background_saves
     assert ranks.steps == [5, 4]
 
 
+@pytest.mark.slow
 @settings(max_examples=12, deadline=None)
 @given(
     accuracies=st.lists(st.sampled_from([0.0, 0.25, 0.5, 0.75]), min_size=2, max_size=7),

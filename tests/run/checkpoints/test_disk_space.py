@@ -105,6 +105,7 @@ def test_modes_that_train_need_space_for_weights_and_checkpoints(mode: str) -> N
     assert {"run.save_weights=true", "run.checkpoint_every"} <= required_keys(c)
 
 
+@pytest.mark.slow
 def test_weights_are_counted_for_disk_transport_only_where_they_are_sent() -> None:
     transport = "sync.transport=disk"
     for mode in ("train", "rollout_only"):

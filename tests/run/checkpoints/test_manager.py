@@ -392,6 +392,7 @@ def test_other_weights_are_sent_under_another_version_after_a_resume(tmp_path: P
     assert [call for call in parts.calls if "sync" in call][:1] == ["sync 2"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop_step", [1, 2, 3, 4])
 def test_a_run_stopped_before_an_evaluation_goes_through_the_same_phases(
     tmp_path: Path, stop_step: int

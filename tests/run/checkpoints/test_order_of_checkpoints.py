@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.run.checkpoints.resume import flat_configuration, open_run_directory
 from megatron_rl.run.checkpoints.store import CheckpointStore
@@ -10,6 +12,7 @@ from tests.support.checkpoints import flip_bit, save_checkpoint
 from tests.support.past_runs import make_run_directory
 
 
+@pytest.mark.slow
 def test_a_damaged_checkpoint_with_more_digits_is_newer_and_set_aside(tmp_path: Path) -> None:
     """Step 10000000 comes after step 9999999."""
     directory = make_run_directory(make_configuration(tmp_path))

@@ -73,6 +73,7 @@ def test_a_new_run_has_no_resume_point(tmp_path: Path, overrides: tuple[str, ...
     assert is_run_directory(directory.path)
 
 
+@pytest.mark.slow
 def test_the_newest_complete_checkpoint_is_found_and_damaged_ones_are_reported(
     tmp_path: Path, store: CheckpointStore
 ) -> None:
@@ -91,6 +92,7 @@ def test_the_newest_complete_checkpoint_is_found_and_damaged_ones_are_reported(
     assert (store.folder / "iter_0000015.damaged-1/tensors").exists()
 
 
+@pytest.mark.slow
 def test_damage_that_one_rank_reads_is_known_to_all(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -119,6 +121,7 @@ def test_damage_that_one_rank_reads_is_known_to_all(
         file.write_bytes(data)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_whose_state_cannot_be_read_is_skipped(store: CheckpointStore) -> None:
     """Its files are as they were saved, but by another version."""
     states = [
@@ -188,6 +191,7 @@ def test_a_checkpoint_that_cannot_be_read_is_unusable(tmp_path: Path) -> None:
         raise OSError(errno.ESTALE, "Stale file handle")
 
 
+@pytest.mark.slow
 def test_the_records_of_a_resumed_run_end_at_its_checkpoint(
     tmp_path: Path, store: CheckpointStore
 ) -> None:
@@ -200,6 +204,7 @@ def test_the_records_of_a_resumed_run_end_at_its_checkpoint(
     assert len(store.checkpoints()) == 3, "the checkpoint that the run resumes from stays"
 
 
+@pytest.mark.slow
 def test_the_resume_point_is_found_after_the_previous_processes_ended(
     tmp_path: Path, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -231,6 +236,7 @@ def warnings_of(lines: list[str]) -> list[str]:
     return [line for line in lines if line.startswith("warning: ")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("overrides", "is_warned"), [((), True), (("run.checkpoint_every=2",), False)]
 )
@@ -242,6 +248,7 @@ def test_resume_auto_without_checkpoints_is_warned_about(
         assert any("warning: run.resume=auto" in line for line in lines) == is_warned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("records", "is_warned"), [("", False), ('{"step": 1}', True)])
 def test_records_without_checkpoints_are_warned_about(
     tmp_path: Path, records: str, is_warned: bool
@@ -253,6 +260,7 @@ def test_records_without_checkpoints_are_warned_about(
     assert ["starts again from step 0" in warning for warning in warnings] == [True] * is_warned
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tokens", "is_warned"), [(1, True), (63, True), (64, False)])
 def test_micro_batches_of_one_rollout_are_warned_about(
     tmp_path: Path, tokens: int, is_warned: bool
@@ -271,6 +279,7 @@ def test_micro_batches_of_one_rollout_are_warned_about(
     )
 
 
+@pytest.mark.slow
 def test_a_run_without_any_complete_checkpoint_does_not_start_anew(
     tmp_path: Path, store: CheckpointStore
 ) -> None:
@@ -280,6 +289,7 @@ def test_a_run_without_any_complete_checkpoint_does_not_start_anew(
         find_for(make_configuration(tmp_path, "run.resume=auto"))
 
 
+@pytest.mark.slow
 def test_another_run_starts_from_a_run_or_from_one_of_its_checkpoints(
     tmp_path: Path, store: CheckpointStore
 ) -> None:
@@ -291,6 +301,7 @@ def test_another_run_starts_from_a_run_or_from_one_of_its_checkpoints(
     assert len(store.checkpoints()) == 3
 
 
+@pytest.mark.slow
 def test_a_run_that_starts_from_another_does_not_write_into_an_existing_directory(
     tmp_path: Path, store: CheckpointStore
 ) -> None:
@@ -306,6 +317,7 @@ def test_a_directory_without_checkpoints_is_refused(tmp_path: Path) -> None:
         find_for(c)
 
 
+@pytest.mark.slow
 def test_changed_settings_are_listed_or_refused(tmp_path: Path) -> None:
     settings = flat_configuration(make_configuration(tmp_path, "optimizer.lr=0.1", "parallel.ep=1"))
     resume_point = ResumePoint(tmp_path, make_state(5, settings))
@@ -318,6 +330,7 @@ def test_changed_settings_are_listed_or_refused(tmp_path: Path) -> None:
         resume_point.changed_settings(c)
 
 
+@pytest.mark.slow
 def test_settings_of_an_older_version_are_compared_under_their_present_keys(
     tmp_path: Path,
 ) -> None:
@@ -353,6 +366,7 @@ def test_settings_of_an_older_version_are_compared_under_their_present_keys(
         ResumePoint(tmp_path, make_state(5, changed_settings)).changed_settings(c)
 
 
+@pytest.mark.slow
 def test_keys_that_only_an_older_version_had_are_named_and_refuse_nothing(tmp_path: Path) -> None:
     c = make_configuration(tmp_path, "run.resume=auto")
     old_keys = {
@@ -374,6 +388,7 @@ def test_keys_that_only_an_older_version_had_are_named_and_refuse_nothing(tmp_pa
     assert same_version.missing_settings(c) == ResumePoint().missing_settings(c) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("open_steps", [(6,), (6, 7, 8)])
 def test_open_steps_resume_with_the_staleness_that_began_them_and_not_with_less(
     tmp_path: Path, open_steps: tuple[int, ...]
@@ -394,6 +409,7 @@ def test_open_steps_resume_with_the_staleness_that_began_them_and_not_with_less(
         )
 
 
+@pytest.mark.slow
 def test_steps_ahead_resume_with_as_much_staleness_as_there_are(tmp_path: Path) -> None:
     ahead = ("rollout.max_staleness=1", "train.total_steps=9")
     c = make_configuration(tmp_path, *ahead)
@@ -440,6 +456,7 @@ BOUNDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "first", "second", "refused_bound"), BOUNDS)
 def test_rollouts_of_later_steps_need_the_bound_of_their_age(
     tmp_path: Path,
@@ -477,6 +494,7 @@ VERDICTS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("change", "is_refused"), VERDICTS)
 def test_open_groups_keep_their_scorer_and_environment(
     tmp_path: Path, change: str, is_refused: bool
@@ -497,6 +515,7 @@ def test_open_groups_keep_their_scorer_and_environment(
     assert len(closed_point.changed_settings(c)) == 1
 
 
+@pytest.mark.slow
 def test_open_groups_keep_the_options_of_their_scorer(tmp_path: Path) -> None:
     ahead = ("rollout.max_staleness=2", RESUME, "train.total_steps=9")
     ahead = (*ahead, "reward=custom", f"reward.name={__name__}:Weighted")
@@ -524,6 +543,7 @@ SAMPLED_AHEAD = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("steps", "change", "is_refused"), SAMPLED_AHEAD)
 def test_rollouts_that_were_sampled_otherwise_are_refused(
     tmp_path: Path, steps: dict[str, tuple[int, ...]], change: str, is_refused: bool
@@ -555,6 +575,7 @@ PHASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("first", "second", "is_refused"), PHASES)
 def test_a_temperature_that_the_first_phase_replaces_may_change(
     tmp_path: Path, first: str, second: str, is_refused: bool
@@ -581,6 +602,7 @@ def mixture_overrides(tmp_path: Path, sources: str) -> tuple[str, ...]:
     return ("data=mixture", f"data.sources={{{sources}}}")
 
 
+@pytest.mark.slow
 def test_another_mixture_is_refused_by_the_key_that_differs(tmp_path: Path) -> None:
     sums = f"sums: {{source: jsonl, train_path: {tmp_path}/sums.jsonl, weight: 1}}"
     more = "more: {source: two_digit_addition, weight: 1}"
@@ -605,6 +627,7 @@ def test_another_mixture_is_refused_by_the_key_that_differs(tmp_path: Path) -> N
             resume_point.changed_settings(c)
 
 
+@pytest.mark.slow
 def test_two_spellings_of_a_path_are_the_same_setting(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -621,6 +644,7 @@ def test_two_spellings_of_a_path_are_the_same_setting(
         resume_point.changed_settings(make_configuration(tmp_path, *mode, "rollout.recording=."))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "override", ["model.recompute=full", "model.dtype=bfloat16", "model.spec=local"]
 )
@@ -632,6 +656,7 @@ def test_settings_of_the_model_can_change(tmp_path: Path, override: str) -> None
     assert any(change.startswith(override.partition("=")[0]) for change in changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", [["mode=eval"], ["mode=profile", "data.pass_rates=rates.jsonl"]])
 def test_a_measurement_lists_changed_data_alone(tmp_path: Path, mode: list[str]) -> None:
     settings = flat_configuration(make_configuration(tmp_path))
@@ -643,6 +668,7 @@ def test_a_measurement_lists_changed_data_alone(tmp_path: Path, mode: list[str])
     assert all(change.startswith("data.") for change in changes)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "override",
     [

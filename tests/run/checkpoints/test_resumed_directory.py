@@ -73,6 +73,7 @@ def test_records_after_the_checkpoint_are_moved(tmp_path: Path) -> None:
     assert read_exit_record(directory.path) is None
 
 
+@pytest.mark.slow
 def test_samples_after_the_checkpoint_are_moved(tmp_path: Path) -> None:
     """The checkpoint's step keeps its samples, even if its evaluation is still to be done."""
     directory = write_steps(tmp_path, 5)
@@ -209,6 +210,7 @@ def test_a_directory_of_something_else_cannot_be_claimed(tmp_path: Path) -> None
     assert (tmp_path / "job").exists()
 
 
+@pytest.mark.slow
 def test_a_run_is_complete_until_it_has_more_steps(tmp_path: Path) -> None:
     directory = write_steps(tmp_path, 5)
     c = make_configuration(tmp_path)
@@ -225,6 +227,7 @@ def test_a_run_is_complete_until_it_has_more_steps(tmp_path: Path) -> None:
     assert not is_complete(directory.path, position, longer.train, longer.eval)
 
 
+@pytest.mark.slow
 def test_a_run_is_complete_at_its_accuracy(tmp_path: Path) -> None:
     directory = write_steps(tmp_path, 3)
     write_exit_record(directory.path, ExitCode.OK, "complete")

@@ -167,6 +167,7 @@ def test_the_last_phase_ends_the_run_after_its_steps(tmp_path: Path) -> None:
     assert max(parts.metrics) == 4
 
 
+@pytest.mark.slow
 def test_the_current_phase_is_refused_when_it_ends_by_an_accuracy_that_is_unknown(
     tmp_path: Path,
 ) -> None:
@@ -267,6 +268,7 @@ def test_run_ends_with_its_last_phase(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last_step", range(1, 6))
 def test_resumed_run_goes_through_the_same_phases(tmp_path: Path, last_step: int) -> None:
     accuracies = [0.9, 0.9, 0.9, 0.5, 0.7, 0.1, 0.2]
@@ -307,6 +309,7 @@ step_results = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.lists(phase_ends, max_size=4), step_results)
 def test_phases_come_in_order(
@@ -322,6 +325,7 @@ def test_phases_come_in_order(
         schedule.update(tokens, accuracy)
 
 
+@pytest.mark.slow
 @settings(max_examples=200)
 @given(st.lists(phase_ends, max_size=4), step_results, st.data())
 def test_phases_depend_on_the_saved_state_alone(

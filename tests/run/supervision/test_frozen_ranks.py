@@ -52,6 +52,7 @@ def test_a_stopped_rank_is_named_with_its_process(victim: int, rank: int, tmp_pa
         frozen_ranks.check()
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_of_a_rank_is_not_a_stopped_rank(tmp_path: Path) -> None:
     """The rank that owns the engine watches it."""
     clock = Clock()

@@ -44,6 +44,7 @@ def save(stop):
 """
 
 
+@pytest.mark.slow
 def test_a_run_has_time_to_save() -> None:
     for number in (signal.SIGTERM, signal.SIGUSR1):
         code, errors, _ = run_process(REQUEST + "run_with_request(9.0, save)", number, number)
@@ -51,6 +52,7 @@ def test_a_run_has_time_to_save() -> None:
         assert f"saved after {number.name}" in errors
 
 
+@pytest.mark.slow
 def test_a_run_that_exceeds_the_time_limit_ends_without_saving() -> None:
     for work in ("sleep", "hang"):
         code, errors, seconds = run_process(

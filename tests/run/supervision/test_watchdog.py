@@ -123,6 +123,7 @@ def test_a_cleanup_that_hangs_is_cut_off_after_the_reason_is_printed() -> None:
     assert 1.5 < seconds < 20
 
 
+@pytest.mark.slow
 def test_children_of_a_process_end_with_it_even_when_frozen() -> None:
     code = (
         "child = subprocess.Popen(['sleep', '47'], stdout=subprocess.DEVNULL, "
@@ -154,6 +155,7 @@ def test_a_dead_engine_is_noticed_while_the_main_thread_waits(work: str) -> None
     assert errors.strip().splitlines()[0].startswith("engine http://e ended by itself")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("work", ["hang", "sleep"])
 def test_a_time_limit_ends_a_run_that_hangs_in_user_code(work: str) -> None:
     limit = (

@@ -1,5 +1,6 @@
 """Batched attention against one call per sequence, the way SGLang's own backend does it."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,6 +63,7 @@ sequences = st.integers(1, TABLE_WIDTH).flatmap(
 decoding = st.integers(1, TABLE_WIDTH).map(lambda keys: (keys, 1))
 
 
+@pytest.mark.slow
 @given(
     st.one_of(
         st.lists(decoding, min_size=1, max_size=20), st.lists(sequences, min_size=1, max_size=20)

@@ -25,6 +25,7 @@ Weights = dict[str, torch.Tensor]
 DTYPES = [torch.float32, torch.bfloat16, torch.float8_e4m3fn]
 
 
+@pytest.mark.slow
 @given(
     st.tuples(st.integers(1, 700), st.sampled_from([1, 2, 4, 8])).flatmap(
         lambda sizes: st.tuples(

@@ -94,6 +94,7 @@ def test_killing_the_holder_ends_the_whole_tree(tmp_path: Path, extra: list[str]
     )
 
 
+@pytest.mark.slow
 def test_closing_the_lifeline_ends_the_whole_tree(tmp_path: Path) -> None:
     lifeline = Lifeline()
     path = tmp_path / "pids"
@@ -104,6 +105,7 @@ def test_closing_the_lifeline_ends_the_whole_tree(tmp_path: Path) -> None:
     assert not any(map(is_running, pids))
 
 
+@pytest.mark.slow
 def test_terminating_the_supervisor_ends_the_whole_tree(tmp_path: Path) -> None:
     lifeline = Lifeline()
     path = tmp_path / "pids"
@@ -142,6 +144,7 @@ def test_supervisor_returns_the_exit_code_of_its_command(code: str, exit_code: i
     lifeline.close()
 
 
+@pytest.mark.slow
 def test_processes_that_a_command_leaves_behind_are_ended(tmp_path: Path) -> None:
     lifeline = Lifeline()
     path = tmp_path / "pids"
@@ -155,6 +158,7 @@ def test_processes_that_a_command_leaves_behind_are_ended(tmp_path: Path) -> Non
     lifeline.close()
 
 
+@pytest.mark.slow
 def test_semaphores_of_a_process_that_was_killed_are_removed(tmp_path: Path) -> None:
     lifeline = Lifeline()
     path = tmp_path / "name"

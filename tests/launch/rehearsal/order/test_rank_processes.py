@@ -41,6 +41,7 @@ def processes_of(stub: Any, folder: Path, limit: int) -> RankProcesses:
     return RankProcesses(stub, folder, limit)
 
 
+@pytest.mark.slow
 def test_all_ranks_run_but_only_some_at_a_time(tmp_path: Path) -> None:
     stub = Stub(lambda rank, mail: time.sleep(0.02))
     processes_of(stub, tmp_path, 2).run(range(5))
