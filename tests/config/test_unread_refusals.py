@@ -22,6 +22,15 @@ UNREAD = [
     ("mode=train_only engine.count=2", "engine.count=2", NO_EFFECT),
     ("mode=rollout_only eval.temperature=0.5", "eval.temperature=0.5", NO_EFFECT),
     ("mode=rollout_only run.save_weights=true", "run.save_weights=true", NO_EFFECT),
+    *(
+        (
+            f"mode={mode} {key}=no.jsonl",
+            "eval.sets={'hard': 'no.jsonl'}",
+            f"mode={mode} measures no sets",
+        )
+        for mode in ("rollout_only", "train_only", "profile")
+        for key in ("+eval.sets.hard", "+eval.sets.hard.path")
+    ),
     ("mode=eval eval.every=3", "eval.every=3", NO_EFFECT),
     ("mode=eval eval.start_step=3", "eval.start_step=3", NO_EFFECT),
     ("mode=eval run.save_weights=true", "run.save_weights=true", NO_EFFECT),

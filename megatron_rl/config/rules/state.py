@@ -25,7 +25,7 @@ _UNREAD_KEYS = {
     "eval": _TRAINING_KEYS,
     "profile": _TRAINING_KEYS,
 }
-# Keys with their own rules in `check_mode`.
+# Keys, or the beginnings of keys, with their own rules in `check_evaluation`.
 _OTHER_RULES = ("eval.stop_at", "eval.sets")
 
 
@@ -43,7 +43,7 @@ def check_unread_keys(c: Configuration, keys: Collection[str]) -> Iterator[Broke
             yield BrokenRule(key, rule, "Give samples.every=N, or remove it")
         elif (
             key.startswith(_UNREAD_KEYS.get(c.mode, ()))
-            and key not in _OTHER_RULES
+            and not key.startswith(_OTHER_RULES)
             and _requests(c, key)
         ):
             yield BrokenRule(key, f"This setting has no effect with mode={c.mode}", "Remove it")
