@@ -56,9 +56,13 @@ def open_effective_time(
 
 def seconds_of_step(record: Mapping[str, float | None]) -> float:
     """Return the seconds of a step and of the evaluations after it."""
-    names = ["time/step", "time/eval"]
-    names += (name for name in record if name.startswith(_SETS))
-    return sum(record.get(name) or 0.0 for name in names)
+    return (record.get("time/step") or 0.0) + seconds_of_evaluations(record)
+
+
+def seconds_of_evaluations(record: Mapping[str, float | None]) -> float:
+    """Return the seconds of the evaluations after a step, also of those of eval.sets."""
+    names = [name for name in record if name == "time/eval" or name.startswith(_SETS)]
+    return sum(record[name] or 0.0 for name in names)
 
 
 def is_time(name: str) -> bool:

@@ -35,7 +35,8 @@ def test_later_steps_are_averaged_and_the_first_is_separate(
 ) -> None:
     first = STEP | {"time/train": 9.0, "time/step": 12.0}
     last = STEP | {"time/rollout": 4.0, "time/step": 6.0}
-    write_metrics(tmp_path, {"step": 0, "time/eval": 3.0}, first, STEP, last | {"time/eval": 5.0})
+    start = {"step": 0, "time/eval": 1.0, "time/eval/hard": 2.0}
+    write_metrics(tmp_path, start, first, STEP, last | {"time/eval/hard": 5.0})
     assert report.main(["steps", str(tmp_path)]) == ExitCode.OK
     lines = capsys.readouterr().out.splitlines()
     assert "| rollout | 2.00 | 3.00 | 60% |" in lines

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import mean
 
+from megatron_rl.records.effective_time import seconds_of_evaluations
 from megatron_rl.records.past_run import Record, RunUnreadable, read_metrics
 from megatron_rl.records.stopwatch import SECTIONS
 
@@ -47,8 +48,12 @@ def totals(records: Sequence[Record]) -> Iterator[str]:
     num_steps = _count(len(steps), "step")
     yield f"{num_steps}: {seconds:.1f} s; reward time exposed {exposed_seconds:.3f} s a step"
     together = seconds
-    for section, name in (("eval", "evaluation"), ("checkpoint", "checkpoint")):
-        durations = [_seconds(record, section) for record in records if _seconds(record, section)]
+    durations_by_name = {
+        "evaluation": map(seconds_of_evaluations, records),
+        "checkpoint": (_seconds(record, "checkpoint") for record in records),
+    }
+    for name, all_durations in durations_by_name.items():
+        durations = [duration for duration in all_durations if duration]
         if durations:
             each = f", {mean(durations):.1f} s each" if len(durations) > 1 else ""
             yield f"{_count(len(durations), name)}: {sum(durations):.1f} s{each}"
