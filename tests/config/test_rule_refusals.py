@@ -138,6 +138,11 @@ METHOD = [
     ),
     ("environment=demonstration", "train.replay=rollout", "routes"),
     ("algo=sft", "algo.name=sft", "correct or incorrect"),
+    (
+        "algo=sft environment=calculator",
+        "algo.name=sft",
+        "environment=demonstration environment.options.tool=calculator",
+    ),
     ("algo=sft algo.advantages=group", "algo.advantages=group", "no advantages"),
     ("algo=sft algo.correction.kind=tis", "algo.correction.kind=tis", "responses"),
     ("algo.correction.high=3", "algo.correction.high=3.0", NO_EFFECT),

@@ -52,12 +52,16 @@ def _check_plugins(c: Configuration) -> Iterator[BrokenRule]:
 
 
 def _check_algorithm(c: Configuration) -> Iterator[BrokenRule]:
-    if isinstance(c.algo, SftSettings) and c.environment.name == "single_turn":
+    remedies = {
+        "single_turn": "environment=demonstration",
+        "calculator": "environment=demonstration environment.options.tool=calculator",
+    }
+    if isinstance(c.algo, SftSettings) and c.environment.name in remedies:
         rule = (
             "algo=sft makes every response more likely, correct or incorrect, and these responses "
             "are the model's own"
         )
-        remedy = "Use environment=demonstration, or algo=grpo, gspo or espo"
+        remedy = f"Use {remedies[c.environment.name]}, or algo=grpo, gspo or espo"
         yield BrokenRule("algo.name", rule, remedy)
     if isinstance(c.algo, SftSettings) and c.algo.advantages == "group":
         yield BrokenRule("algo.advantages", "The loss of algo=sft has no advantages", "Use one")
