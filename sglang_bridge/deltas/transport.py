@@ -86,7 +86,6 @@ class DeltaTransport:
         self._last_sequence = 0
         self._base: Manifest | None = None
         self._push = _Push(0, None)
-        self._last_push: _Push | None = None
 
     def connect(self, admins: Sequence[AdminClient]) -> Failures:
         """Do nothing: files need no connection."""
@@ -136,8 +135,13 @@ class DeltaTransport:
         self._store(name, data, width=1 if len(data) % width else width)
 
     def end(self, admins: Sequence[AdminClient], version: int, deadline: float) -> Failures:
-        """Let every node rebuild the weights, and every engine load its node's weights."""
+        """Let every node rebuild the weights, and every engine load its node's weights.
+
+        Nothing was sent if no engine took part. The copies then stay as they are.
+        """
         push = self._push
+        if not push.files:
+            return {}
         manifest = self._manifest(version, push.base, push.files)
         path = self._push_path("push")
         self._finish(path, manifest)
@@ -147,7 +151,6 @@ class DeltaTransport:
             replies.setdefault(admin.engine.node, CopyReply(reason="its node holds no copy"))
         # Copies that took the push hold it now, whatever becomes of the engines
         self._base = manifest
-        self._last_push = push
         failures = {
             admin.url: reason for admin in admins if (reason := replies[admin.engine.node].reason)
         }
@@ -169,9 +172,9 @@ class DeltaTransport:
         self._remove_copies(keep=None)
 
     def measure(self) -> dict[str, float]:
-        """Return the metrics of the last push; none before the first."""
-        push = self._last_push
-        if push is None:
+        """Return the metrics of the last push; none if it sent nothing."""
+        push = self._push
+        if not push.num_bytes:
             return {}
         values = {
             "sync/delta/bytes": float(push.num_stored),

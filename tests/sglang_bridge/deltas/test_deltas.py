@@ -181,6 +181,12 @@ class Scene:
         assert report.failures == {} and report.num_tensors == len(weights)
         return transport.end(self.admins, version, deadline)
 
+    def leave_out_engines(self, version: int) -> None:
+        """Send nothing, as an update does in which no engine takes part."""
+        deadline = time.monotonic() + 60
+        assert self.transport.begin([], version, deadline) == {}
+        assert self.transport.end([], version, deadline) == {}
+
     def require(self, weights: Weights) -> None:
         """Every engine holds exactly these weights."""
         for admin in self.admins:
@@ -330,6 +336,29 @@ def test_a_node_that_missed_a_push_gets_complete_weights(tmp_path: Path) -> None
     scene.require(weights)
     assert "push 3 changes push 2, but this node holds push 1" in scene.lines[-1]
     assert scene.node.pushes[-1] == ("whole", (1,))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+@pytest.mark.parametrize("num_syncs", [0, 2])
+def test_a_sync_while_no_engine_serves_changes_no_base(
+    scene: Scene, dtype: torch.dtype, num_syncs: int
+) -> None:
+    """num_syncs: with an engine, before. Its node keeps its copy while the engine starts again."""
+    weights = make_weights(0, dtype)
+    for version in range(num_syncs):
+        weights = nudge(weights)
+        scene.push(weights, version)
+    num_pushes = len(scene.node.pushes)
+    for version in (2, 3):
+        scene.leave_out_engines(version)
+        assert scene.transport.measure() == {}
+    assert len(scene.node.pushes) == num_pushes
+    weights = nudge(weights, "c")
+    assert scene.push(weights, 4) == {}
+    scene.require(weights)
+    assert ("sync/delta/changed" in scene.transport.measure()) == bool(num_syncs)
+    assert (scene.transport.measure()["sync/delta/share"] < 0.3) == bool(num_syncs)
+    assert scene.lines == []
 
 
 def test_a_new_sender_starts_with_complete_weights(scene: Scene) -> None:
