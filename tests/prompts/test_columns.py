@@ -3,9 +3,11 @@
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
@@ -92,6 +94,62 @@ def test_digits_of_a_nested_number_stay(tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"q": "a", "x": {"y": {"z": 4.50}}}\n\n{"q": "b", "x.y.z": 1e3, "x": 2}\n')
     assert [q.answer for q in read(file, prompt="q", answer="x.y.z")] == ["4.50", "1000"]
+
+
+def narrow_table(answer: Any, kind: pa.DataType, *, other: float = 0.5) -> pa.Table:
+    """Two rows: the second one has `answer`. other: a number that nothing reads."""
+    info = pa.struct([("truth", kind), ("other", pa.float32())])
+    rows = [{"truth": None, "other": 1.0}, {"truth": answer, "other": other}]
+    return pa.table({"q": ["a", "b"], "info": pa.array(rows, info)}).slice(1)
+
+
+def read_narrow(path: Path, table: pa.Table, answer: str = "info.truth") -> str:
+    pa.parquet.write_table(table, path)
+    (question,) = read(path, prompt="q", answer=answer)
+    return question.answer
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind", "digits"),
+    [
+        (0.1, pa.float32(), "0.1"),
+        (0.1, pa.float64(), "0.1"),
+        (np.float16(0.1), pa.float16(), "0.1"),
+        (16777216.0, pa.float32(), "16777216.0"),
+        ([0.1], pa.list_(pa.float32()), "0.1"),
+        ([0.1], pa.large_list(pa.float32()), "0.1"),
+        ([0.1], pa.list_(pa.float32(), 1), "0.1"),
+        ([Decimal("0.10")], pa.list_(pa.decimal128(5, 2)), "0.10"),
+        (Decimal("1E+3"), pa.decimal128(9, 0), "1000"),
+        (7, pa.int64(), "7"),
+    ],
+)
+def test_a_nested_number_has_the_digits_of_a_column(
+    tmp_path: Path, answer: Any, kind: pa.DataType, digits: str
+) -> None:
+    path = tmp_path / "rows.parquet"
+    assert read_narrow(path, narrow_table(answer, kind)) == digits
+    inner = narrow_table({"deep": answer}, pa.struct([("deep", kind)]))
+    assert read_narrow(path, inner, "info.truth.deep") == digits
+    column = pa.table({"q": ["b"], "target": pa.array([answer], kind)})
+    assert read_narrow(path, column, "target") == digits
+
+
+def test_a_map_of_texts_is_an_object(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    answers = pa.array([[("truth", 0.1), ("other", 0.5)]], pa.map_(pa.string(), pa.float32()))
+    pa.parquet.write_table(pa.table({"q": ["b"], "info": answers}), path)
+    (question,) = read(path, prompt="q", answer="info.truth")
+    assert question.answer == "0.1"
+
+
+def test_a_nested_nan_is_refused_only_where_it_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.parquet"
+    nan = float("nan")
+    assert read_narrow(path, narrow_table(0.1, pa.float32(), other=nan)) == "0.1"
+    for answer, kind in ((nan, pa.float32()), ([nan], pa.list_(pa.float64()))):
+        with pytest.raises(PromptDataError, match=r"`info\.truth` is nan, which is no number"):
+            read_narrow(path, narrow_table(answer, kind))
 
 
 @FORMATS

@@ -41,6 +41,11 @@ class Columns:
         sources = {key: key for key in ROW_KEYS if key in available and key not in hidden_keys}
         return sources | {key: column for key, column in column_of.items() if column in available}
 
+    def paths_in(self, column: str, available: Collection[str]) -> list[str]:
+        """Return the parts of a column that are read: paths into it, or the whole column."""
+        paths = [path for path in self.names.values() if self._outer(path, available) == column]
+        return paths or [column]
+
     def check(self, available: Collection[str], path: Path, key: str) -> None:
         """Raise `PromptDataError` if a table lacks the columns of questions, or has one twice.
 

@@ -9,6 +9,7 @@ file contains.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from decimal import Decimal
@@ -44,7 +45,7 @@ def read_parquet(path: Path, key: str, names: Columns) -> Iterator[RowOrProblem]
         with closing(pyarrow.parquet.ParquetFile(path)) as file:
             columns = _check_columns(file.schema_arrow, path, key, names)
             batches = file.iter_batches(batch_size=_BATCH_ROWS, columns=columns)
-            yield from _rows_of(batches, columns)
+            yield from _rows_of(batches, columns, names)
     except (pyarrow.ArrowException, OSError) as error:
         raise _unreadable(path, key, "Parquet", error) from error
 
@@ -59,7 +60,7 @@ def read_arrow_stream(path: Path, key: str, names: Columns) -> Iterator[RowOrPro
     try:
         with pyarrow.memory_map(str(path)) as source, pyarrow.ipc.open_stream(source) as stream:
             columns = _check_columns(stream.schema, path, key, names)
-            yield from _rows_of(_small_batches(stream, columns), columns)
+            yield from _rows_of(_small_batches(stream, columns), columns, names)
     except (pyarrow.ArrowException, OSError) as error:
         raise _unreadable(path, key, "an Arrow stream", error) from error
 
@@ -72,9 +73,14 @@ def _small_batches(stream: Iterable[Any], columns: Sequence[str]) -> Iterator[An
             yield selection.slice(start, _BATCH_ROWS)
 
 
-def _rows_of(batches: Iterable[Any], columns: Sequence[str]) -> Iterator[RowOrProblem]:
+def _rows_of(
+    batches: Iterable[Any], columns: Sequence[str], names: Columns
+) -> Iterator[RowOrProblem]:
     for batch in batches:
-        writers = [_Writer(name, batch.schema.field(name).type) for name in columns]
+        writers = [
+            _Writer(name, batch.schema.field(name).type, names.paths_in(name, columns))
+            for name in columns
+        ]
         for index in range(batch.num_rows):
             try:
                 yield _encode_row(batch, index, writers)
@@ -94,36 +100,68 @@ def _encode_row(batch: Any, index: int, writers: Sequence[_Writer]) -> bytes:
 class _Writer:
     """Writes the values of one column as JSON.
 
-    kind: pyarrow's type of the column.
+    kind: pyarrow's type of the column. paths: the parts of it that are read, such as
+    `reward_model.ground_truth`. A number that is none, such as NaN, is refused there only.
     """
 
-    def __init__(self, name: str, kind: Any) -> None:
-        import pyarrow
-
+    def __init__(self, name: str, kind: Any, paths: Sequence[str]) -> None:
         self.name = name
+        self._kind = kind
+        self._paths = paths
         self._is_json_text = name in NESTED_KEYS and _is_text(kind)
-        # Doubles show digits that a narrower float does not have
-        self._narrow = None
-        if pyarrow.types.is_float32(kind) or pyarrow.types.is_float16(kind):
-            self._narrow = kind.to_pandas_dtype()
 
     def write(self, value: Any) -> Any:
         """Return a value that msgspec writes as JSON. Raises ValueError."""
         if self._is_json_text:
             return msgspec.json.decode(value)
+        return self._convert(value, self._kind, self.name)
+
+    def _convert(self, value: Any, kind: Any, path: str) -> Any:
+        """Return a value with its numbers as JSON. kind: pyarrow's type of it."""
+        import pyarrow.types as types
+
+        if value is None or not _is_changed(kind):
+            return value
+        if types.is_dictionary(kind):
+            return self._convert(value, kind.value_type, path)
+        if types.is_struct(kind):
+            fields = [kind.field(index) for index in range(kind.num_fields)]
+            return {
+                field.name: self._convert(value[field.name], field.type, f"{path}.{field.name}")
+                for field in fields
+            }
+        if types.is_map(kind):
+            return {
+                key: self._convert(inner, kind.item_type, f"{path}.{key}") for key, inner in value
+            }
+        if _is_list(kind):
+            return [self._convert(inner, kind.value_type, path) for inner in value]
         if isinstance(value, Decimal):
             return msgspec.Raw(format(value, "f").encode())
-        if isinstance(value, float):
-            return msgspec.Raw(self._digits(value).encode())
-        return value
+        return self._digits(value, kind, path)
 
-    def _digits(self, value: float) -> str:
-        if self._narrow is not None:
-            value = float(str(self._narrow(value)))
-        digits = repr(value)
-        if "n" in digits:
-            raise ValueError(f"`{self.name}` is {digits}, which is no number. Leave the row out")
-        return digits
+    def _digits(self, value: float, kind: Any, path: str) -> msgspec.Raw | None:
+        # Doubles show digits that a narrower float does not have
+        digits = repr(float(str(kind.to_pandas_dtype()(value))))
+        if "n" not in digits:
+            return msgspec.Raw(digits.encode())
+        if any(path == part or path.startswith(f"{part}.") for part in self._paths):
+            raise ValueError(f"`{path}` is {digits}, which is no number. Leave the row out")
+        return None
+
+
+@functools.cache
+def _is_changed(kind: Any) -> bool:
+    """Return whether a type has floats, decimals or maps of texts, which are converted."""
+    import pyarrow.types as types
+
+    if types.is_dictionary(kind) or _is_list(kind):
+        return _is_changed(kind.value_type)
+    if types.is_struct(kind):
+        return any(_is_changed(kind.field(index).type) for index in range(kind.num_fields))
+    if types.is_map(kind):
+        return _is_text(kind.key_type)
+    return bool(types.is_floating(kind) or types.is_decimal(kind))
 
 
 def _check_columns(schema: Any, path: Path, key: str, names: Columns) -> list[str]:
@@ -180,11 +218,17 @@ def _is_text(kind: Any) -> bool:
     return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
 
 
+def _is_list(kind: Any) -> bool:
+    import pyarrow.types as types
+
+    return bool(types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind))
+
+
 def _is_json(kind: Any) -> bool:
     """Return True if JSON has every value of a nested type: no bytes, no times."""
     import pyarrow.types as types
 
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+    if _is_list(kind):
         return _is_json(kind.value_type)
     if types.is_struct(kind):
         return all(_is_json(kind.field(index).type) for index in range(kind.num_fields))
