@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import io
 import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from megatron_rl.config.curriculum import phases_of
+from megatron_rl.contracts.commands import Checkpoint, Command
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.run_state import LoopState, SelectorState
 from megatron_rl.engines.fleet import NoEngineLeft
 from megatron_rl.engines.token_counter import TokenComparison
 from megatron_rl.rollouts.queue import CollectorFailed
+from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.steps.steps_ahead import SecondsToStop, StepsAhead, StepSource
+from megatron_rl.rollouts.wire.store import NOT_STORED
+from megatron_rl.run.checkpoints.rollouts import read_local_batches
+from megatron_rl.run.checkpoints.saving import SaveResult
 from megatron_rl.run.supervision.stop_request import StopRequest, WaitAborted
 from tests.support import leaders
 from tests.support.checkpoint_managers import FakeRanks, make_manager, make_stop_request
@@ -204,6 +211,65 @@ def test_a_run_that_stops_before_its_first_step_keeps_the_open_steps_of_its_chec
         )
     assert parts.begun_steps == list(open_steps)
     assert ranks.states[0].position.open_steps == open_steps
+
+
+class RanksOfTheNode(FakeRanks):
+    """Read the rollouts of a checkpoint, as the ranks do before they write it."""
+
+    def run(self, command: Command) -> SaveResult | None:
+        result = super().run(command)
+        assert isinstance(command, Checkpoint)
+        try:
+            read_local_batches(command.batches, 0)
+        except OSError as problem:
+            return SaveResult(command.step, f"rollouts: {problem}", lacks_rollouts=True)
+        return result
+
+
+@pytest.mark.parametrize(
+    ("end", "reason"),
+    [
+        (None, r"asked to stop \(SIGUSR1\) before .*run\.resume=runs/old.*overwrite_failed"),
+        (WaitAborted(), r"asked to stop \(SIGUSR1\) before .*run\.resume=runs/old"),
+        (CollectorFailed("it is gone"), "it is gone"),
+    ],
+    ids=["setup", "wait", "collector"],
+)
+def test_a_run_that_ends_before_its_first_step_does_not_save_what_another_run_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: Exception | None, reason: str
+) -> None:
+    """The rollouts of its first step are in the checkpoint of that run, and nowhere else."""
+    steps_ahead = StepsAhead(1)
+    saved_group = group(1.0, 0.0, name="saved")
+    refs = [msgspec.structs.replace(ref, location=NOT_STORED) for ref in saved_group.rollouts]
+    saved_group = msgspec.structs.replace(saved_group, rollouts=tuple(refs))
+    steps_ahead.restore({5: RolloutBatch((saved_group,), 8)})
+    monkeypatch.setattr(leaders, "StepsAhead", lambda max_staleness: steps_ahead)
+    parts = ScriptedParts()
+    stop = make_stop_request()
+
+    def replace_lost(batch: RolloutBatch) -> RolloutBatch:
+        if isinstance(end, WaitAborted):
+            stop.handle_signal(signal.SIGUSR1)
+        assert end is not None
+        raise end
+
+    monkeypatch.setattr(parts, "replace_lost", replace_lost)
+    if end is None:
+        stop.handle_signal(signal.SIGUSR1)
+    selection = SelectorState(prompts=parts.cursor)
+    position = LoopState(
+        step=4, version=4, weights_synced=True, selection=selection, steps_ahead=(5,)
+    )
+    stream = io.StringIO()
+    checkpoints = make_manager(
+        RanksOfTheNode(), stop, stream=stream, checkpoint_every=100, resume="runs/old"
+    )
+    checkpoints.start_step = 4
+    code = ExitCode.ENGINE_FAILED if isinstance(end, CollectorFailed) else ExitCode.REQUEUE
+    with fails(code, match=reason):
+        lead(parts, tmp_path, steps=9, resume_state=position, checkpoints=checkpoints)
+    assert "cannot be saved" not in stream.getvalue()
 
 
 FAILURES = [CollectorFailed("it is gone"), NoEngineLeft("every engine has left the run")]

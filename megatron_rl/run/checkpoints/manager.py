@@ -46,6 +46,7 @@ class CheckpointManager:
 
     configuration: every key of the configuration with its value. optimizer_steps: returns the
     number of optimizer steps so far. last_saved_step: the step of the newest checkpoint.
+    start_step: the step of another run's checkpoint, from which the run began. None without one.
     reference: digest of the weights of the KL penalty's reference, empty without one. best: follows
     the best evaluation, None without `run.keep_best`.
     """
@@ -58,6 +59,7 @@ class CheckpointManager:
     progress: Progress
     stop: StopRequest
     last_saved_step: int | None = None
+    start_step: int | None = None
     reference: str = ""
     best: BestCheckpoint | None = None
     _is_saving: bool = field(default=False, init=False)
@@ -184,11 +186,20 @@ class CheckpointManager:
         problem = (
             f"the checkpoint of step {result.step} cannot be saved: {result.problem}; {remainder}"
         )
-        if self.settings.on_failed_save == "stop" or self.stop_requested:
+        if self.stop_requested and result.lacks_rollouts and result.step == self.start_step:
+            # The run has trained nothing, and the rollouts are where it began
             raise Failure(
-                f"{problem}. Free some space, and start again with run.resume=auto",
-                ExitCode.CANNOT_WRITE,
+                f"the run was asked to stop ({self.stop.source}) before its first step. Start it "
+                f"again with run.resume={self.settings.resume}, under another run.name or with "
+                "run.on_existing=overwrite_failed",
+                ExitCode.REQUEUE,
             )
+        if self.settings.on_failed_save == "stop" or self.stop_requested:
+            remedy = "Free some space, and start again with run.resume=auto"
+            if result.lacks_rollouts:
+                resume = self.settings.resume if self.last_saved_step is None else "auto"
+                remedy = f"Start again with run.resume={resume}"
+            raise Failure(f"{problem}. {remedy}", ExitCode.CANNOT_WRITE)
         self.progress.log(f"warning: {problem}. The run continues (run.on_failed_save=continue)")
 
 

@@ -21,9 +21,8 @@ def open_checkpoint_manager(
     c = setup.configuration
     optimizer = worker.optimizer
     state = setup.resume_point.state
-    saved_step = None
-    if state is not None and c.run.resume == "auto":
-        saved_step = state.step
+    step = None if state is None else state.step
+    is_continued = c.run.resume == "auto"
     if c.run.checkpoint_every:
         stop.watch_file(setup.directory.path / STOP_FILE)
     return CheckpointManager(
@@ -34,7 +33,8 @@ def open_checkpoint_manager(
         dispatcher=dispatcher,
         progress=setup.progress,
         stop=stop,
-        last_saved_step=saved_step,
+        last_saved_step=step if is_continued else None,
+        start_step=None if is_continued else step,
         reference=setup.reference_digest,
         best=_best_checkpoint(setup),
     )

@@ -189,9 +189,13 @@ class Saves:
         return replace(point, state=state, open_groups=open_groups, fallback=fallback)
 
     def _save_before_failure(self, point: SavePoint) -> None:
-        """Save the state before a step whose rollouts failed, unless it is saved already."""
+        """Save the state before a step whose rollouts failed, unless it is saved already.
+
+        Nothing is saved of a run that has trained nothing.
+        """
         step = point.state.step
-        if not self._checkpoints.settings.checkpoint_every or not step:
+        is_start = step in (0, self._checkpoints.start_step)
+        if is_start or not self._checkpoints.settings.checkpoint_every:
             return
         with self._problems_logged(step):
             self._checkpoints.wait_for_save()

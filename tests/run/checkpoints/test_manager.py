@@ -4,6 +4,7 @@ import io
 import math
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -113,6 +114,19 @@ def test_a_failed_save_after_a_stop_request_is_not_reported_as_saved(tmp_path: P
     with pytest.raises(Failure, match=r"step 3 cannot be saved: disk full"):
         lead(parts, tmp_path, steps=9, checkpoints=manager)
     assert ranks.steps == [2, 3]
+
+
+@pytest.mark.parametrize(("saved_step", "resume"), [(None, "runs/old"), (4, "auto")])
+def test_a_save_without_its_rollouts_asks_for_no_space(saved_step: int | None, resume: str) -> None:
+    ranks: Any = SimpleNamespace(
+        run=lambda command: SaveResult(command.step, "rollouts: gone", lacks_rollouts=True)
+    )
+    manager = make_manager(ranks, resume="runs/old")
+    manager.start_step = 4
+    manager.last_saved_step = saved_step
+    with fails(ExitCode.CANNOT_WRITE, match=f"Start again with run.resume={resume}") as failure:
+        manager.save(SavePoint(make_state(5).position))
+    assert "space" not in str(failure.value)
 
 
 def test_a_run_without_checkpoints_does_not_stop_on_request(tmp_path: Path) -> None:
