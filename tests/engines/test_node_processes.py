@@ -26,6 +26,7 @@ from tests.support.tiny_servers import (
     SERVER,
     SILENT,
     memory_names,
+    only_supervisor,
     run_instead_of_sglang,
     server_pid,
     supervisors,
@@ -93,7 +94,7 @@ class Node:
     def pids(self, index: int = 0) -> list[int]:
         """The supervisor of an engine, its server and what is below it."""
         port = self.engines[index].url.rpartition(":")[2]
-        (supervisor,) = supervisors(port, None, 0)
+        supervisor = only_supervisor(port, None, 0)
         return [process.pid for process in process_tree(supervisor)]
 
     def memory(self) -> list[str]:
@@ -152,7 +153,7 @@ def test_all_processes_end_even_when_some_are_frozen(
     node.open()
     node.processes.start_collector(("127.0.0.1", 1), "key")
     pids = node.pids()
-    (collector,) = supervisors("collector", 0)
+    collector = only_supervisor("collector", 0)
     assert len(pids) >= 3
     for index in frozen_indices:
         os.kill(pids[index], signal.SIGSTOP)
@@ -253,7 +254,7 @@ def test_a_collector_that_ended_is_started_again(node: Node) -> None:
     node.open()
     node.processes.start_collector(("127.0.0.1", 1), "key")
     assert collector_runs(0)(node.processes.maintain(NO_ORDERS))
-    (collector,) = supervisors("collector", 0)
+    collector = only_supervisor("collector", 0)
     os.kill(collector, signal.SIGKILL)
     node.maintain_until(collector_runs(1))
     orders = NodeOrders(restart_collector=1, reasons={"collector": "it does not answer"})
@@ -352,7 +353,7 @@ def test_a_collector_may_have_children_that_are_stopped(
         lambda hub, node, epoch: [sys.executable, "-c", code, str(epoch)],
     )
     node.processes.start_collector(("127.0.0.1", 1), "key")
-    (collector,) = supervisors(0)
+    collector = only_supervisor(0)
     while len(tree := process_tree(collector)) < 3 or tree[2].name() != "sleep":
         time.sleep(0.02)
     _, own, child = tree

@@ -23,7 +23,13 @@ from sglang_bridge.errors import EngineError
 from sglang_bridge.keys import create_keys
 from sglang_bridge.server.process_table import is_alive, process_tree
 from sglang_bridge.settings import ServerPlace
-from tests.support.tiny_servers import SERVER, run_instead_of_sglang, server_pid, supervisors
+from tests.support.tiny_servers import (
+    SERVER,
+    only_supervisor,
+    run_instead_of_sglang,
+    server_pid,
+    supervisors,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -88,7 +94,7 @@ class TwoNodes:
 
     def pids(self, rank: int) -> list[int]:
         """The processes of one of the servers."""
-        (supervisor,) = supervisors(rank)  # the last word of a tiny server's command
+        supervisor = only_supervisor(rank)  # the last word of a tiny server's command
         return [process.pid for process in process_tree(supervisor)]
 
     def kill(self, rank: int) -> None:

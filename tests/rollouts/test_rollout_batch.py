@@ -381,17 +381,16 @@ def test_groups_that_are_lost_during_a_batch_are_sampled_again(
     """The collector ends after it delivered its groups."""
     requests: list[GroupRequest] = []
     others: list[Peer] = []
-    answer_first = answer_requests(peer, answer_with_one_rejection, requests)
 
     def answer() -> None:
-        num_before = len(requests)
         if not others:
-            answer_first()
-        if len(requests) == 3 and not others:
-            _receive_groups(hub, len(requests) - num_before)
+            new_requests = [m for m in peer.receive(3) if isinstance(m, GroupRequest)]
+            requests.extend(new_requests)
+            for request in reversed(new_requests):
+                peer.send(answer_with_one_rejection(request))
+            _receive_groups(hub, len(new_requests))
             others.append(Peer(hub, 0, epoch=1))
-        if others:
-            answer_requests(others[0], answer_with_one_rejection, requests)()
+        answer_requests(others[0], answer_with_one_rejection, requests)()
 
     sampler = RolloutSampler(synced_queue(hub), SETTINGS, FixedPrompts(PROMPTS, 2), (1,), answer)
     batch = sampler.sample(4)

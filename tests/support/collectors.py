@@ -33,8 +33,9 @@ class Peer:
         run_key: str | None = None,
         name: bytes | None = None,
     ) -> None:
-        self._context = zmq.Context()
-        self._socket = self._context.socket(zmq.DEALER)
+        # The context of the process: a context that is collected as garbage waits for its sockets,
+        # and a failed test leaves its peers open.
+        self._socket = zmq.Context.instance().socket(zmq.DEALER)
         present_run_key(self._socket, run_key or hub.run_key)
         self._socket.routing_id = name or collector_name(node, epoch).encode()
         self._socket.linger = 0
@@ -72,7 +73,7 @@ class Peer:
 
     def close(self, *, linger_seconds: float = 0) -> None:
         """Disconnect. linger_seconds: time to deliver pending messages."""
-        self._context.destroy(int(linger_seconds * 1000))
+        self._socket.close(int(linger_seconds * 1000))
 
 
 def request(name: str, num_samples: int = 2, *, evaluation: bool = False) -> GroupRequest:

@@ -2,6 +2,7 @@
 
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -68,6 +69,19 @@ def supervisors(*last_words: object) -> list[int]:
         for pid, words in commands.items()
         if "sglang_bridge.server.supervise" in words and words[len(words) - len(ending) :] == ending
     ]
+
+
+def only_supervisor(*last_words: object) -> int:
+    """The only supervisor whose command ends with these words.
+
+    A process that was just started has no command for a moment.
+    """
+    deadline = time.monotonic() + 10
+    while not (pids := supervisors(*last_words)):
+        assert time.monotonic() < deadline, last_words
+        time.sleep(0.01)
+    (pid,) = pids
+    return pid
 
 
 def server_pid(supervisor: int) -> int:
