@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
+from megatron_rl.config.evaluations import HELD_OUT
 from megatron_rl.prompts.question import BadRows, PromptDataError, Question, identity_of_text
 
 # One identity in so many belongs to the held-out side.
@@ -142,29 +143,33 @@ def _reserve_size(by_rank: Sequence[Question]) -> int:
 def keep_apart(train: Sequence[Question], held_out: Sequence[Question], bad_rows: BadRows) -> Split:
     """Split two files: questions that are held out are not training questions.
 
-    A training question that is held out with another answer is a bad row. An id on both sides that
-    names two different questions makes the held-out one a bad row.
+    A training question that is held out with another answer is a bad row. Each file may number its
+    rows from 0: a held-out question with the id of a different training question gets a longer id.
     """
     unique_train, train_duplicates = _drop_all_repeats(train, bad_rows)
     unique_held_out, held_out_duplicates = _drop_all_repeats(held_out, bad_rows)
     distinct_train, overlapping = _drop_held_out(unique_train, unique_held_out, bad_rows)
-    origin_by_id = {question.id: question.origin for question in distinct_train}
-    distinct_held_out = []
-    for question in unique_held_out:
-        if question.id in origin_by_id:
-            bad_rows.report(
-                question.origin,
-                f"id {question.id!r} is already used in {origin_by_id[question.id]}. Ids must be "
-                "unique",
-            )
-        else:
-            distinct_held_out.append(question)
     return Split(
         distinct_train,
-        distinct_held_out,
+        _with_other_ids(unique_held_out, {question.id for question in distinct_train}),
         duplicates=train_duplicates + held_out_duplicates,
         overlapping=overlapping,
     )
+
+
+def _with_other_ids(questions: Sequence[Question], ids: Collection[str]) -> list[Question]:
+    """Return questions with a prefix before each id that is in `ids`. All ids stay unique."""
+    all_ids = {*ids, *(question.id for question in questions)}
+    results = []
+    for question in questions:
+        if question.id in ids:
+            new_id = question.id
+            while new_id in all_ids:
+                new_id = f"{HELD_OUT}/{new_id}"
+            all_ids.add(new_id)
+            question = replace(question, id=new_id)
+        results.append(question)
+    return results
 
 
 def keep_sources_apart(splits: Mapping[str, Split], bad_rows: BadRows) -> dict[str, Split]:

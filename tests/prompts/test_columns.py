@@ -324,6 +324,32 @@ def test_held_out_files_have_the_columns_of_the_training_file(tmp_path: Path) ->
     assert [len(prompts.train), len(prompts.held_out)] == [1, 1]
 
 
+@pytest.mark.parametrize("is_mixture", [False, True])
+def test_two_files_that_number_their_rows_from_0(tmp_path: Path, is_mixture: bool) -> None:
+    def write_rows(name: str, numbers: Sequence[int]) -> str:
+        rows = [{"q": f"{n}+1=", "a": n + 1, "info": {"row": i}} for i, n in enumerate(numbers)]
+        return str(write_lines(tmp_path / name, *rows))
+
+    columns = {"prompt": "q", "answer": "a", "id": "info.row"}
+    train = write_rows("t.jsonl", [10, 11, 12])
+    held_out = write_rows("e.jsonl", [20, 11, 22, 23])
+    settings = DataSettings(source="jsonl", train_path=train, eval_path=held_out, columns=columns)
+    if is_mixture:
+        source = SourceSettings(
+            source="jsonl", train_path=train, eval_path=held_out, columns=columns, weight=1
+        )
+        settings = DataSettings(source="mixture", sources={"s": source})
+    tokenizer = Tokenizer.from_directory(TWO_DIGIT_ADDITION)
+    prompts = open_prompts(settings, tokenizer)
+    place = "s/" if is_mixture else ""
+    assert [prompt.id for prompt in prompts.train] == [f"{place}{name}" for name in ("0", "2")]
+    names = ["held_out/0", "1", "held_out/2", "3"]
+    assert [prompt.id for prompt in prompts.held_out] == [f"{place}{name}" for name in names]
+    assert prompts.excluded_rows.bad == 0
+    questions = open_set("other", held_out, settings, tokenizer, columns=columns)
+    assert [prompt.id for prompt in questions] == ["0", "1", "2", "3"]
+
+
 def test_pass_rates_belong_to_the_columns(tmp_path: Path) -> None:
     file = write_lines(tmp_path / "t.jsonl", {"problem": "1+1=", "solution": "2"})
     settings = DataSettings(source="jsonl", train_path=str(file))

@@ -266,17 +266,27 @@ def test_a_prompt_with_two_answers_is_a_bad_row(apart: bool) -> None:
     assert len(split.train) + len(split.held_out) + len(split.reserved) == 40
 
 
-def test_an_id_of_two_questions_in_both_files_is_a_bad_row() -> None:
-    train = [
-        make_question(text, id=id_, origin=f"t {id_}") for text, id_ in (("a", "1"), ("b", "2"))
+def named_questions(**text_by_id: str) -> list[Question]:
+    return [make_question(text, id=id_) for id_, text in text_by_id.items()]
+
+
+def test_an_id_of_two_questions_in_both_files_gets_a_prefix_in_the_held_out_one() -> None:
+    """Two files often number their rows from 0, as those of verl do."""
+    train = named_questions(row_0="a", row_1="b", row_2="c")
+    held_out = named_questions(row_0="a", row_1="d", row_2="e", row_3="f")
+    split = keep_apart(train, held_out, BadRows("fail"))
+    assert [(q.id, q.text) for q in split.train] == [("row_1", "b"), ("row_2", "c")]
+    assert [(q.id, q.text) for q in split.held_out] == [
+        ("row_0", "a"),
+        ("held_out/row_1", "d"),
+        ("held_out/row_2", "e"),
+        ("row_3", "f"),
     ]
-    held_out = [
-        make_question(text, id=id_, origin=f"e {id_}") for text, id_ in (("a", "1"), ("c", "2"))
-    ]
-    with pytest.raises(PromptDataError, match="e 2: id '2' is already used in t 2"):
-        keep_apart(train, held_out, BadRows("fail"))
-    bad_rows = BadRows("skip")
-    split = keep_apart(train, held_out, bad_rows)
-    assert texts_of(split.train) == ["b"]
-    assert texts_of(split.held_out) == ["a"]
-    assert (split.overlapping, bad_rows.count) == (1, 1)
+    assert split.overlapping == 1
+
+
+def test_an_id_with_the_prefix_stays_unique() -> None:
+    train = [make_question("a", id="x"), make_question("b", id="held_out/held_out/x")]
+    held_out = [make_question("c", id="x"), make_question("d", id="held_out/x")]
+    split = keep_apart(train, held_out, BadRows("fail"))
+    assert [q.id for q in split.held_out] == ["held_out/held_out/held_out/x", "held_out/x"]
