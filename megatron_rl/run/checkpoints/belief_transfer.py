@@ -19,11 +19,15 @@ def read_transferred_beliefs(
 ) -> TransferredBeliefs | None:
     """Read the beliefs of another run from its newest complete checkpoint. Weights are not read.
 
-    Returns None when selection.beliefs_from is not set, and when the run resumes with its own
-    beliefs. resume_state: the state that the run resumes from. Raises `Failure`.
+    Returns None when selection.beliefs_from is not set, when the mode selects no prompts, and when
+    the run resumes with its own beliefs. resume_state: the state that the run resumes from.
+
+    Raises `Failure`.
     """
     source = c.selection.beliefs_from
     if source is None or c.selection.name != "belief":
+        return None
+    if c.is_measurement or c.mode == "train_only":
         return None
     if resume_state is not None and resume_state.position.selection.beliefs is not None:
         return None

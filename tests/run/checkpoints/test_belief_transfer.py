@@ -1,6 +1,8 @@
 """`selection.beliefs_from`: from the checkpoint of another run to the selector of a new run."""
 
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -124,6 +126,13 @@ def test_a_run_that_resumes_keeps_its_own_beliefs(store: CheckpointStore, tmp_pa
     # This state has no beliefs, so they are read from the other run
     with pytest.raises(Failure):
         read_transferred_beliefs(c, make_state(3))
+
+
+@pytest.mark.parametrize("mode", ["eval", "profile", "train_only"])
+def test_a_mode_that_selects_no_prompts_reads_no_beliefs(tmp_path: Path, mode: Any) -> None:
+    """An experiment's file may have selection=belief."""
+    c = make_configuration(f"selection.beliefs_from={tmp_path}")
+    assert read_transferred_beliefs(replace(c, mode=mode)) is None
 
 
 def test_no_directory_is_made_when_beliefs_cannot_be_read(tmp_path: Path) -> None:
