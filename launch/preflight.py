@@ -33,7 +33,7 @@ from packaging.requirements import Requirement
 
 from megatron_rl.config.cli import main
 from megatron_rl.config.curriculum import sized_for_all_phases, sized_for_engines
-from megatron_rl.config.schema import Configuration, EngineSettings
+from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.interrupts import exit_on_interrupt
 from megatron_rl.contracts.launch_facts import LaunchFacts
@@ -154,9 +154,9 @@ def device_bytes(facts: LaunchFacts) -> int:
     return psutil.virtual_memory().available // facts.local_world_size
 
 
-def check_memory(engine: EngineSettings, facts: LaunchFacts) -> Check:
+def check_memory(c: Configuration, facts: LaunchFacts) -> Check:
     """Check the host memory for this node's ranks and managed engines, without their weights."""
-    engines = engine.count if engine.mode == "managed" else 0
+    engines = c.engine.count if c.engine.mode == "managed" and _has_engines(c) else 0
     minimum = facts.local_world_size * RANK_BYTES + engines * ENGINE_BYTES
     available = psutil.virtual_memory().available
     finding = f"{available / GIB:.1f} GiB available, at least {minimum / GIB:.1f} needed"
@@ -167,10 +167,23 @@ def check_memory(engine: EngineSettings, facts: LaunchFacts) -> Check:
 def check_rank_memory(
     c: Configuration, shape: ModelShape, facts: LaunchFacts, device_bytes: int
 ) -> Iterator[Check]:
-    """Check the memory that a rank and an engine need of their devices.
+    """Check the memory that a rank and an engine need of their devices, if the mode opens them.
 
     device_bytes: memory of a GPU, or of a rank's share of the host.
     """
+    if not c.is_measurement:  # which builds no trainer
+        yield _check_trainer_memory(c, shape, facts, device_bytes)
+    if _has_engines(c):
+        yield from _check_engine_memory(c, shape, device_bytes)
+
+
+def _has_engines(c: Configuration) -> bool:
+    return c.mode != "train_only"
+
+
+def _check_trainer_memory(
+    c: Configuration, shape: ModelShape, facts: LaunchFacts, device_bytes: int
+) -> Check:
     memories = [
         rank_memory(c, shape, world_size=facts.world_size, stage=stage)
         for stage in range(c.parallel.pp)
@@ -186,8 +199,7 @@ def check_rank_memory(
         "More ranks or parallel.ep, .pp, .tp, model.recompute=full or a smaller "
         "train.tokens_per_micro_batch"
     )
-    yield Check("rank memory", largest.total <= device_bytes, finding, remedy)
-    yield from _check_engine_memory(c, shape, device_bytes)
+    return Check("rank memory", largest.total <= device_bytes, finding, remedy)
 
 
 def _check_engine_memory(c: Configuration, shape: ModelShape, device_bytes: int) -> Iterator[Check]:
@@ -209,7 +221,7 @@ def check_colocated_memory(
     c: Configuration, shape: ModelShape, facts: LaunchFacts, device_bytes: int
 ) -> Iterator[Check]:
     """Check the memory of a GPU that a rank and an engine use in turns."""
-    if not c.engine.colocated or not facts.num_gpus:
+    if not c.engine.colocated or not facts.num_gpus or not _has_engines(c):
         return
     memory = colocated_memory(c, shape, world_size=facts.world_size, device_bytes=device_bytes)
     problems = list(memory.problems())
@@ -225,7 +237,7 @@ def check_save_memory(
     Without GPUs the ranks train in the same memory. available: bytes of the node.
     """
     is_saved = bool(c.run.checkpoint_every) or c.run.resume != "never"
-    if not is_saved and not c.algo.kl.coef:
+    if c.is_measurement or (not is_saved and not c.algo.kl.coef):
         return
     memories = [
         rank_memory(c, shape, world_size=facts.world_size, stage=stage)
@@ -264,9 +276,13 @@ def check_weight_groups(c: Configuration, facts: LaunchFacts) -> Iterator[Check]
 
     Their memory is in no other check: it depends on NCCL and on the network.
     """
-    if not facts.num_gpus or c.sync.transport != "distributed" or c.mode == "train_only":
+    if not facts.num_gpus or c.sync.transport != "distributed":
         return
     from megatron_rl.mcore.weights.owners import Grid, count_owners
+    from megatron_rl.run.checkpoints.disk_space import sends_weights
+
+    if not sends_weights(c):
+        return
 
     p = c.parallel
     grid = Grid(facts.world_size, tp=p.tp, cp=p.cp, pp=p.pp, ep=p.ep, etp=p.etp or p.default_etp)
@@ -290,12 +306,14 @@ def check_weight_groups(c: Configuration, facts: LaunchFacts) -> Iterator[Check]
     yield Check("groups for weights", passes, finding, remedy, is_required=False)
 
 
-def check_open_files(c: Configuration, facts: LaunchFacts, limit: int) -> Check:
+def check_open_files(c: Configuration, facts: LaunchFacts, limit: int) -> Iterator[Check]:
     """Check the hard limit of open files, to which a run raises its own.
 
     A collector has one for each request that its engines have, and one for each group that it
     holds. limit: -1 means none.
     """
+    if not _has_engines(c):
+        return
     num_nodes = facts.world_size // facts.local_world_size
     rollout = c.rollout
     age = largest_age(rollout.max_staleness, continues_responses=rollout.on_update != "wait")
@@ -308,7 +326,7 @@ def check_open_files(c: Configuration, facts: LaunchFacts, limit: int) -> Check:
     allowed = "no limit" if limit < 0 else f"at most {limit:,}"
     finding = f"{allowed}; a collector needs about {need:,}"
     remedy = "Raise the hard limit: ulimit -Hn, LimitNOFILE or --ulimit nofile"
-    return Check("open files", not 0 <= limit < need, finding, remedy, is_required=False)
+    yield Check("open files", not 0 <= limit < need, finding, remedy, is_required=False)
 
 
 def check_run_root(root: str) -> Check:
@@ -338,6 +356,8 @@ def check_addresses(facts: LaunchFacts) -> Iterator[Check]:
 
 def check_external_engines(c: Configuration) -> Iterator[Check]:
     """Check that every server answers and fits the configuration."""
+    if not _has_engines(c):
+        return
     engine = replace(c.engine, start_timeout_s=ANSWER_SECONDS)
     keys = read_keys(Path(engine.key_file)) if engine.key_file is not None else create_keys()
     quantization = engine_quantization(engine, read_shape(c.model.path))
@@ -436,13 +456,13 @@ def check_all(c: Configuration, facts: LaunchFacts) -> Iterator[Check]:
     yield check_data(c)
     yield from check_versions(read_constraints(with_gpus=facts.num_gpus > 0))
     yield from check_devices(facts)
-    yield check_memory(c.engine, facts)
+    yield check_memory(c, facts)
     yield from check_rank_memory(sized_for_all_phases(c), shape, facts, device_bytes(facts))
     yield from check_colocated_memory(sized_for_engines(c), shape, facts, device_bytes(facts))
     yield from check_save_memory(c, shape, facts, psutil.virtual_memory().available)
     yield check_shared_memory()
     yield from check_weight_groups(c, facts)
-    yield check_open_files(
+    yield from check_open_files(
         sized_for_all_phases(c), facts, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     )
     yield check_run_root(c.run.root)

@@ -93,9 +93,10 @@ def test_versions_with_gpus_are_those_of_the_cuda_image(
 
 
 def test_host_memory_and_run_root(preflight: ModuleType, tmp_path: Path) -> None:
-    many = EngineSettings(count=10_000)
-    external = EngineSettings(mode="external", count=10_000)
-    assert preflight.check_memory(EngineSettings(), LaunchFacts()).passes
+    c = configuration_of(["experiment=smoke"])
+    many = replace(c, engine=EngineSettings(count=10_000))
+    external = replace(c, engine=EngineSettings(mode="external", count=10_000))
+    assert preflight.check_memory(c, LaunchFacts()).passes
     assert not preflight.check_memory(many, LaunchFacts()).passes
     assert preflight.check_memory(external, LaunchFacts()).passes
     assert preflight.check_run_root(str(tmp_path / "not" / "yet")).passes
@@ -161,6 +162,58 @@ def test_a_node_without_the_memory_of_a_save_is_refused(preflight: ModuleType) -
     )
 
 
+MEASURED = ("experiment=smoke", "mode=eval")
+EXTERNAL = ("engine=external", "engine.urls=[http://127.0.0.1:9]")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "names"),
+    [
+        ((), {"rank memory", "engine memory"}),
+        (("mode=rollout_only",), {"rank memory", "engine memory"}),
+        (("mode=eval",), {"engine memory"}),
+        (("mode=profile", "data.pass_rates=rates.jsonl"), {"engine memory"}),
+        (("mode=train_only", "rollout.recording=."), {"rank memory"}),
+        (("mode=eval", *EXTERNAL), {"http://127.0.0.1:9"}),
+    ],
+)
+def test_a_mode_needs_the_memory_of_what_it_opens(
+    preflight: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    overrides: tuple[str, ...],
+    names: set[str],
+) -> None:
+    """A measurement builds no trainer, and train_only starts no engine."""
+    others = ("data", "disk space")
+    monkeypatch.setattr(preflight, "device_bytes", lambda _: 0)
+    monkeypatch.setattr(preflight, "check_opening", lambda _: [])
+    c = configuration_of(["experiment=smoke", *overrides])
+    checks = preflight.check_all(c, LaunchFacts())
+    assert {check.name for check in checks if check.refuses and check.name not in others} == names
+
+
+def test_engines_that_are_not_started_need_nothing(preflight: ModuleType) -> None:
+    shape = read_shape(TWO_DIGIT_ADDITION)
+    c = configuration_of(["experiment=smoke", "mode=train_only", "rollout.recording=."])
+    c = replace(c, engine=replace(c.engine, count=10_000, colocated=True, urls=["http://[::1]:9"]))
+    facts = LaunchFacts(num_gpus=1)
+    assert list(preflight.check_external_engines(c)) == []
+    assert preflight.check_memory(c, LaunchFacts()).passes
+    assert list(preflight.check_colocated_memory(c, shape, facts, 0)) == []
+    assert list(preflight.check_open_files(c, facts, 1)) == []
+
+
+def test_a_measurement_loads_no_trainer_from_its_checkpoint(
+    preflight: ModuleType, tmp_path: Path
+) -> None:
+    shape = read_shape(TWO_DIGIT_ADDITION)
+    c = configuration_of([*MEASURED, f"run.resume={tmp_path}"])
+    assert list(preflight.check_save_memory(c, shape, LaunchFacts(), 0)) == []
+    facts = LaunchFacts(num_gpus=8)
+    assert list(preflight.check_weight_groups(c, facts)) != []
+    assert list(preflight.check_weight_groups(configuration_of(MEASURED), facts)) == []
+
+
 def test_little_shared_memory_is_a_warning(preflight: ModuleType, tmp_path: Path) -> None:
     check = preflight.check_shared_memory(str(tmp_path / "missing"))
     assert (check.passes, check.refuses) == (False, False)
@@ -218,7 +271,7 @@ def test_a_low_hard_limit_of_open_files_is_a_warning(preflight: ModuleType) -> N
     facts = LaunchFacts(world_size=8, local_world_size=4)
     need = preflight.BASE_OPEN_FILES + 512 * 4 // 2 + 2 * 4 * 256
     for limit, passes in ((need - 1, False), (need, True), (-1, True)):
-        check = preflight.check_open_files(c, facts, limit)
+        (check,) = preflight.check_open_files(c, facts, limit)
         assert (check.passes, check.refuses) == (passes, False)
         assert f"about {need:,}" in check.finding
 

@@ -58,7 +58,7 @@ def required_bytes(
     if c.mode == "rollout_only":
         sizes["mode=rollout_only"] = _recording_bytes(c, shape)
     transport = c.sync.transport
-    if transport in ("disk", "delta") and _sends_weights(c):
+    if transport in ("disk", "delta") and sends_weights(c):
         # A node whose copy cannot take a change gets complete weights beside it
         pushes = 2 if transport == "delta" else 1
         sizes[f"sync.transport={transport}"] = pushes * parameters * BYTES[c.engine.dtype]
@@ -85,7 +85,7 @@ def require_disk_space(c: Configuration, shape: ModelShape, checkpoint: Path | N
     )
 
 
-def _sends_weights(c: Configuration) -> bool:
+def sends_weights(c: Configuration) -> bool:
     """True when the run sends weights to engines: a measurement of model.path sends none."""
     if c.is_measurement:
         return c.run.resume != "never"
