@@ -172,3 +172,20 @@ def test_names_and_files_of_sources_are_their_own(checkpoint: Path, files: Path)
     texts = refusals_of_sources(checkpoint, files, a="FILE, weight: 1", b="FILE, weight: 2")
     (rule,) = texts.values()
     assert "a and b read the same training file" in rule
+
+
+@pytest.mark.parametrize("source", ["jsonl", "parquet", "mixture"])
+def test_questions_that_nothing_reads_need_no_file(
+    checkpoint: Path, tmp_path: Path, source: str
+) -> None:
+    """mode=train_only reads a recording, and mode=eval the files of eval.sets."""
+    questions = tmp_path / "sums.jsonl"
+    questions.write_text("")
+    data = (f"data={source}", "data.pass_rates=missing.jsonl", "data.pass_rate_range=[0,1]")
+    recording = ("mode=train_only", f"rollout.recording={tmp_path}")
+    sets = ("mode=eval", f"eval.sets={{sums: {questions}}}")
+    for mode in (recording, sets):
+        assert accept(checkpoint, *data, *mode).data.source == source
+    needed = "data.sources" if source == "mixture" else "data.train_path"
+    for mode in (sets[:1], ("mode=train", sets[1]), ("mode=rollout_only",), ("mode=profile",)):
+        assert needed in {refusal.key for refusal in refusals(checkpoint, *data, *mode)}

@@ -365,11 +365,12 @@ def test_data_that_training_refuses_fails(
 
 
 def test_the_data_of_every_mode_is_read(preflight: ModuleType, tmp_path: Path) -> None:
-    sets = (*SMALL, "mode=eval", "eval.sets={sums: sums.jsonl}")
+    data = ("experiment=smoke", "data=jsonl")  # without data.train_path, which neither mode reads
+    sets = (*data, "mode=eval", "eval.sets={sums: sums.jsonl}")
     assert str(preflight.check_data(configuration_of(sets))) == "ok    data: 50 in sums"
     write_recording(tmp_path / "recorded", read_shape(TWO_DIGIT_ADDITION), steps=2)
     recording = ("mode=train_only", f"rollout.recording={tmp_path}", "train.total_steps=2")
-    check = preflight.check_data(configuration_of(["experiment=smoke", *recording]))
+    check = preflight.check_data(configuration_of([*data, *recording]))
     assert str(check) == "ok    data: 2 recorded batches"
 
 

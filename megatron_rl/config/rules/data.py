@@ -65,6 +65,8 @@ def check_data(c: Configuration, keys: Collection[str]) -> Iterator[BrokenRule]:
         if getattr(data, name) and data.source not in owners:
             rule = f"data.source={data.source} does not read this key"
             yield BrokenRule(f"data.{name}", rule, f"Remove it, or choose data={owners[0]}")
+    if not _reads_questions(c):
+        return
     for key, (side, capacity) in CAPACITY.get(data.source, {}).items():
         if attrgetter(key)(c) > capacity:
             rule = f"{data.source} has only {capacity} {side} questions"
@@ -79,6 +81,11 @@ def check_data(c: Configuration, keys: Collection[str]) -> Iterator[BrokenRule]:
     elif c.rollout.prompts_per_step > data.num_train:
         rule = f"data.num_train={data.num_train} questions cannot fill one step"
         yield BrokenRule("rollout.prompts_per_step", rule, "Lower it, or raise data.num_train")
+
+
+def _reads_questions(c: Configuration) -> bool:
+    """Return whether the mode reads the questions of data.*, as run/data.py does."""
+    return c.mode != "train_only" and not (c.mode == "eval" and c.eval.sets)
 
 
 def _check_mixture(c: Configuration) -> Iterator[BrokenRule]:
@@ -249,6 +256,8 @@ def check_pass_rates(c: Configuration) -> Iterator[BrokenRule]:
 
     The prompts that the file knows are compared with the data only when it is read.
     """
+    if not _reads_questions(c):
+        return
     if c.mode == "profile":
         yield from _check_new_pass_rates(c.data.pass_rates)
     elif c.data.pass_rates is not None:
