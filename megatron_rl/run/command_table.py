@@ -65,8 +65,8 @@ class EngineCommands:
         assert self.export is not None
         return self.sender.send(command, self.export())
 
-    def record(self, command: Record) -> list[str]:
-        """Write the rollouts that lie on this node (a collective)."""
+    def record(self, command: Record) -> list[str] | LostRollouts:
+        """Write the rollouts of this node (a collective). Nothing is written if some are gone."""
         return record_rollouts(command, self.job)
 
 

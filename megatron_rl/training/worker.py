@@ -74,7 +74,7 @@ class TrainOutcome:
 
 @dataclass(frozen=True)
 class LostRollouts:
-    """Result of a training step that trained nothing, because rollouts are gone."""
+    """Result of a command that trained or recorded nothing, because rollouts are gone."""
 
     rollout_ids: tuple[str, ...]
 

@@ -2,17 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from megatron_rl.contracts.commands import Record
+from megatron_rl.contracts.group import RolloutRef
 from megatron_rl.credit.account import account_of_recording
 from megatron_rl.mcore.job import Job
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.recording.format import BatchRecord, batch_directory
 from megatron_rl.rollouts.recording.writer import write_batch
+from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
+from megatron_rl.rollouts.wire.store import RolloutGone, RolloutReader
 from megatron_rl.run.loop.leader import Leader
 from megatron_rl.training.batch_recording import groups_on_node, record_groups
+from megatron_rl.training.collectives import gather_bytes
+from megatron_rl.training.worker import LostRollouts
 
 
 @dataclass(frozen=True)
@@ -20,10 +29,33 @@ class RecordingLeader(Leader):
     """Samples and records; the weights stay those that the run began with."""
 
     def train_step(self, step: int, values: dict[str, float]) -> None:
-        """Sample and record. Adds the metrics of the step to `values`."""
+        """Sample and record. Adds the metrics of the step to `values`.
+
+        Rollouts that are gone when the ranks ask for them are sampled again.
+        """
         watch = Stopwatch()
         with watch.section("rollout"):
             batch = self.parts.rollouts.sample(step)
+        directory = batch_directory(self.records.directory.path / "recorded", step)
+        while True:
+            with watch.section("record"):
+                names = self._record(directory, batch)
+            if not isinstance(names, LostRollouts):
+                break
+            with watch.section("rollout"):
+                batch = self.parts.rollouts.sample_again(step, batch, names.rollout_ids)
+        record = BatchRecord(
+            step=step,
+            groups=len(batch.all_groups),
+            num_stopped=len(batch.stopped_groups),
+            num_surplus=len(batch.surplus_groups),
+            generated_tokens=batch.generated_tokens,
+            engines_left_out=batch.engines_left_out,
+            unused_tokens=dict(batch.unused_tokens),
+            parts=tuple(names),
+        )
+        with watch.section("record"):
+            write_batch(directory, record)
         with watch.section("account"):
             values |= batch.metrics() | self.parts.credit.assign(batch.groups).metrics()
             values |= account_of_recording(
@@ -32,35 +64,53 @@ class RecordingLeader(Leader):
                 unused_tokens=batch.unused_tokens,
             )
             self.observers.after_quiet(batch.generated_tokens, values)
-        directory = batch_directory(self.records.directory.path / "recorded", step)
-        with watch.section("record"), self.records.progress.task(f"writing {directory}"):
-            names = self.dispatcher.run(Record(str(directory), batch.all_groups))
-            record = BatchRecord(
-                step=step,
-                groups=len(batch.all_groups),
-                num_stopped=len(batch.stopped_groups),
-                num_surplus=len(batch.surplus_groups),
-                generated_tokens=batch.generated_tokens,
-                engines_left_out=batch.engines_left_out,
-                unused_tokens=dict(batch.unused_tokens),
-                parts=tuple(names),
-            )
-            write_batch(directory, record)
         self.sampling.release(batch)
         values |= watch.values()
         self.records.progress.log_step(step, values)
         self.observers.after_step(values)
 
+    def _record(self, directory: Path, batch: RolloutBatch) -> list[str] | LostRollouts:
+        """Let all nodes write their parts of a batch; returns the names of the parts."""
+        with self.records.progress.task(f"writing {directory}"):
+            names: list[str] | LostRollouts = self.dispatcher.run(
+                Record(str(directory), batch.all_groups)
+            )
+        return names
 
-def record_rollouts(command: Record, job: Job) -> list[str]:
+
+def record_rollouts(command: Record, job: Job) -> list[str] | LostRollouts:
     """Write the rollouts that are stored on this node, by group (a collective).
 
-    Local rank 0 of each node writes. Returns the names of the parts of all nodes.
+    Local rank 0 of each node writes. Returns the names of the parts of all nodes. Nothing is
+    written if rollouts are gone.
     """
-    return record_groups(
-        Path(command.path),
-        groups_on_node(command.groups, job.node),
-        job.node,
-        is_writer=job.local_rank == 0,
-        group=job.control_group,
-    )
+    is_writer = job.local_rank == 0
+    groups = list(groups_on_node(command.groups, job.node)) if is_writer else []
+    refs = [ref for _, group in groups for ref in group.rollouts]
+    with contextlib.closing(RolloutReader()) as reader:
+        lost_ids = msgspec.msgpack.encode(_keep(refs, reader))
+        ids_by_rank = gather_bytes(lost_ids, job.control_group)
+        all_ids = [
+            id_ for data in ids_by_rank for id_ in msgspec.msgpack.decode(data, type=list[str])
+        ]
+        if all_ids:
+            return LostRollouts(tuple(all_ids))
+        return record_groups(
+            Path(command.path),
+            groups,
+            job.node,
+            is_writer=is_writer,
+            group=job.control_group,
+            read=reader.read,
+        )
+
+
+def _keep(refs: Sequence[RolloutRef], reader: RolloutReader) -> list[str]:
+    """Keep rollouts readable until the reader is closed. Returns the ids of those that are gone."""
+    lost_ids = []
+    for ref in refs:
+        try:
+            reader.keep(ref)
+        except RolloutGone:
+            lost_ids.append(ref.rollout_id)
+    return lost_ids
