@@ -145,6 +145,7 @@ def best_seconds(flow: Flow, nbytes: int) -> float:
     return min(flow.seconds(nbytes) for _ in range(3))
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("megabits", [8, 40])
 def test_a_limited_link_is_as_slow_as_it_says(nodes: Nodes, megabits: int) -> None:
     """Both directions: what the node receives, and what it sends."""

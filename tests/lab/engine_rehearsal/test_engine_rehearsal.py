@@ -139,6 +139,7 @@ def findings(
 pytestmark = pytest.mark.timeout(600)
 
 
+@pytest.mark.nightly
 @pytest.mark.slow
 def test_an_engine_on_h100_starts_as_the_run_assumes_and_keeps_every_weight(
     findings: Callable[[str], list[str]], replies: dict[str, EngineReply]

@@ -98,6 +98,7 @@ def test_the_places_that_everybody_knows_are_found(places: list[Place]) -> None:
     assert examples - place_names == set()
 
 
+@pytest.mark.nightly
 def test_every_place_is_executed_or_in_the_list(
     places: list[Place], outcome: dict[str, Any]
 ) -> None:

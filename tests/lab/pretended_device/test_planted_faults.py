@@ -77,6 +77,7 @@ def outcome(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return record
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fault", MESSAGES)
 def test_a_fault_that_a_cpu_hides_is_found(outcome: dict[str, Any], fault: str) -> None:
     assert MESSAGES[fault] in outcome["errors"][fault]

@@ -193,6 +193,7 @@ def test_a_class_whose_process_never_stays_loses_its_calls_and_nothing_waits() -
         assert results.reason(text).startswith(LOST)
 
 
+@pytest.mark.nightly
 def test_a_call_that_blocks_costs_none_of_many_others(calls: Path) -> None:
     """The others have verdicts in the second process. The bad one is made again alone."""
     good = [f"sleeps {number}" for number in range(50)]

@@ -52,6 +52,7 @@ def test_a_rank_that_is_killed_is_named_with_the_signal(tmp_path: Path) -> None:
     assert end.returncode == 1
 
 
+@pytest.mark.nightly
 @pytest.mark.distributed
 def test_the_traceback_stays_on_request_and_for_other_programs(tmp_path: Path) -> None:
     assert TRACE in start(LAUNCH / "train_rl.py", "lr=1", LOGLEVEL="INFO").stderr
