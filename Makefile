@@ -7,8 +7,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 NPROC  ?= 2
 ARGS   ?=
-# Processes that run tests. Many quick tests wait, so there are more of them than cores.
-QUICK_WORKERS ?= 4
+# Processes that run tests. Some quick tests wait, so there is one more of them than cores.
+QUICK_WORKERS ?= 3
 WORKERS ?= 2
 TESTS  ?= tests
 # Of a soak
