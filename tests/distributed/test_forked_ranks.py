@@ -1,4 +1,4 @@
-"""Ranks that are forks of one process: see `tests.support.forked_ranks`."""
+"""Ranks that are forks of one process: see `tests.support.torchrun`."""
 
 import time
 from pathlib import Path
@@ -32,3 +32,9 @@ def test_ranks_that_take_too_long_are_ended(tmp_path: Path) -> None:
     script.write_text("import time\ntime.sleep(100)\n")
     with pytest.raises(AssertionError, match="took too long"):
         torchrun(script, ranks=2, timeout=1)
+
+
+def test_ranks_are_forks_of_a_process_that_has_imported_megatron(tmp_path: Path) -> None:
+    script = tmp_path / "modules.py"
+    script.write_text("import sys\nprint('megatron.core' in sys.modules)\n")
+    assert torchrun(script, ranks=2).split() == ["True", "True"]

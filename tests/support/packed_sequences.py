@@ -6,11 +6,6 @@ from collections.abc import Sequence
 
 import torch
 
-from megatron_rl.mcore import compat
-
-# As in a rank, before Megatron is imported: without it torch's compiler is imported, too.
-compat.install()
-
 from megatron_rl.mcore.packed_batch import PackedBatch
 
 

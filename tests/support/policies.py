@@ -5,11 +5,6 @@ from typing import Any, Literal
 
 import torch.distributed as dist
 
-from megatron_rl.mcore import compat
-
-# As in a rank, before Megatron is imported: without it torch's compiler is imported, too.
-compat.install()
-
 from megatron_rl.config.algorithms import AlgoSettings
 from megatron_rl.config.schema import (
     ModelSettings,

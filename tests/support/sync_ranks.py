@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import socket
 import time
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from sglang_bridge.server.ports import choose_port
 from tests.chaos import sync_rank
 from tests.chaos.sync_rank import Job
-
-# It imports torch once for all ranks, which are its forks
-_FORKS = multiprocessing.get_context("forkserver")
-_FORKS.set_forkserver_preload([sync_rank.__name__])
+from tests.support.forks import FORKS
 
 
 class Ranks:
@@ -26,11 +22,11 @@ class Ranks:
 
     def __init__(self, folder: Path, **job: Any) -> None:
         self.lines: list[str] = []
-        port = _free_port()
+        port = choose_port("127.0.0.1")
         data = msgspec.json.encode(Job(port=port, **job))
         self._outputs = [folder / f"job-{port}-{rank}.txt" for rank in (0, 1)]
         self._processes = [
-            _FORKS.Process(target=sync_rank.run, args=(data, rank, output), daemon=True)
+            FORKS.Process(target=sync_rank.run, args=(data, rank, output), daemon=True)
             for rank, output in enumerate(self._outputs)
         ]
         for process in self._processes:
@@ -66,8 +62,3 @@ class Ranks:
         """The lines of rank 0 about engines."""
         return [line for line in self.lines if line.startswith("FAILED")]
 
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

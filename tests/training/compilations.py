@@ -63,16 +63,13 @@ def make_worker(dtype: str) -> Any:
 
 
 def micro_batch(empty: MicroBatch, tokens: int, num_sequences: int) -> MicroBatch:
-    """A micro-batch of a shape, without data. Most tensors are slices, with any alignment.
-
-    Indices are zero: the stand-in selects rows of memory that nothing has written.
-    """
+    """A micro-batch of a shape, without data. Most tensors are slices, with any alignment."""
     floats = torch.empty(3 * tokens + 3, device=_GPU)
     return dataclasses.replace(
         empty,
-        rows=torch.zeros(tokens, dtype=torch.long, device=_GPU),
-        targets=torch.zeros(tokens, dtype=torch.long, device=_GPU),
-        places=torch.zeros(tokens, dtype=torch.long, device=_GPU),
+        rows=torch.empty(tokens, dtype=torch.long, device=_GPU),
+        targets=torch.empty(tokens, dtype=torch.long, device=_GPU),
+        places=torch.empty(tokens, dtype=torch.long, device=_GPU),
         rollout_logprobs=floats[1 : tokens + 1],
         advantages=floats[tokens + 2 : 2 * tokens + 2],
         cu_seqlens=torch.empty(num_sequences + 1, dtype=torch.int32, device=_GPU),

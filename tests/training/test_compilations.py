@@ -12,7 +12,7 @@ from tests.kernels.processes import ROOT, importable
 @pytest.mark.parametrize(
     ("dtype", "steps"),
     [
-        pytest.param("bfloat16", 2, marks=[pytest.mark.nightly, pytest.mark.timeout(400)]),
+        pytest.param("bfloat16", 2, marks=[pytest.mark.slow, pytest.mark.timeout(400)]),
         pytest.param("bfloat16", 40, marks=[pytest.mark.nightly, pytest.mark.timeout(900)]),
         pytest.param("float32", 40, marks=[pytest.mark.nightly, pytest.mark.timeout(900)]),
     ],

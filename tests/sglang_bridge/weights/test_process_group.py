@@ -4,13 +4,11 @@ This side has no default group.
 """
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
-from multiprocessing.context import ForkServerContext
 from multiprocessing.process import BaseProcess
 from types import SimpleNamespace
 from typing import Any
@@ -26,24 +24,17 @@ from sglang_bridge.weights.crew import SendReport
 from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.process_group import leave
 from tests.sglang_bridge.weights.group_peer import PeerAdmin, serve_peer
+from tests.support.forks import FORKS
 
 URL = "http://127.0.0.1:1"
 Peer = tuple[PeerAdmin, BaseProcess]
 
 
-@pytest.fixture(scope="module")
-def context() -> ForkServerContext:
-    """Starts processes out of one that has imported torch."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed", serve_peer.__module__])
-    return context
-
-
 @contextlib.contextmanager
-def open_peer(url: str, context: ForkServerContext) -> Iterator[Peer]:
+def open_peer(url: str) -> Iterator[Peer]:
     """A process with one end of a pipe, and the admin that sends to it."""
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve_peer, args=(theirs,), daemon=True)
+    ours, theirs = FORKS.Pipe()
+    process = FORKS.Process(target=serve_peer, args=(theirs,), daemon=True)
     process.start()
     assert ours.recv() == "imported"
     yield PeerAdmin(url, ours), process
@@ -52,17 +43,17 @@ def open_peer(url: str, context: ForkServerContext) -> Iterator[Peer]:
 
 
 @pytest.fixture
-def peer(context: ForkServerContext) -> Iterator[Peer]:
-    with open_peer(URL, context) as process:
+def peer() -> Iterator[Peer]:
+    with open_peer(URL) as process:
         yield process
 
 
 @pytest.fixture
-def peers(context: ForkServerContext) -> Iterator[list[Peer]]:
+def peers() -> Iterator[list[Peer]]:
     """Three engines."""
     with contextlib.ExitStack() as stack:
         urls = [f"http://127.0.0.1:{port}" for port in (1, 2, 3)]
-        yield [stack.enter_context(open_peer(url, context)) for url in urls]
+        yield [stack.enter_context(open_peer(url)) for url in urls]
 
 
 def send(
