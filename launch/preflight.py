@@ -156,7 +156,7 @@ def device_bytes(facts: LaunchFacts) -> int:
 
 def check_memory(c: Configuration, facts: LaunchFacts) -> Check:
     """Check the host memory for this node's ranks and managed engines, without their weights."""
-    engines = c.engine.count if c.engine.mode == "managed" and _has_engines(c) else 0
+    engines = c.engine.count if c.engine.mode == "managed" and c.has_engines else 0
     minimum = facts.local_world_size * RANK_BYTES + engines * ENGINE_BYTES
     available = psutil.virtual_memory().available
     finding = f"{available / GIB:.1f} GiB available, at least {minimum / GIB:.1f} needed"
@@ -173,12 +173,8 @@ def check_rank_memory(
     """
     if not c.is_measurement:  # which builds no trainer
         yield _check_trainer_memory(c, shape, facts, device_bytes)
-    if _has_engines(c):
+    if c.has_engines:
         yield from _check_engine_memory(c, shape, device_bytes)
-
-
-def _has_engines(c: Configuration) -> bool:
-    return c.mode != "train_only"
 
 
 def _check_trainer_memory(
@@ -221,7 +217,7 @@ def check_colocated_memory(
     c: Configuration, shape: ModelShape, facts: LaunchFacts, device_bytes: int
 ) -> Iterator[Check]:
     """Check the memory of a GPU that a rank and an engine use in turns."""
-    if not c.engine.colocated or not facts.num_gpus or not _has_engines(c):
+    if not c.engine.colocated or not facts.num_gpus:
         return
     memory = colocated_memory(c, shape, world_size=facts.world_size, device_bytes=device_bytes)
     problems = list(memory.problems())
@@ -306,14 +302,12 @@ def check_weight_groups(c: Configuration, facts: LaunchFacts) -> Iterator[Check]
     yield Check("groups for weights", passes, finding, remedy, is_required=False)
 
 
-def check_open_files(c: Configuration, facts: LaunchFacts, limit: int) -> Iterator[Check]:
+def check_open_files(c: Configuration, facts: LaunchFacts, limit: int) -> Check:
     """Check the hard limit of open files, to which a run raises its own.
 
     A collector has one for each request that its engines have, and one for each group that it
     holds. limit: -1 means none.
     """
-    if not _has_engines(c):
-        return
     num_nodes = facts.world_size // facts.local_world_size
     rollout = c.rollout
     age = largest_age(rollout.max_staleness, continues_responses=rollout.on_update != "wait")
@@ -326,7 +320,7 @@ def check_open_files(c: Configuration, facts: LaunchFacts, limit: int) -> Iterat
     allowed = "no limit" if limit < 0 else f"at most {limit:,}"
     finding = f"{allowed}; a collector needs about {need:,}"
     remedy = "Raise the hard limit: ulimit -Hn, LimitNOFILE or --ulimit nofile"
-    yield Check("open files", not 0 <= limit < need, finding, remedy, is_required=False)
+    return Check("open files", not 0 <= limit < need, finding, remedy, is_required=False)
 
 
 def check_run_root(root: str) -> Check:
@@ -356,8 +350,6 @@ def check_addresses(facts: LaunchFacts) -> Iterator[Check]:
 
 def check_external_engines(c: Configuration) -> Iterator[Check]:
     """Check that every server answers and fits the configuration."""
-    if not _has_engines(c):
-        return
     engine = replace(c.engine, start_timeout_s=ANSWER_SECONDS)
     keys = read_keys(Path(engine.key_file)) if engine.key_file is not None else create_keys()
     quantization = engine_quantization(engine, read_shape(c.model.path))
@@ -458,17 +450,21 @@ def check_all(c: Configuration, facts: LaunchFacts) -> Iterator[Check]:
     yield from check_devices(facts)
     yield check_memory(c, facts)
     yield from check_rank_memory(sized_for_all_phases(c), shape, facts, device_bytes(facts))
-    yield from check_colocated_memory(sized_for_engines(c), shape, facts, device_bytes(facts))
     yield from check_save_memory(c, shape, facts, psutil.virtual_memory().available)
     yield check_shared_memory()
     yield from check_weight_groups(c, facts)
-    yield from check_open_files(
-        sized_for_all_phases(c), facts, resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    )
     yield check_run_root(c.run.root)
     yield from check_addresses(facts)
-    yield from check_external_engines(c)
+    if c.has_engines:
+        yield from _check_engines(c, shape, facts)
     yield from check_opening(c)
+
+
+def _check_engines(c: Configuration, shape: ModelShape, facts: LaunchFacts) -> Iterator[Check]:
+    yield from check_colocated_memory(sized_for_engines(c), shape, facts, device_bytes(facts))
+    open_files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    yield check_open_files(sized_for_all_phases(c), facts, open_files)
+    yield from check_external_engines(c)
 
 
 def preflight(config: Configuration) -> int:

@@ -574,3 +574,13 @@ class Configuration(Section):
     def is_measurement(self) -> bool:
         """True for the modes in which no rank builds the model: the engines alone run it."""
         return self.mode in ("eval", "profile")
+
+    @property
+    def has_engines(self) -> bool:
+        """True for the modes that sample from engines."""
+        return self.mode != "train_only"
+
+    @property
+    def selects_prompts(self) -> bool:
+        """True for the modes whose steps choose the prompts that they sample."""
+        return self.mode in ("train", "rollout_only")

@@ -94,7 +94,7 @@ def open_run(
     if opening.is_complete:
         return directory, _do_nothing
     engines = None
-    if c.mode != "train_only":
+    if c.has_engines:
         engines = supervision.parts.enter(open_engines(sized_for_engines(c), shape, job, directory))
         supervision.parts.kill_on_failure(engines.kill_processes)
         progress.log(f"{engines.description}; importing Megatron meanwhile")

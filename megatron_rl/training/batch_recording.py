@@ -16,7 +16,7 @@ from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.rollouts.recording.format import BatchRecord, batch_directory
 from megatron_rl.rollouts.recording.writer import write_batch, write_parts
 from megatron_rl.rollouts.wire.store import read_rollout
-from megatron_rl.training.collectives import gather_bytes
+from megatron_rl.training.collectives import gather_bytes, gather_texts
 from megatron_rl.training.exchange.transfer_plan import Receiver
 
 
@@ -41,8 +41,7 @@ def record_groups(
             for index, stored_group in groups
         )
         names = write_parts(directory, node, pairs)
-    names_by_rank = gather_bytes(msgspec.msgpack.encode(names), group)
-    return [name for data in names_by_rank for name in msgspec.msgpack.decode(data, type=list[str])]
+    return gather_texts(names, group)
 
 
 def groups_on_node(groups: Iterable[Group], node: int) -> Iterator[tuple[int, Group]]:

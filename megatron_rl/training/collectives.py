@@ -5,6 +5,7 @@ group None: this process is the only one.
 
 from __future__ import annotations
 
+import msgspec
 import torch
 import torch.distributed as dist
 
@@ -40,6 +41,12 @@ def gather_bytes(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     dist.all_gather(list(rows), buffer, group=group)
     array = rows.numpy()
     return [array[rank, :size].tobytes() for rank, size in enumerate(sizes)]
+
+
+def gather_texts(texts: list[str], group: dist.ProcessGroup | None) -> list[str]:
+    """Return the texts of all ranks, in rank order, on every rank."""
+    parts = gather_bytes(msgspec.msgpack.encode(texts), group)
+    return [text for part in parts for text in msgspec.msgpack.decode(part, type=list[str])]
 
 
 def send_to_rank_zero(data: bytes, group: dist.ProcessGroup | None) -> list[bytes]:

@@ -192,15 +192,23 @@ def test_a_mode_needs_the_memory_of_what_it_opens(
     assert {check.name for check in checks if check.refuses and check.name not in others} == names
 
 
-def test_engines_that_are_not_started_need_nothing(preflight: ModuleType) -> None:
-    shape = read_shape(TWO_DIGIT_ADDITION)
-    c = configuration_of(["experiment=smoke", "mode=train_only", "rollout.recording=."])
-    c = replace(c, engine=replace(c.engine, count=10_000, colocated=True, urls=["http://[::1]:9"]))
-    facts = LaunchFacts(num_gpus=1)
-    assert list(preflight.check_external_engines(c)) == []
-    assert preflight.check_memory(c, LaunchFacts()).passes
-    assert list(preflight.check_colocated_memory(c, shape, facts, 0)) == []
-    assert list(preflight.check_open_files(c, facts, 1)) == []
+@pytest.mark.parametrize(
+    ("mode", "fails"),
+    [
+        (["mode=train"], {"host memory", "open files", "http://[::1]:9"}),
+        (["mode=train_only", "rollout.recording=."], set()),
+    ],
+)
+def test_engines_that_are_not_started_need_nothing(
+    preflight: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: list[str], fails: set[str]
+) -> None:
+    monkeypatch.setattr(preflight, "check_opening", lambda _: [])
+    monkeypatch.setattr(preflight.resource, "getrlimit", lambda _: (1, 1))
+    c = configuration_of(["experiment=smoke", *mode])
+    c = replace(c, engine=replace(c.engine, count=10_000, urls=["http://[::1]:9"]))
+    names = {"host memory", "open files", "http://[::1]:9", "engine memory"}
+    checks = preflight.check_all(c, LaunchFacts())
+    assert {check.name for check in checks if not check.passes and check.name in names} == fails
 
 
 def test_a_measurement_loads_no_trainer_from_its_checkpoint(
@@ -271,7 +279,7 @@ def test_a_low_hard_limit_of_open_files_is_a_warning(preflight: ModuleType) -> N
     facts = LaunchFacts(world_size=8, local_world_size=4)
     need = preflight.BASE_OPEN_FILES + 512 * 4 // 2 + 2 * 4 * 256
     for limit, passes in ((need - 1, False), (need, True), (-1, True)):
-        (check,) = preflight.check_open_files(c, facts, limit)
+        check = preflight.check_open_files(c, facts, limit)
         assert (check.passes, check.refuses) == (passes, False)
         assert f"about {need:,}" in check.finding
 

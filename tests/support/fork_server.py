@@ -1,4 +1,4 @@
-"""What the process imports that `tests.support.forks.FORKS` forks. Nothing else imports it."""
+"""Imports of the process whose forks `tests.support.forks` makes. Nothing else imports this."""
 
 from megatron_rl.mcore import compat
 
@@ -7,7 +7,6 @@ compat.install()
 
 import gc
 
-import megatron_rl.run.build_worker
 import tests.support.policies  # noqa: F401
 
 # The garbage collection of a fork would copy the memory that it shares with the others

@@ -61,4 +61,3 @@ class Ranks:
     def failures(self) -> list[str]:
         """The lines of rank 0 about engines."""
         return [line for line in self.lines if line.startswith("FAILED")]
-

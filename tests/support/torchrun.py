@@ -77,26 +77,31 @@ def _run_forks(
     ]
     for process in processes:
         process.start()
-    deadline = time.monotonic() + timeout
-    code = 0
     try:
-        while any(process.exitcode is None for process in processes):
-            if time.monotonic() > deadline:
-                return code or TIMED_OUT
-            failed = [process.exitcode for process in processes if process.exitcode]
-            if failed and not code:
-                code = failed[0]
-                deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
-            time.sleep(0.02)
+        return _wait(processes, timeout)
     finally:
         for process in processes:
             process.kill()
             process.join(10)
-    return code or next((process.exitcode for process in processes if process.exitcode), 0)
+
+
+def _wait(processes: Sequence[BaseProcess], timeout: float) -> int:
+    """Wait for the end of ranks, and return the first exit code that is not 0."""
+    deadline = time.monotonic() + timeout
+    code = 0
+    while time.monotonic() < deadline:
+        codes = [process.exitcode for process in processes]
+        if not code and any(codes):
+            code = next(one for one in codes if one)
+            deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
+        if None not in codes:
+            return code
+        time.sleep(0.02)
+    return code or TIMED_OUT
 
 
 def _place(rank: int, ranks: int, port: int) -> dict[str, str]:
-    """What torchrun sets for a rank of one node, without torchrun's own store."""
+    """Return torchrun's variables of a rank of one node, without those of torchrun's own store."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),

@@ -68,9 +68,8 @@ def _broken_rules(
     shape, problems = inspect_checkpoint(c.model.path, weights=c.model.init == "checkpoint")
     for problem in problems:
         yield BrokenRule("model.path", problem.rule, problem.remedy)
-    starts_no_engine = c.mode == "train_only"
     for result in (*_check_settings(c, facts, keys), *_check_model(c, facts, shape)):
-        if not (starts_no_engine and result.key.startswith("engine.")):
+        if c.has_engines or not result.key.startswith("engine."):
             yield result
     yield from check_unread_keys(c, keys)
 
@@ -114,9 +113,8 @@ def _check_model(
     yield from check_blocks(c.engine, shape, facts)
     yield from check_sequence_length(c, shape, facts)
     yield from check_recomputed_modules(c.model, shape)
-    has_engines = c.mode != "train_only"
-    has_cpu_engine = has_engines and server_device(c.engine, facts.num_gpus) == "cpu"
+    has_cpu_engine = c.has_engines and server_device(c.engine, facts.num_gpus) == "cpu"
     settings = {key: attrgetter(key)(c) for key in LIMITED_KEYS}
-    limits = model_limits(shape, settings, has_engines=has_engines, engine_on_cpu=has_cpu_engine)
+    limits = model_limits(shape, settings, has_engines=c.has_engines, engine_on_cpu=has_cpu_engine)
     for limit in limits:
         yield BrokenRule(*limit)

@@ -85,7 +85,7 @@ def check_data(c: Configuration, keys: Collection[str]) -> Iterator[BrokenRule]:
 
 def _reads_questions(c: Configuration) -> bool:
     """Return whether the mode reads the questions of data.*, as run/data.py does."""
-    return c.mode != "train_only" and not (c.mode == "eval" and c.eval.sets)
+    return c.has_engines and not (c.mode == "eval" and c.eval.sets)
 
 
 def _check_mixture(c: Configuration) -> Iterator[BrokenRule]:

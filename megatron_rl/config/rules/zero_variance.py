@@ -35,7 +35,7 @@ def check_selection(c: Configuration, keys: Collection[str]) -> Iterator[BrokenR
     selection_keys = [key for key in keys if key.partition(".")[0] == "selection"]
     for key in selection_keys:
         yield from _check_selection_key(c, key)
-    if selection_keys and (c.is_measurement or c.mode == "train_only"):
+    if selection_keys and not c.selects_prompts:
         rule = f"mode={c.mode} selects no prompts"
         yield BrokenRule("selection.name", rule, "Remove it, or use mode=train")
     if c.selection.name != "uniform" and c.algo.advantages == "one":
@@ -110,7 +110,7 @@ def check_stop_repetition(c: Configuration, keys: Collection[str]) -> Iterator[B
     keys: of the command line.
     """
     key = "rollout.stop_repetition"
-    if c.is_measurement or c.mode == "train_only":
+    if not c.selects_prompts:
         if key in keys:
             rule = f"mode={c.mode} samples no rollouts"
             yield BrokenRule(key, rule, "Remove it, or use mode=train")

@@ -25,9 +25,7 @@ def read_transferred_beliefs(
     Raises `Failure`.
     """
     source = c.selection.beliefs_from
-    if source is None or c.selection.name != "belief":
-        return None
-    if c.is_measurement or c.mode == "train_only":
+    if source is None or c.selection.name != "belief" or not c.selects_prompts:
         return None
     if resume_state is not None and resume_state.position.selection.beliefs is not None:
         return None

@@ -89,7 +89,7 @@ def sends_weights(c: Configuration) -> bool:
     """True when the run sends weights to engines: a measurement of model.path sends none."""
     if c.is_measurement:
         return c.run.resume != "never"
-    return c.mode != "train_only"
+    return c.has_engines
 
 
 def _recording_bytes(c: Configuration, shape: ModelShape) -> int:

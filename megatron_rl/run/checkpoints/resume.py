@@ -29,7 +29,7 @@ from megatron_rl.run.checkpoints.manifest import (
 from megatron_rl.run.checkpoints.resumed_directory import reopen_directory
 from megatron_rl.run.checkpoints.state_file import read_state
 from megatron_rl.run.checkpoints.store import CheckpointStore, step_of
-from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
+from megatron_rl.training.collectives import broadcast_bytes, gather_texts
 
 if TYPE_CHECKING:
     from megatron_rl.training.worker import Worker
@@ -371,7 +371,4 @@ def _defects(checkpoint: Path, job: Job) -> list[str]:
     if manifest is not None and not defects:
         share = list(manifest.files)[job.rank :: job.world_size]
         defects = changed_files(checkpoint, manifest, share)
-    all_defects: list[str] = []
-    for data in gather_bytes(msgspec.msgpack.encode(defects), job.control_group):
-        all_defects += msgspec.msgpack.decode(data, type=list[str])
-    return list(dict.fromkeys(all_defects))
+    return list(dict.fromkeys(gather_texts(defects, job.control_group)))

@@ -7,8 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import msgspec
-
 from megatron_rl.contracts.commands import Record
 from megatron_rl.contracts.group import RolloutRef
 from megatron_rl.credit.account import account_of_recording
@@ -20,7 +18,7 @@ from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.wire.store import RolloutGone, RolloutReader
 from megatron_rl.run.loop.leader import Leader
 from megatron_rl.training.batch_recording import groups_on_node, record_groups
-from megatron_rl.training.collectives import gather_bytes
+from megatron_rl.training.collectives import gather_texts
 from megatron_rl.training.worker import LostRollouts
 
 
@@ -29,33 +27,9 @@ class RecordingLeader(Leader):
     """Samples and records; the weights stay those that the run began with."""
 
     def train_step(self, step: int, values: dict[str, float]) -> None:
-        """Sample and record. Adds the metrics of the step to `values`.
-
-        Rollouts that are gone when the ranks ask for them are sampled again.
-        """
+        """Sample and record. Adds the metrics of the step to `values`."""
         watch = Stopwatch()
-        with watch.section("rollout"):
-            batch = self.parts.rollouts.sample(step)
-        directory = batch_directory(self.records.directory.path / "recorded", step)
-        while True:
-            with watch.section("record"):
-                names = self._record(directory, batch)
-            if not isinstance(names, LostRollouts):
-                break
-            with watch.section("rollout"):
-                batch = self.parts.rollouts.sample_again(step, batch, names.rollout_ids)
-        record = BatchRecord(
-            step=step,
-            groups=len(batch.all_groups),
-            num_stopped=len(batch.stopped_groups),
-            num_surplus=len(batch.surplus_groups),
-            generated_tokens=batch.generated_tokens,
-            engines_left_out=batch.engines_left_out,
-            unused_tokens=dict(batch.unused_tokens),
-            parts=tuple(names),
-        )
-        with watch.section("record"):
-            write_batch(directory, record)
+        batch = self._record_batch(step, watch)
         with watch.section("account"):
             values |= batch.metrics() | self.parts.credit.assign(batch.groups).metrics()
             values |= account_of_recording(
@@ -69,6 +43,25 @@ class RecordingLeader(Leader):
         self.records.progress.log_step(step, values)
         self.observers.after_step(values)
 
+    def _record_batch(self, step: int, watch: Stopwatch) -> RolloutBatch:
+        """Sample a batch and record it.
+
+        Rollouts that are gone when the ranks ask for them are sampled again.
+        """
+        with watch.section("rollout"):
+            batch = self.parts.rollouts.sample(step)
+        directory = batch_directory(self.records.directory.path / "recorded", step)
+        while True:
+            with watch.section("record"):
+                names = self._record(directory, batch)
+            if not isinstance(names, LostRollouts):
+                break
+            with watch.section("rollout"):
+                batch = self.parts.rollouts.sample_again(step, batch, names.rollout_ids)
+        with watch.section("record"):
+            write_batch(directory, _describe(step, batch, names))
+        return batch
+
     def _record(self, directory: Path, batch: RolloutBatch) -> list[str] | LostRollouts:
         """Let all nodes write their parts of a batch; returns the names of the parts."""
         with self.records.progress.task(f"writing {directory}"):
@@ -76,6 +69,20 @@ class RecordingLeader(Leader):
                 Record(str(directory), batch.all_groups)
             )
         return names
+
+
+def _describe(step: int, batch: RolloutBatch, parts: Sequence[str]) -> BatchRecord:
+    """The record of a batch. parts: the names of its files, of all nodes."""
+    return BatchRecord(
+        step=step,
+        groups=len(batch.all_groups),
+        num_stopped=len(batch.stopped_groups),
+        num_surplus=len(batch.surplus_groups),
+        generated_tokens=batch.generated_tokens,
+        engines_left_out=batch.engines_left_out,
+        unused_tokens=dict(batch.unused_tokens),
+        parts=tuple(parts),
+    )
 
 
 def record_rollouts(command: Record, job: Job) -> list[str] | LostRollouts:
@@ -88,13 +95,9 @@ def record_rollouts(command: Record, job: Job) -> list[str] | LostRollouts:
     groups = list(groups_on_node(command.groups, job.node)) if is_writer else []
     refs = [ref for _, group in groups for ref in group.rollouts]
     with contextlib.closing(RolloutReader()) as reader:
-        lost_ids = msgspec.msgpack.encode(_keep(refs, reader))
-        ids_by_rank = gather_bytes(lost_ids, job.control_group)
-        all_ids = [
-            id_ for data in ids_by_rank for id_ in msgspec.msgpack.decode(data, type=list[str])
-        ]
-        if all_ids:
-            return LostRollouts(tuple(all_ids))
+        lost_ids = gather_texts(_keep(refs, reader), job.control_group)
+        if lost_ids:
+            return LostRollouts(tuple(lost_ids))
         return record_groups(
             Path(command.path),
             groups,

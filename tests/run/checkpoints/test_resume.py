@@ -34,6 +34,7 @@ from megatron_rl.run.checkpoints.resume import (
 from megatron_rl.run.checkpoints.state_file import read_state
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.run.prompts import build_prompts
+from megatron_rl.training import collectives
 from tests.support.checkpoints import flip_bit, make_state, save_checkpoint
 from tests.support.configurations import configuration_of
 from tests.support.openings import open_up_to_engines
@@ -97,7 +98,7 @@ def test_damage_that_one_rank_reads_is_known_to_all(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every rank reads a share of the files."""
-    monkeypatch.setattr(resume, "gather_bytes", gather_bytes)
+    monkeypatch.setattr(collectives, "gather_bytes", gather_bytes)
     monkeypatch.setattr(resume, "broadcast_bytes", broadcast_bytes)
     changes = {
         "tensors": (b"tensors", b"Tensors"),
