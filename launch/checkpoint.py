@@ -125,7 +125,7 @@ def _add_export(parser: argparse.ArgumentParser) -> None:
         type=Path,
         help="directory of a run, or of one checkpoint",
     )
-    _add_output(parser, "data type of the result (default: run.save_dtype or the training dtype)")
+    _add_output(parser, "data type of the result (default: the training dtype)")
     parser.add_argument(
         "--model", type=Path, help="start checkpoint, if model.path of the run has moved"
     )

@@ -286,7 +286,7 @@ def check_weight_groups(c: Configuration, facts: LaunchFacts) -> Iterator[Check]
     if c.sync.engines_per_tree > 1:
         owners = 1  # rank 0 sends alone
     num_nodes = facts.world_size // facts.local_world_size
-    engines = len(c.engine.urls)
+    engines = len(c.engine.url_list)
     if c.engine.mode == "managed":
         engines = c.engine.count * num_nodes // c.engine.nodes_per_engine
     trees = math.ceil(engines / c.sync.engines_per_tree)
@@ -315,7 +315,7 @@ def check_open_files(c: Configuration, facts: LaunchFacts, limit: int) -> Check:
     groups = math.ceil(rollout.prompts_per_step * budget * (1 + age) / num_nodes)
     engines = c.engine.count
     if c.engine.mode == "external":
-        engines = math.ceil(len(c.engine.urls) / num_nodes)
+        engines = math.ceil(len(c.engine.url_list) / num_nodes)
     need = BASE_OPEN_FILES + groups + 2 * engines * c.engine.max_running_requests
     allowed = "no limit" if limit < 0 else f"at most {limit:,}"
     finding = f"{allowed}; a collector needs about {need:,}"
@@ -353,7 +353,7 @@ def check_external_engines(c: Configuration) -> Iterator[Check]:
     engine = replace(c.engine, start_timeout_s=ANSWER_SECONDS)
     keys = read_keys(Path(engine.key_file)) if engine.key_file is not None else create_keys()
     quantization = engine_quantization(engine, read_shape(c.model.path))
-    for url in engine.urls:
+    for url in engine.url_list:
         server = Engine(
             url=url, node=0, tp=engine.tp, ep=engine.ep, quantization=engine.quantization
         )

@@ -121,15 +121,13 @@ _CPU_SLOTS = 16384
 class ServerSettings:
     """Settings of a server that users choose.
 
-    max_total_tokens: KV-cache slots. threads: OpenMP threads of each process. Comments mark
-    settings that apply only to servers which the run starts itself ("managed").
+    max_total_tokens: KV-cache slots. Comments mark settings that apply only to servers which the
+    run starts itself ("managed").
     """
 
     # external: each engine has the sizes that it reports, and these serve for estimates alone
     tp: Annotated[int, Ge(1), Le(1024)] = 1
     ep: Annotated[int, Ge(1), Le(1024)] = 1
-    # managed only; auto: GPUs where the machine has any, as for the trainer
-    device: Literal["auto", "cpu", "cuda"] = "auto"
     dtype: Literal["float32", "bfloat16"] = "float32"
     # fp8: the matrices of attention, MLPs and experts are held in 8 bits, with a scale for each
     # block of 128 x 128 weights. The trainer quantizes them before it sends them.
@@ -141,7 +139,6 @@ class ServerSettings:
     max_running_requests: Annotated[int, Ge(1), Le(10**6)] = 256
     # managed only; null: 16384 on CPUs, as many as fit on GPUs
     max_total_tokens: Annotated[int, Ge(1), Le(2**31 - 1)] | None = None
-    threads: Annotated[int, Ge(1), Le(1024)] = 1  # managed only
     start_timeout_s: Annotated[float, Gt(0), Le(10**6)] = 180.0  # less than parallel.timeout_s
     request_timeout_s: Annotated[float, Gt(0), Le(10**6)] = 120.0
     extra_args: list[str] = field(default_factory=list)  # managed only
@@ -177,11 +174,9 @@ class ServerPlace:
     server_rank: int = 0
 
 
-def server_device(settings: ServerSettings, num_gpus: int) -> Literal["cpu", "cuda"]:
-    """The device of a server on a machine with `num_gpus` usable GPUs."""
-    if settings.device == "auto":
-        return "cuda" if num_gpus > 0 else "cpu"
-    return settings.device
+def server_device(num_gpus: int) -> Literal["cpu", "cuda"]:
+    """The device of a server on a machine with `num_gpus` usable GPUs, as for the trainer."""
+    return "cuda" if num_gpus > 0 else "cpu"
 
 
 def kv_cache_slots(settings: ServerSettings, device: Literal["cpu", "cuda"]) -> int | None:

@@ -84,8 +84,7 @@ def has_equal_stages(c: Configuration, shape: ModelShape) -> bool:
     p = c.parallel
     per_chunk, rest = divmod(shape.num_layers, p.pp * (p.vpp or 1))
     has_one_kind = len(shape.moe_layers) in (0, shape.num_layers)
-    is_even = not rest and p.first_stage_layers is None and p.last_stage_layers is None
-    return has_one_kind and is_even and per_chunk > max(SHALLOW_LAYERS)
+    return has_one_kind and not rest and per_chunk > max(SHALLOW_LAYERS)
 
 
 def copy_model(model: Path, folder: Path, num_layers: int) -> Path:

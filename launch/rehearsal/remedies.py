@@ -65,7 +65,7 @@ def _more_ranks(c: Configuration, shape: ModelShape, ranks: int) -> Iterator[Rem
         if shape.num_experts and not shape.num_experts % (factor * c.parallel.ep):
             yield Remedy((more, f"parallel.ep={factor * c.parallel.ep}"), cost)
         if factor * c.parallel.pp <= shape.num_layers:
-            yield Remedy((more, *_stages(factor * c.parallel.pp)), cost)
+            yield Remedy((more, f"parallel.pp={factor * c.parallel.pp}"), cost)
         factor *= 2
 
 
@@ -91,16 +91,7 @@ def _other_grids(c: Configuration, shape: ModelShape, ranks: int) -> Iterator[Re
         yield Remedy((f"parallel.ep={2 * p.ep}",), "more traffic between experts")
     sharing = (2 * p.pp * p.tp * p.cp, 2 * p.pp * p.ep * (p.etp or p.default_etp))
     if not any(ranks % count for count in sharing) and 2 * p.pp <= shape.num_layers:
-        yield Remedy(_stages(2 * p.pp), "more idle time at both ends of the pipeline")
-
-
-def _stages(count: int) -> tuple[str, ...]:
-    """The settings of a number of pipeline stages with equally many layers."""
-    return (
-        f"parallel.pp={count}",
-        "parallel.first_stage_layers=null",
-        "parallel.last_stage_layers=null",
-    )
+        yield Remedy((f"parallel.pp={2 * p.pp}",), "more idle time at both ends of the pipeline")
 
 
 @dataclass(frozen=True)

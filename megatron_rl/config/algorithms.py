@@ -54,14 +54,19 @@ class AlgoSettings(Section):
     """The keys of all algorithms. `name` chooses the loss; its own keys are in the subclasses."""
 
     name: str
-    # group: relative to the other rollouts of the group. one: 1 for every rollout with a verdict.
-    advantages: Literal["group", "one"] = "group"
-    # Divides group advantages by the group's standard deviation.
+    # Divides advantages by the group's standard deviation.
     normalize_std: bool = True
     correction: CorrectionSettings = field(default_factory=CorrectionSettings)
     kl: KlSettings = field(default_factory=KlSettings)
     # The weight of the mean entropy in the objective. 0: no bonus.
     entropy_coef: NotNegative = 0.0
+
+    def compares_groups(self, environment: str) -> bool:
+        """Return whether advantages are relative to the group.
+
+        Else every rollout with a verdict has the advantage 1. environment: its name.
+        """
+        return self.name != "sft" and environment != "demonstration"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,7 +123,6 @@ class SftSettings(AlgoSettings):
     """Supervised fine-tuning: the mean negative log-likelihood of the response tokens."""
 
     name: Literal["sft"] = "sft"
-    advantages: Literal["group", "one"] = "one"
 
 
 @dataclass(frozen=True, kw_only=True)

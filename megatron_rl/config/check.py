@@ -82,7 +82,7 @@ def check_configuration(
     Raises `ConfigurationRefused` with all violations of types and limits, or else with all broken
     rules.
     """
-    values = _resolve(tree, choices, overrides)
+    values = _resolve(tree, overrides)
     algorithm = algorithm_of(values["algo"])
     refusals = [
         Refusal(key, "???", "It has no default and was not given", f"Give it: {key}=...")
@@ -104,16 +104,12 @@ def check_configuration(
     return configuration
 
 
-def _resolve(tree: DictConfig, choices: Mapping[str, str | None], overrides: Sequence[str]) -> Any:
-    """Return the values of a tree with its interpolations resolved and the experiment named."""
+def _resolve(tree: DictConfig, overrides: Sequence[str]) -> Any:
+    """Return the values of a tree with its interpolations resolved."""
     try:
-        values = resolve_tree(tree)
+        return resolve_tree(tree)
     except OmegaConfBaseException as error:
         raise ConfigurationRefused([resolution_refusal(error, overrides)]) from error
-    run = values["run"]
-    if isinstance(run, dict) and run["experiment"] is None:
-        run["experiment"] = choices.get("experiment") or "custom"
-    return values
 
 
 def resolve_tree(tree: DictConfig) -> Any:
@@ -243,8 +239,10 @@ def _pydantic_refusal(key: str, errors: Sequence[ErrorDetails]) -> Refusal:
         return Refusal(key, value, f"Must be one of {choices}", "Choose one of these")
     if kind == "string_pattern_mismatch":
         return Refusal(key, value, *_PATTERN_RULES[context["pattern"]])
+    if value is None:
+        return Refusal(key, value, "Must not be null", f"Give it: {key}=...")
     rule, remedy = _rule_and_remedy(kind)
-    rule = "Must not be null" if value is None else rule.format(**context)
+    rule = rule.format(**context)
     if isinstance(value, str) and _NUMBER_AND_UNIT.match(value):
         unit = next((name for end, name in _UNITS.items() if key.endswith(end)), "")
         remedy = f"Give {unit}, as a number without a unit" if unit else _PLAIN_REMEDY

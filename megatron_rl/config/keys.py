@@ -13,6 +13,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 
 from megatron_rl.config.algorithms import ALGORITHMS, CorrectionSettings, KlSettings
+from megatron_rl.config.removed_keys import REMOVED_KEYS
 from megatron_rl.config.schema import Configuration, SourceSettings
 from megatron_rl.contracts.refusal import Refusal
 from megatron_rl.models.families import read_shape
@@ -111,8 +112,13 @@ def _as_tree(value: Any) -> Any:
 
 
 def unknown_key(key: str, value: Any) -> Refusal:
-    """Return the refusal of an unknown key, with the declared keys that look most like it."""
-    return Refusal(key, value, "There is no such key", _suggestion(key))
+    """Return the refusal of an unknown key.
+
+    The remedy names what replaces a key of older configurations, or else the declared keys that
+    look most like it.
+    """
+    remedy = REMOVED_KEYS.get(key) or _suggestion(key)
+    return Refusal(key, value, "There is no such key", remedy)
 
 
 def _siblings(section: str) -> dict[str, str]:

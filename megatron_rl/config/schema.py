@@ -8,6 +8,7 @@ Rules across keys are in `rules/`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le
@@ -66,9 +67,6 @@ class ModelSettings(Section):
     fp8: Literal["tensorwise", "blockwise", "mxfp8"] | None = None
     # random: train from random weights. `path` then needs only config.json and the tokenizer.
     init: Literal["checkpoint", "random"] = "checkpoint"
-    # init=random only: the standard deviation of the embedding. null: the model's
-    # initializer_range.
-    embedding_std: Annotated[float, Gt(0)] | None = None
     # init=random only: the dropout of the outputs of attention and MLPs.
     hidden_dropout: BelowOne = 0.0
 
@@ -144,7 +142,8 @@ class DataSettings(Section):
 class EnvironmentSettings(Section):
     """The environment that turns a prompt into a rollout."""
 
-    # single_turn: sample one response. demonstration: take the data source's worked response.
+    # single_turn: sample one response. demonstration: take the data source's worked response. The
+    # engines then sample, and get weights, for evaluations alone.
     # calculator: sample responses, and answer those that end with a call of the calculator.
     name: Literal["single_turn", "demonstration", "calculator"] | PluginName = "single_turn"
     # The constructor arguments of a user-defined environment. name=demonstration: {tool:
@@ -203,12 +202,9 @@ class CreditSettings(Section):
 class EngineSettings(Section, ServerSettings):
     """SGLang servers, which the run starts and watches (managed) or finds running (external)."""
 
-    mode: Literal["managed", "external"] = "managed"
-    # external only: the addresses of the servers.
-    urls: list[Text] = field(default_factory=list)
-    # external only, instead of urls: a file with one URL a line. Engines are added and removed when
-    # it changes during the run.
-    urls_file: Text | None = None
+    # The addresses of external servers, or a file with one URL a line: engines are added and
+    # removed when it changes during the run. []: the run starts servers.
+    urls: list[Text] | Text = field(default_factory=list)
     # external only: a file with {"api_key": ..., "admin_api_key": ...} and permissions 0600.
     key_file: Text | None = None
     # managed only: engines per node, or per group of nodes that share engines.
@@ -219,30 +215,39 @@ class EngineSettings(Section, ServerSettings):
     # managed only: nodes that share an engine. Each holds an equal part of its tp ranks.
     nodes_per_engine: Annotated[int, Ge(1), Le(1024)] = 1
 
+    @property
+    def mode(self) -> Literal["managed", "external"]:
+        """managed if the run starts its servers, external if it uses running ones."""
+        return "external" if self.urls else "managed"
+
+    @property
+    def urls_file(self) -> Path | None:
+        """The file with the addresses of external servers."""
+        return Path(self.urls) if isinstance(self.urls, str) and self.urls else None
+
+    @property
+    def url_list(self) -> list[str]:
+        """The addresses of external servers that stay the same during the run."""
+        return [] if isinstance(self.urls, str) else self.urls
+
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelSettings(Section):
     """Megatron's parallel sizes. Data parallelism takes the remaining ranks."""
 
     tp: Positive = 1
+    # Pipeline stages. If they do not divide the layers, the first and the last one have fewer.
     pp: Positive = 1
     # Virtual pipeline chunks of each pipeline stage. null: 1.
     vpp: Positive | None = None
-    # Layers of the stage that also embeds tokens. null: as many as the other stages.
-    first_stage_layers: Positive | None = None
-    # Layers of the stage that also computes logits. null: as many as the other stages.
-    last_stage_layers: Positive | None = None
     cp: Positive = 1
     ep: Positive = 1
     # Ranks that share one expert. null: 1 if ep is above 1, else tp. (Megatron's default is tp.)
     etp: Positive | None = None
-    sequence_parallel: bool = False
     # Reduce the gradients of a part of the model while other parts are still in their backward
-    # pass. The last bits of the gradients' norm may change.
-    overlap_grad_reduce: bool = False
-    # overlap_grad_reduce only: gather the new weights of a part of the model during the next
-    # forward pass of a batch, instead of at the end of an optimizer step.
-    overlap_param_gather: bool = False
+    # pass, and gather its new weights during the next forward pass of a batch. The last bits of
+    # the gradients' norm may change.
+    overlap: bool = False
     # The longest time that a rank waits for the others in a collective.
     timeout_s: Seconds = 600.0
 
@@ -275,8 +280,6 @@ class RolloutSettings(Section):
     # response has one version. resume: they are interrupted, and continued with the new
     # weights. See docs/ahead.md.
     on_update: Literal["wait", "resume"] = "wait"
-    # The run stops when a larger share of a batch's rollouts is unusable.
-    max_rejected_share: Share = 0.5
     # mode=train_only: the directory of a run with mode=rollout_only.
     recording: Text | None = None
 
@@ -315,9 +318,8 @@ class OptimizerSettings(Section):
     # AdamW changes each weight by up to this amount in a step.
     lr: Annotated[float, Ge(0), Le(1)] = 3e-4
     warmup_steps: Whole = 5
+    # linear and cosine end at a tenth of `lr`.
     decay: Literal["constant", "linear", "cosine"] = "linear"
-    # The learning rate at the end of the decay, as a share of `lr`.
-    min_lr_ratio: Share = 0.1
     beta1: BelowOne = 0.9
     beta2: BelowOne = 0.95
     eps: Annotated[float, Gt(0)] = 1e-8
@@ -423,9 +425,6 @@ class RecoverySettings(Section):
     # that it is given up. 0: it is given up when it ends. An external engine may join as often
     # within an hour while others serve, and is not given up.
     restarts_per_hour: Annotated[int, Ge(0), Le(1000)] = 6
-    # The longest time that the run waits while no engine, or no collector, serves. Then it saves a
-    # checkpoint and ends.
-    wait_s: Seconds = 900.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -436,10 +435,9 @@ class GuardSettings(Section):
     before the trouble.
     """
 
-    # An optimizer step whose gradients have a norm, before clipping, above spike_factor x the
-    # median of the last 32 ones. The first 8 are not judged.
+    # An optimizer step whose gradients have a norm, before clipping, above ten times the median of
+    # the last 32 ones. The first 8 are not judged.
     spike: Annotated[Literal["off", "skip", "stop"], Off] = "off"
-    spike_factor: Annotated[float, Gt(1), Le(10**6)] = 10.0
     # The run stops when the mean entropy is below this, in nats per token, in three consecutive
     # steps. null: any entropy is fine.
     min_entropy: Annotated[float, Gt(0)] | None = None
@@ -453,9 +451,6 @@ class GuardSettings(Section):
 class SyncSettings(Section):
     """The transport of new weights to the engines."""
 
-    # step: before every step. evaluation: only before evaluations, for environments whose rollouts
-    # no engine samples.
-    when: Literal["step", "evaluation"] = "step"
     # delta: files, too, with only the bytes that changed since the last sync, compressed. Each node
     # with engines rebuilds the weights in its directory for temporary files (TMPDIR). ipc:
     # engine.colocated=true on GPUs only. Every sync is audited.
@@ -486,10 +481,9 @@ class LoggerSettings(Section):
     # A port of rank 0's machine where Prometheus can read the latest metrics, or HOST:PORT. Without
     # a host it listens on 127.0.0.1. 0.0.0.0:PORT: other machines can read the metrics.
     prometheus: Annotated[Address | None, OffIsNull] = None
-    # torch.profiler writes a trace of each of these steps to the folder profiles/ of the run.
+    # torch.profiler writes a trace of rank 0 in each of these steps to the folder profiles/ of the
+    # run.
     profile_steps: list[Positive] = field(default_factory=list)
-    # The ranks that write these traces.
-    profile_ranks: list[Whole] = field(default_factory=lambda: [0])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -500,8 +494,6 @@ class SampleSettings(Section):
 
     # Steps between kept samples. The first step keeps samples, too. 0: keep none.
     every: Whole = 10
-    # Groups that a step keeps. Groups with an extreme response come first, then random ones.
-    groups: Annotated[int, Ge(1), Le(10**4)] = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -509,16 +501,12 @@ class RunSettings(Section):
     """The run directory `root/name`, its checkpoints, and the end of the run."""
 
     root: Text = "runs"
-    # null: the experiment with the date and time.
+    # null: the date and time.
     name: Name | None = None
-    # null: the name of the chosen experiment group.
-    experiment: Name | None = None
     # overwrite_failed: a new run may replace a failed run of the same name.
     on_existing: Literal["refuse", "overwrite_failed"] = "refuse"
     # Whether the final weights are written in Hugging Face format.
     save_weights: bool = True
-    # null: model.dtype.
-    save_dtype: Dtype | None = None
     # Steps between checkpoints. 0: no checkpoints.
     checkpoint_every: Whole = 0
     # Checkpoints to keep. An old one is removed only after a new one is complete.
@@ -528,15 +516,9 @@ class RunSettings(Section):
     keep_best: Text | None = None
     # Copy a checkpoint to host memory and write it while the next steps train.
     background_saves: bool = False
-    # What follows when a checkpoint cannot be written, for example to a full disk. Previous
-    # checkpoints stay complete.
-    on_failed_save: Literal["stop", "continue"] = "stop"
     # never; auto: resume from the newest checkpoint of root/name, if there is one; or the path of a
     # run or of a checkpoint to start a new run from.
     resume: Text = "never"
-    # The time after SIGTERM for finishing the step and saving a checkpoint. torchrun kills its
-    # processes 30 seconds after SIGTERM.
-    stop_within_s: Seconds = 25.0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -36,8 +36,8 @@ class GroupCredit:
     """Training rollouts and advantages of one group, or of a batch of groups.
 
     rollouts, advantages, weights: rollouts of mixed groups, in the order of the groups, with their
-    advantages and the weights of their groups, which are factors of the advantages already. With
-    algo.advantages=one they are all rollouts with a verdict.
+    advantages and the weights of their groups, which are factors of the advantages already. If
+    groups are not compared, they are all rollouts with a verdict.
     extra_rollouts: rollouts of tied and zero-variance groups that train beside them.
     denominator_only: rollouts of zero-variance groups that do not train but count in the loss's
     denominators.
@@ -97,11 +97,10 @@ class BatchCredit(GroupCredit):
 
 
 class Credit:
-    """Assigns advantages as `algo.advantages` says.
+    """Assigns advantages.
 
-    The advantages are relative to the group, or 1 for every rollout with a verdict.
-
-    settings: treatment of zero-variance groups, and shaping.
+    compares_groups: advantages are relative to the group. Else they are 1 for every rollout with a
+    verdict. settings: treatment of zero-variance groups, and shaping.
     max_new_tokens: limit of a response's length, in tokens.
     """
 
@@ -111,9 +110,11 @@ class Credit:
         settings: CreditSettings | None = None,
         *,
         max_new_tokens: int = 1,
+        compares_groups: bool = True,
     ) -> None:
         settings = settings or CreditSettings()
         self._algo = algo
+        self._compares_groups = compares_groups
         self._penalties = Penalties(settings, max_new_tokens)
         self._strength = float(settings.shaping)
         treatments = {
@@ -155,7 +156,7 @@ class Credit:
     def _credit_group(
         self, group: Group, scored_rollouts: ScoredRollouts, kind: GroupKind
     ) -> GroupCredit:
-        if self._algo.advantages == "one":
+        if not self._compares_groups:
             rollouts = group.rollouts_with_verdict
             ones = (1.0,) * len(rollouts)
             return GroupCredit(rollouts=rollouts, advantages=ones, weights=ones)

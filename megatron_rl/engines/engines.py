@@ -224,7 +224,7 @@ class Engines:
         Rank 0 reads the file for all: it may change meanwhile. Raises `Failure` on rank 0.
         """
         if self._settings.urls_file is None:
-            return self._settings.urls
+            return self._settings.url_list
         message = None if urls is None else msgspec.msgpack.encode(urls.read_first())
         data = broadcast_bytes(message, self._job.control_group)
         return msgspec.msgpack.decode(data, type=list[str])
@@ -297,7 +297,7 @@ def name_external_engines(settings: EngineSettings) -> str:
     """Return the URLs of external engines, or the file that lists them, for people."""
     if settings.urls_file is not None:
         return f"the engines in {settings.urls_file}"
-    return ", ".join(settings.urls)
+    return ", ".join(settings.url_list)
 
 
 def _write_nothing(text: str) -> None:

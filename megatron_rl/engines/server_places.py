@@ -34,7 +34,7 @@ def server_places(
     quantization: the `quantization_config` of every engine, None for unquantized ones. Raises
     `Failure` if this node's GPUs cannot serve it. memory_fraction: see `ServerPlace`.
     """
-    device = server_device(engine, torch.cuda.device_count())
+    device = server_device(torch.cuda.device_count())
     if quantization is not None and device == "cuda":
         require_fp8_gpu(torch.cuda.get_device_capability(), torch.cuda.get_device_name())
     group, server_rank = divmod(job.node, engine.nodes_per_engine)

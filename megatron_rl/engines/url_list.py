@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
@@ -12,14 +11,14 @@ from sglang_bridge.engine import Engine
 
 
 class UrlList:
-    """The file of `engine.urls_file`: one URL a line. Empty lines and those with # are comments.
+    """The file of `engine.urls`: one URL a line. Empty lines and those with # are comments.
 
     log: writes a line for people.
     """
 
     def __init__(self, settings: EngineSettings, log: Callable[[str], None]) -> None:
         assert settings.urls_file is not None
-        self.path = Path(settings.urls_file)
+        self.path = settings.urls_file
         self._settings = settings
         self._log = log
         self._text: str | None = None
@@ -33,7 +32,7 @@ class UrlList:
             if not urls:
                 raise ValueError("it names no engine. Write one URL a line")
         except (OSError, ValueError) as error:
-            raise Failure(f"engine.urls_file={self.path}: {error}", ExitCode.REFUSED) from error
+            raise Failure(f"engine.urls={self.path}: {error}", ExitCode.REFUSED) from error
         return urls
 
     def read(self) -> list[str] | None:
@@ -43,7 +42,7 @@ class UrlList:
             # A look at the names of hosts may take its time
             urls = None if text == self._text else parse_urls(text)
         except (OSError, ValueError) as error:
-            self._report(f"warning: engine.urls_file={self.path} changes no engine: {error}")
+            self._report(f"warning: engine.urls={self.path} changes no engine: {error}")
             return None
         self._problem = ""
         self._text = text

@@ -26,6 +26,8 @@ from megatron.core.utils import get_model_config
 
 from megatron_rl.config.schema import OptimizerSettings
 
+# The learning rate at the end of its decay, as a share of the peak. Training goes on meanwhile.
+MIN_LR_RATIO = 0.1
 # The verdicts on a step, from the worst on
 _NOT_FINITE, _TOO_LARGE, _APPLICABLE = range(3)
 
@@ -33,22 +35,21 @@ _NOT_FINITE, _TOO_LARGE, _APPLICABLE = range(3)
 def wrap_data_parallel(
     models: Sequence[torch.nn.Module],
     *,
-    overlap_grad_reduce: bool = False,
-    overlap_param_gather: bool = False,
+    overlap: bool = False,
 ) -> list[DistributedDataParallel]:
     """Wrap model chunks in Megatron's DDP, with a distributed optimizer and float32 reduction.
 
     Collective: broadcasts the parameters of the first data-parallel rank.
 
-    overlap_grad_reduce: reduce gradients bucket by bucket during the last backward pass.
-    overlap_param_gather: gather weights bucket by bucket during the next forward pass. They are
-        incomplete until then, or until `DistributedAdam.complete_weights`.
+    overlap: reduce gradients bucket by bucket during the last backward pass, and gather weights
+        bucket by bucket during the next forward pass. They are incomplete until then, or until
+        `DistributedAdam.complete_weights`.
     """
     config = get_model_config(models[0])
     ddp_config = DistributedDataParallelConfig(
         grad_reduce_in_fp32=True,
-        overlap_grad_reduce=overlap_grad_reduce,
-        overlap_param_gather=overlap_param_gather,
+        overlap_grad_reduce=overlap,
+        overlap_param_gather=overlap,
         use_distributed_optimizer=True,
         # Megatron's check raises on one rank while others wait. In `DistributedAdam` all ranks
         # agree instead.
@@ -64,7 +65,7 @@ def wrap_data_parallel(
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = None
     # Gradients are reduced after the last micro-batch alone.
-    no_sync = [model.no_sync for model in ddp_models] if overlap_grad_reduce else None
+    no_sync = [model.no_sync for model in ddp_models] if overlap else None
     config.no_sync_func = no_sync[0] if no_sync and len(no_sync) == 1 else no_sync
     return ddp_models
 
@@ -124,7 +125,6 @@ class DistributedAdam:
         self._optimizer = get_megatron_optimizer(
             _config(get_model_config(models[0]), settings), list(models)
         )
-        self._min_ratio = settings.min_lr_ratio
         self.scheduler = _schedule(self._optimizer, settings, total_steps)
 
     def set_peak_lr(self, lr: float) -> None:
@@ -133,7 +133,7 @@ class DistributedAdam:
         The moments and the count of steps stay.
         """
         self.scheduler.max_lr = lr
-        self.scheduler.min_lr = lr * self._min_ratio
+        self.scheduler.min_lr = lr * MIN_LR_RATIO
         for group in self._optimizer.param_groups:
             group["max_lr"] = self.scheduler.max_lr
             group["min_lr"] = self.scheduler.min_lr
@@ -275,7 +275,7 @@ def _config(model: TransformerConfig, settings: OptimizerSettings) -> OptimizerC
     return OptimizerConfig(
         optimizer="adam",
         lr=settings.lr,
-        min_lr=settings.lr * settings.min_lr_ratio,
+        min_lr=settings.lr * MIN_LR_RATIO,
         weight_decay=settings.weight_decay,
         adam_beta1=settings.beta1,
         adam_beta2=settings.beta2,
@@ -290,7 +290,7 @@ def _config(model: TransformerConfig, settings: OptimizerSettings) -> OptimizerC
 def _schedule(
     optimizer: MegatronOptimizer, settings: OptimizerSettings, total_steps: int
 ) -> OptimizerParamScheduler:
-    """Schedule a linear warm-up from 0 and a decay to min_lr_ratio * lr at step `total_steps`.
+    """Schedule a linear warm-up from 0 and a decay to a tenth of `lr` at step `total_steps`.
 
     Weight decay is constant.
     """
@@ -300,7 +300,7 @@ def _schedule(
         optimizer,
         init_lr=0.0,
         max_lr=settings.lr,
-        min_lr=settings.lr * settings.min_lr_ratio,
+        min_lr=settings.lr * MIN_LR_RATIO,
         lr_warmup_steps=settings.warmup_steps,
         lr_decay_steps=decay_steps,
         lr_decay_style=settings.decay,

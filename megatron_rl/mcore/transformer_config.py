@@ -13,6 +13,7 @@ from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.layer_spec import resolve_spec, spec_options
 from megatron_rl.mcore.parallel import expert_tensor_size
+from megatron_rl.models.pipeline_split import PipelineSplit
 from megatron_rl.models.shape import LatentAttention, ModelShape, Yarn
 
 
@@ -32,7 +33,7 @@ def transformer_config(
         **_mlp(shape),
         **_experts(shape),
         **_training(shape, model),
-        **_parallelism(parallel),
+        **_parallelism(shape, parallel),
         **_machine(shape, on_gpu=on_gpu, uses_te=resolve_spec(model) == "te"),
         **spec_options(model),
     )
@@ -133,7 +134,7 @@ def _training(shape: ModelShape, model: ModelSettings) -> dict[str, Any]:
         "attention_dropout": 0.0,
         "hidden_dropout": model.hidden_dropout,
         "init_method_std": shape.initializer_range,
-        "embedding_init_method_std": model.embedding_std,
+        "embedding_init_method_std": shape.embedding_initializer_range,
         "recompute_granularity": None if model.recompute == "none" else model.recompute,
         "recompute_modules": recompute_modules,
         "recompute_method": "uniform" if recompute_layers else None,
@@ -141,16 +142,18 @@ def _training(shape: ModelShape, model: ModelSettings) -> dict[str, Any]:
     }
 
 
-def _parallelism(parallel: ParallelSettings) -> dict[str, Any]:
+def _parallelism(shape: ModelShape, parallel: ParallelSettings) -> dict[str, Any]:
     chunks = parallel.vpp or 1
+    split = PipelineSplit.balanced(shape.num_layers, parallel.pp, chunks)
     return {
         "tensor_model_parallel_size": parallel.tp,
         "pipeline_model_parallel_size": parallel.pp,
         "virtual_pipeline_model_parallel_size": chunks if chunks > 1 else None,
-        "num_layers_in_first_pipeline_stage": parallel.first_stage_layers,
-        "num_layers_in_last_pipeline_stage": parallel.last_stage_layers,
+        "num_layers_in_first_pipeline_stage": split.first,
+        "num_layers_in_last_pipeline_stage": split.last,
         "context_parallel_size": parallel.cp,
-        "sequence_parallel": parallel.sequence_parallel,
+        # MoE layers need it exactly if there is tensor parallelism
+        "sequence_parallel": parallel.tp > 1,
         "expert_model_parallel_size": parallel.ep,
         "expert_tensor_parallel_size": expert_tensor_size(parallel),
         "variable_seq_lengths": parallel.pp > 1,

@@ -55,6 +55,7 @@ class DecoderConfig(msgspec.Struct, kw_only=True):
     rope_parameters: RopeConfig | None = None  # transformers 5
     rms_norm_eps: NotNegative = 1e-6
     initializer_range: NotNegative = 0.02
+    embedding_initializer_range: NotNegative | None = None  # unknown to transformers
     tie_word_embeddings: bool = False
     max_position_embeddings: Count = 32768
     eos_token_id: Index | Annotated[list[Index], Meta(min_length=1)] | None = None
@@ -165,6 +166,7 @@ def common_shape(config: DecoderConfig) -> dict[str, Any]:
         "rope_theta": config.theta,
         "rms_norm_eps": config.rms_norm_eps,
         "initializer_range": config.initializer_range,
+        "embedding_initializer_range": config.embedding_initializer_range,
         "tie_word_embeddings": config.tie_word_embeddings,
         "max_position_embeddings": config.max_position_embeddings,
         "eos_token_ids": config.eos_ids,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+_ENDS = 2  # the first and the last stage
+
 
 @dataclass(frozen=True)
 class PipelineSplit:
@@ -18,6 +20,25 @@ class PipelineSplit:
     chunks: int = 1
     first: int | None = None
     last: int | None = None
+
+    @classmethod
+    def balanced(cls, num_layers: int, stages: int, chunks: int = 1) -> PipelineSplit:
+        """Split layers evenly, or else give the first and the last stage fewer than the others.
+
+        These two have more to do: they embed tokens and compute logits. The split may have a
+        `problem`.
+        """
+        units = num_layers // chunks  # a stage has the same number of layers in each of its chunks
+        if units < stages or num_layers % chunks or not units % stages:
+            return cls(num_layers, stages, chunks)
+        middle = -(-units // stages)
+        if units - middle * (stages - 2) < _ENDS:
+            middle -= 1
+        ends = units - middle * (stages - 2)
+        last = ends // _ENDS * chunks
+        # Megatron gives the rest of two stages to the other one
+        first = None if stages == _ENDS else ends * chunks - last
+        return cls(num_layers, stages, chunks, first, last)
 
     def problem(self) -> str:
         """Return why the layers cannot be split like this, or an empty string if they can."""

@@ -72,6 +72,7 @@ class ModelShape:
     architecture: model family, as config.json names it.
     head_dim: width of a head's queries and keys.
     initializer_range: standard deviation of random weights.
+    embedding_initializer_range: that of the embedding, None for the same.
     eos_token_ids: tokens that config.json names as ends of a response. `Tokenizer.eos_ids` has all.
     latent: None for ordinary attention.
     moe_layers: 0-based layers with experts, empty for a model without experts.
@@ -94,6 +95,7 @@ class ModelShape:
     tie_word_embeddings: bool
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
+    embedding_initializer_range: float | None = None
     latent: LatentAttention | None = None
     moe_layers: tuple[int, ...] = ()
     num_experts: int = 0

@@ -353,9 +353,7 @@ def _expert_ranks(p: ParallelSettings) -> int:
 
 
 def _layers(shape: ModelShape, p: ParallelSettings, stage: int) -> list[int]:
-    split = PipelineSplit(
-        shape.num_layers, p.pp, p.vpp or 1, p.first_stage_layers, p.last_stage_layers
-    )
+    split = PipelineSplit.balanced(shape.num_layers, p.pp, p.vpp or 1)
     return [layer for chunk in split.layers()[stage] for layer in chunk]
 
 

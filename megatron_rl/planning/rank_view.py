@@ -19,7 +19,7 @@ class RankView:
 
     layers: layers[v] are the 0-based decoder layers of virtual pipeline chunk v.
     cp_rank, cp_size: context-parallel rank and size.
-    sp_rank, sp_size: sequence-parallel rank and size. The size is 1 without sequence parallelism.
+    sp_rank, sp_size: sequence-parallel rank and size, those of tensor parallelism.
     """
 
     layers: tuple[tuple[int, ...], ...]
@@ -42,19 +42,13 @@ class RankView:
 
         Raises ValueError if the layers cannot be split over the pipeline stages.
         """
-        split = PipelineSplit(
-            num_layers,
-            parallel.pp,
-            parallel.vpp or 1,
-            parallel.first_stage_layers,
-            parallel.last_stage_layers,
-        )
+        split = PipelineSplit.balanced(num_layers, parallel.pp, parallel.vpp or 1)
         return cls(
             layers=split.layers()[pp_rank],
             cp_rank=cp_rank,
             cp_size=parallel.cp,
-            sp_rank=tp_rank if parallel.sequence_parallel else 0,
-            sp_size=parallel.tp if parallel.sequence_parallel else 1,
+            sp_rank=tp_rank,
+            sp_size=parallel.tp,
         )
 
     @property

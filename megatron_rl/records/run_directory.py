@@ -98,10 +98,10 @@ class RunDirectory:
 def run_directory_path(run: RunSettings, now: datetime.datetime) -> Path:
     """The absolute path of a run's directory.
 
-    A run without run.name is named after its experiment and `now`. The clocks of ranks differ, so
-    rank 0 tells the others.
+    A run without run.name is named after `now`. The clocks of ranks differ, so rank 0 tells the
+    others.
     """
-    name = run.name if run.name is not None else f"{run.experiment}-{now:%Y%m%d-%H%M%S}"
+    name = run.name if run.name is not None else f"{now:%Y%m%d-%H%M%S}"
     return Path(run.root).expanduser().resolve() / name
 
 

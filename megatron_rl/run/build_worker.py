@@ -66,8 +66,7 @@ def build_worker(
     """
     models = wrap_data_parallel(
         _load_chunks(c, shape),
-        overlap_grad_reduce=c.parallel.overlap_grad_reduce,
-        overlap_param_gather=c.parallel.overlap_param_gather,
+        overlap=c.parallel.overlap,
     )
     view = RankView.for_rank(shape.num_layers, c.parallel, **layout.ranks)
     moe_rows = view.moe_rows(shape.moe_layers)
@@ -89,7 +88,6 @@ def build_worker(
         batcher=Batcher(view, routes, layout.device, multiple=pack_multiple(c.model)),
         model=c.model,
         engine=c.engine,
-        run=c.run,
         sync=c.sync,
         settings=c.train,
         recorder=recorder,

@@ -31,6 +31,8 @@ if TYPE_CHECKING:
     from megatron_rl.run.data import RunData
 
 _CLOSE_SECONDS = 30.0  # a complete run has this time to close its parts
+# After SIGTERM, to finish the step and save a checkpoint. torchrun kills its processes after 30 s.
+_STOP_SECONDS = 25.0
 _FOLLOW_SECONDS = 5.0  # the other ranks end after rank 0, which saves
 
 
@@ -47,7 +49,7 @@ def run(configuration: Configuration) -> int:
     progress = Progress(
         configuration.train.total_steps, is_enabled=configuration.logger.progress and is_leader
     )
-    stop = StopRequest(configuration.run.stop_within_s + (0.0 if is_leader else _FOLLOW_SECONDS))
+    stop = StopRequest(_STOP_SECONDS + (0.0 if is_leader else _FOLLOW_SECONDS))
     parts = OpenParts()
     threading.excepthook = hide_write_errors
     # torch warns when peers end; the exit reporter says why they did

@@ -12,7 +12,6 @@ import torch
 from megatron_rl.config.schema import (
     EngineSettings,
     ModelSettings,
-    RunSettings,
     SyncSettings,
     TrainSettings,
 )
@@ -95,7 +94,6 @@ class Worker:
     batcher: Batcher
     model: ModelSettings
     engine: EngineSettings
-    run: RunSettings
     settings: TrainSettings
     recorder: BatchRecorder
     sync: SyncSettings = field(default_factory=SyncSettings)
@@ -189,7 +187,7 @@ class Worker:
 
     def save(self, target: Path) -> None:
         """Write the weights with the start checkpoint's tokenizer and configuration."""
-        dtype = torch_dtype(self.run.save_dtype or self.model.dtype)
+        dtype = torch_dtype(self.model.dtype)
         save_hf_weights(
             self.policy.models,
             self.shape,

@@ -118,7 +118,8 @@ def build_environment(
     """
     environment = {key: value for key, value in parent.items() if not _belongs_to_torchrun(key)}
     environment |= {
-        "OMP_NUM_THREADS": str(settings.threads),
+        # torchrun sets it for several ranks of a node. Without it, torch would take every core
+        "OMP_NUM_THREADS": parent.get("OMP_NUM_THREADS", "1"),
         "TOKENIZERS_PARALLELISM": "false",
         "HF_HUB_OFFLINE": "1",
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(MANAGED_KEEP_ALIVE_SECONDS),

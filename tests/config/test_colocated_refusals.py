@@ -69,7 +69,11 @@ def test_segments_that_grow_are_refused_with_ipc(
         (IPC, "sync.transport=ipc", f"{KEY} is false"),
         (f"{KEY}=true rollout.max_staleness=1", "rollout.max_staleness=1", "No engine samples"),
         (f"{KEY}=true engine.nodes_per_engine=2", "engine.nodes_per_engine=2", "of one node"),
-        (f"{KEY}=true sync.when=evaluation", "sync.when=evaluation", "lost its weights"),
+        (
+            f"{KEY}=true environment=demonstration algo=sft",
+            "environment.name=demonstration",
+            "lost its weights",
+        ),
         (f"{KEY}=true mode=rollout_only", f"{KEY}=true", "Only mode=train"),
         (
             f"{KEY}=true engine.extra_args=['--mem-fraction-static=0.5']",

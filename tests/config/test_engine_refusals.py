@@ -36,9 +36,7 @@ def test_engine_address_is_refused(checkpoint: Path, url: str, rule: str) -> Non
 # override | value shown
 SERVER_SETTINGS = [
     ("engine.count=2", "2"),
-    ("engine.device=cuda", "cuda"),
     ("engine.max_total_tokens=4096", "4096"),
-    ("engine.threads=2", "2"),
     ("engine.extra_args=['--log-level=info']", "['--log-level=info']"),
 ]
 EXTERNAL = ("engine=external", "engine.urls=['http://127.0.0.1:3']")
@@ -52,7 +50,7 @@ def test_a_running_server_takes_no_start_settings(
 ) -> None:
     (refusal,) = refusals(checkpoint, *EXTERNAL, override)
     assert str(refusal).startswith(f"{override.partition('=')[0]}={value}: ")
-    assert "starting a server" in refusal.rule and "engine=managed" in refusal.remedy
+    assert "starting a server" in refusal.rule and "engine.urls" in refusal.remedy
 
 
 @pytest.mark.parametrize(
@@ -79,15 +77,20 @@ def test_an_engine_named_twice_is_refused(checkpoint: Path) -> None:
     assert len(accept(checkpoint, "engine=external", urls).engine.urls) == 2
 
 
-def test_a_list_of_engines_is_given_in_one_place(checkpoint: Path) -> None:
-    file = "engine.urls_file=/lists/engines"
-    assert accept(checkpoint, "engine=external", file).engine.urls_file == "/lists/engines"
-    (refusal,) = refusals(checkpoint, *EXTERNAL, file)
-    assert refusal.key == "engine.urls_file" and "engine.urls gives the addresses" in refusal.rule
+def test_addresses_of_engines_may_be_in_a_file(checkpoint: Path) -> None:
+    engine = accept(checkpoint, "engine.urls=/lists/engines").engine
+    assert (engine.mode, engine.urls_file, engine.url_list) == (
+        "external",
+        Path("/lists/engines"),
+        [],
+    )
+    engine = accept(checkpoint, *EXTERNAL).engine
+    assert (engine.mode, engine.urls_file) == ("external", None)
+    assert accept(checkpoint).engine.mode == "managed"
     (refusal,) = refusals(checkpoint, "engine=external")
-    assert refusal.key == "engine.urls" and "needs the addresses" in refusal.rule
-    (refusal,) = refusals(checkpoint, file)
-    assert refusal.key == "engine.urls_file" and "starts its own servers" in refusal.rule
+    assert (refusal.key, refusal.value) == ("engine.urls", None)
+    (refusal,) = refusals(checkpoint, "engine.urls=http://127.0.0.1:3")
+    assert refusal.remedy == "Use engine.urls=[http://127.0.0.1:3]"
 
 
 def test_a_key_file_must_exist_and_be_private(checkpoint: Path, tmp_path: Path) -> None:

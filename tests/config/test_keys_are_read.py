@@ -71,7 +71,7 @@ def test_ways_of_reading_a_key() -> None:
         "rollout.temperature": "def f(stage): return stage.rollout.temperature",
         "algo.kl.coef": "def f(s): return s.kl.coef",
         "algo.alpha": "def f(algo: EspoSettings): return algo.alpha",
-        "engine.threads": "def f(settings: ServerSettings): return settings.threads",
+        "engine.ep": "def f(settings: ServerSettings): return settings.ep",
         "seed": "def f(c: Configuration): return c.seed",
     }
     for key, source in sources.items():

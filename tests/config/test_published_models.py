@@ -61,9 +61,7 @@ def test_it_fits_on_gpus_of_80_gb_with_long_responses(checkpoint: Path, name: st
         assert memory.total < 76 * GIB
     alone = replace(
         c,
-        parallel=replace(
-            c.parallel, tp=1, pp=1, ep=1, first_stage_layers=None, last_stage_layers=None
-        ),
+        parallel=replace(c.parallel, tp=1, pp=1, ep=1),
     )
     assert rank_memory(alone, shape, world_size=1, stage=0).total > 400 * GIB
     print(name, engine_memory(c, shape))
@@ -72,10 +70,8 @@ def test_it_fits_on_gpus_of_80_gb_with_long_responses(checkpoint: Path, name: st
 @pytest.mark.slow
 def test_layers_that_do_not_divide_are_refused(checkpoint: Path, name: str) -> None:
     facts = LaunchFacts(world_size=128, local_world_size=8, num_gpus=8)
-    uneven = (f"model={name}", "parallel.pp=4", "parallel.first_stage_layers=5", *ENGINES)
-    assert [r.key for r in refusals(checkpoint, *uneven, facts=facts)] == [
-        "parallel.first_stage_layers"
-    ]
+    uneven = (f"model={name}", "parallel.pp=4", "parallel.vpp=7", *ENGINES)
+    assert [r.key for r in refusals(checkpoint, *uneven, facts=facts)] == ["parallel.pp"]
 
 
 def test_the_whole_config_json_is_read(tmp_path: Path, name: str) -> None:

@@ -13,11 +13,8 @@ NO_EFFECT = "no effect"
 UNREAD = [
     ("run.keep_checkpoints=3", "run.keep_checkpoints=3", NO_CHECKPOINT),
     ("run.background_saves=true", "run.background_saves=true", NO_CHECKPOINT),
-    ("run.on_failed_save=continue", "run.on_failed_save=continue", NO_CHECKPOINT),
-    ("run.stop_within_s=9", "run.stop_within_s=9.0", NO_CHECKPOINT),
-    ("samples.every=0 samples.groups=3", "samples.groups=3", "samples.every=0"),
     ("mode=rollout_only samples.every=3", "samples.every=3", NO_EFFECT),
-    ("mode=eval samples.groups=3", "samples.groups=3", NO_EFFECT),
+    ("mode=eval samples.every=3", "samples.every=3", NO_EFFECT),
     ("mode=train_only eval.every=3", "eval.every=3", NO_EFFECT),
     ("mode=train_only engine.count=2", "engine.count=2", NO_EFFECT),
     ("mode=rollout_only eval.temperature=0.5", "eval.temperature=0.5", NO_EFFECT),

@@ -96,7 +96,7 @@ def credit_and_plan(
 
 
 def sft_credit_and_plan(groups: list[Group]) -> tuple[BatchCredit, StepPlan]:
-    credit = Credit(SftSettings()).assign(groups)
+    credit = Credit(SftSettings(), compares_groups=False).assign(groups)
     planner = StepPlanner(TrainSettings(total_steps=1), ParallelSettings(), dp_size=1, seed=0)
     return credit, planner.plan(1, credit.rollouts, credit.advantages)
 
@@ -205,7 +205,7 @@ def test_class_follows_kind_with_constant_advantages() -> None:
 
 
 def test_partly_masked_rollouts_without_correctness_are_fully_accounted() -> None:
-    """algo.advantages=one trains the rollout without a correctness, too."""
+    """Without comparisons a step trains the rollout without a correctness, too."""
     partial = group(1.0, Verdict(reward=1.0, correctness=None), name="a", num_generated=[4, 9])
     rollouts = tuple(msgspec.structs.replace(r, num_trainable=3) for r in partial.rollouts)
     partial = msgspec.structs.replace(partial, rollouts=rollouts)

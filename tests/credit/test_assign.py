@@ -78,7 +78,8 @@ def test_zero_variance_rate_by_hand() -> None:
 
 
 def test_demonstrations_have_advantage_one() -> None:
-    credit = assign([group(1.0, name="a"), group(1.0, None, name="b")], SftSettings())
+    groups = [group(1.0, name="a"), group(1.0, None, name="b")]
+    credit = Credit(SftSettings(), compares_groups=False).assign(groups)
     assert [r.rollout_id for r in credit.rollouts] == ["a/0", "b/0"]
     assert credit.advantages == (1.0, 1.0)
 

@@ -50,13 +50,13 @@ GRIDS: dict[str, dict[str, Any]] = {
     "single": {},
     "ep2": {"ep": 2},
     "pp2": {"pp": 2},
-    "tp2": {"tp": 2, "sequence_parallel": True},
+    "tp2": {"tp": 2},
     "cp2": {"cp": 2},
     "ep4": {"ep": 4},
     "pp2_vpp2_ep2": {"pp": 2, "vpp": 2, "ep": 2},
-    "tp2_ep2": {"tp": 2, "ep": 2, "sequence_parallel": True},
-    "tp2_ep2_etp2": {"tp": 2, "ep": 2, "etp": 2, "sequence_parallel": True},
-    "tp2_pp2": {"tp": 2, "pp": 2, "sequence_parallel": True},
+    "tp2_ep2": {"tp": 2, "ep": 2},
+    "tp2_ep2_etp2": {"tp": 2, "ep": 2, "etp": 2},
+    "tp2_pp2": {"tp": 2, "pp": 2},
 }
 KEYS = RunKeys("key", "admin-key")
 

@@ -48,8 +48,8 @@ def grids() -> Iterator[ParallelSettings]:
         "ep": (1, 2, 4),
         "etp": (None, 1, 2, 4),
     }
-    for values in itertools.product(*sizes.values(), (False, True)):
-        options: Any = dict(zip([*sizes, "sequence_parallel"], values, strict=True))
+    for values in itertools.product(*sizes.values()):
+        options: Any = dict(zip(sizes, values, strict=True))
         yield ParallelSettings(**options)
 
 
@@ -59,7 +59,7 @@ def test_accepted_layouts_are_those_that_are_compared(smallest: Configuration) -
     accepted_kinds = set()
     for parallel in grids():
         kind = kind_of(parallel)
-        is_compared = kind in compared_kinds and parallel.sequence_parallel == (parallel.tp > 1)
+        is_compared = kind in compared_kinds
         is_accepted = not refusals(smallest, parallel)
         assert is_accepted == is_compared, parallel
         if is_accepted:
@@ -100,7 +100,7 @@ def test_compared_layouts_are_accepted_on_their_ranks(smallest: Configuration, n
 def test_expert_grids_that_are_incorrect_or_untested_are_refused(
     smallest: Configuration, sizes: dict[str, int], rule: str
 ) -> None:
-    parallel: Any = {"sequence_parallel": sizes.get("tp", 1) > 1} | sizes
+    parallel: Any = sizes
     (refusal,) = refusals(smallest, ParallelSettings(**parallel))
     assert (refusal.key, refusal.value) == ("parallel.etp", sizes["etp"])
     assert rule in refusal.rule and "null" in refusal.remedy
@@ -113,5 +113,5 @@ def test_the_default_expert_tensor_parallelism() -> None:
 
 
 def test_a_job_too_small_for_tensor_parallelism_is_one_refusal(smallest: Configuration) -> None:
-    (refusal,) = refusals(smallest, ParallelSettings(tp=2, sequence_parallel=True), ranks=1)
+    (refusal,) = refusals(smallest, ParallelSettings(tp=2), ranks=1)
     assert (refusal.key, refusal.value) == ("parallel.tp", 2)

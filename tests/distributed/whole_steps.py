@@ -23,7 +23,6 @@ from megatron.core import parallel_state
 from megatron_rl.config.schema import (
     EngineSettings,
     ModelSettings,
-    RunSettings,
     TrainSettings,
 )
 from megatron_rl.contracts.group import RolloutLocation
@@ -110,7 +109,6 @@ def build(
         batcher=batcher,
         model=ModelSettings(path=str(checkpoint)),
         engine=EngineSettings(dtype="float32"),
-        run=RunSettings(),
         # The routes are random, so that all of them differ from the routers' choices
         settings=TrainSettings(total_steps=1, max_route_disagreement=1),
         recorder=BatchRecorder(directory, 0, receivers, layout.rank, layout.control_group),

@@ -33,7 +33,6 @@ from megatron_rl.config.schema import (
     EngineSettings,
     ModelSettings,
     ParallelSettings,
-    RunSettings,
     TrainSettings,
 )
 from megatron_rl.contracts.group import RolloutLocation, RolloutRef
@@ -64,7 +63,7 @@ GRIDS = {
     "": ParallelSettings(ep=2, timeout_s=60),
     "pipeline": ParallelSettings(pp=2, timeout_s=60),
     "interleaved": ParallelSettings(pp=2, vpp=2, timeout_s=60),
-    "tensor": ParallelSettings(tp=2, ep=2, sequence_parallel=True, timeout_s=60),
+    "tensor": ParallelSettings(tp=2, ep=2, timeout_s=60),
     "context": ParallelSettings(cp=2, ep=2, timeout_s=60),
 }
 
@@ -96,7 +95,6 @@ def build(layout: RankLayout, rollouts: Path, settings: ParallelSettings, scenar
         batcher=make_batcher(shape, settings, layout, replay=not is_recorded),
         model=ModelSettings(path=str(COLUMN_ADDITION)),
         engine=EngineSettings(),
-        run=RunSettings(),
         # The routes are random, so that all of them differ from the routers' choices
         settings=TrainSettings(
             total_steps=1,

@@ -69,7 +69,7 @@ def test_a_resumed_run_compares_fp8_with_its_own_bfloat16_steps(tmp_path: Path) 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(
     "grid",
-    [("parallel.pp=2",), ("parallel.tp=2", "parallel.sequence_parallel=true")],
+    [("parallel.pp=2",), ("parallel.tp=2",)],
     ids=["pp2", "tp2"],
 )
 def test_engines_of_pipelines_and_shards_hold_what_was_quantized(

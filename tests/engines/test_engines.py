@@ -22,9 +22,12 @@ def test_routes_are_requested_only_for_replay_of_rollouts(replay: str, has_route
     assert (template.routes is not None) == has_routes
 
 
-def test_engines_get_the_gpus_behind_the_ranks_and_seeds_of_their_own() -> None:
+def test_engines_get_the_gpus_behind_the_ranks_and_seeds_of_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     c = configuration_of(["experiment=smoke"])
-    engine = dataclasses.replace(c.engine, count=2, tp=2, device="cuda")
+    engine = dataclasses.replace(c.engine, count=2, tp=2)
     job = dataclasses.replace(ONLY_RANK, local_world_size=4, node=1, num_nodes=1)
     places = server_places(engine, c.model, job, seed=7, return_routes=True)
     assert [place.gpus for place in places] == [(4, 5), (6, 7)]
@@ -34,14 +37,17 @@ def test_engines_get_the_gpus_behind_the_ranks_and_seeds_of_their_own() -> None:
 
 def test_a_wait_names_the_engines_or_the_file_that_lists_them() -> None:
     urls = ["http://10.0.0.1:1", "http://10.0.0.2:1"]
-    assert name_external_engines(EngineSettings(mode="external", urls=urls)) == ", ".join(urls)
-    settings = EngineSettings(mode="external", urls_file="engines.txt")
+    assert name_external_engines(EngineSettings(urls=urls)) == ", ".join(urls)
+    settings = EngineSettings(urls="engines.txt")
     assert name_external_engines(settings) == "the engines in engines.txt"
 
 
-def test_nodes_that_share_engines_hold_equal_parts_of_each() -> None:
+def test_nodes_that_share_engines_hold_equal_parts_of_each(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     c = configuration_of(["experiment=smoke"])
-    engine = dataclasses.replace(c.engine, count=2, tp=4, nodes_per_engine=2, device="cuda")
+    engine = dataclasses.replace(c.engine, count=2, tp=4, nodes_per_engine=2)
     seeds = []
     for node in range(4):
         job = dataclasses.replace(ONLY_RANK, local_world_size=3, node=node, num_nodes=1)

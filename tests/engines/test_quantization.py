@@ -40,10 +40,11 @@ def test_places_of_quantized_engines_are_refused_before_a_server_starts(
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (10, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA B200")
     c = configuration_of(["experiment=smoke"])
-    engine = dataclasses.replace(c.engine, device="cuda", quantization="fp8")
+    engine = dataclasses.replace(c.engine, quantization="fp8")
     options: dict[str, Any] = {"seed": 0, "return_routes": True}
     quantization = engine_quantization(engine, read_shape(c.model.path))
-    with pytest.raises(Failure, match="B200"):
+    with monkeypatch.context() as gpus, pytest.raises(Failure, match="B200"):
+        gpus.setattr(torch.cuda, "device_count", lambda: 8)
         server_places(engine, c.model, ONLY_RANK, quantization=quantization, **options)
     (place,) = server_places(c.engine, c.model, ONLY_RANK, quantization=quantization, **options)
     assert place.quantization == quantization, "CPUs have no such limit"

@@ -14,7 +14,7 @@ SECOND = "http://10.0.0.7:30001"
 
 def list_of(path: Path) -> tuple[UrlList, list[str]]:
     lines: list[str] = []
-    settings = EngineSettings(mode="external", urls_file=str(path), tp=4, ep=2, quantization="fp8")
+    settings = EngineSettings(urls=str(path), tp=4, ep=2, quantization="fp8")
     return UrlList(settings, lines.append), lines
 
 
@@ -46,7 +46,7 @@ def test_a_bad_line_is_refused_by_name_and_rule(tmp_path: Path, line: str, words
     with pytest.raises(Failure) as error:
         url_list.read_first()
     message = str(error.value)
-    assert f"engine.urls_file={path}" in message and line in message and words in message
+    assert f"engine.urls={path}" in message and line in message and words in message
     assert error.value.exit_code is ExitCode.REFUSED
 
 

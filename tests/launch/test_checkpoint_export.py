@@ -24,7 +24,6 @@ JOB: Any = SimpleNamespace(rank=0, world_size=1, control_group=None)
 SETTINGS = {
     "model.path": str(TWO_DIGIT_ADDITION),
     "model.dtype": "bfloat16",
-    "run.save_dtype": None,
 }
 
 
@@ -91,11 +90,9 @@ def test_a_disk_without_space_is_refused(run: Path, monkeypatch: pytest.MonkeyPa
         plan("job")
 
 
-def test_an_export_has_the_dtype_that_the_run_saves(run: Path) -> None:
-    settings = SETTINGS | {"run.save_dtype": "float16"}
-    save_checkpoint(CheckpointStore(run / "checkpoints"), 15, settings)
-    assert plan("job").dtype == "float16"
-    assert plan("job").model.dtype == "bfloat16", "the weights of the checkpoint"
+def test_an_export_has_the_dtype_of_the_training(run: Path) -> None:
+    assert plan("job").dtype == "bfloat16"
+    assert plan("job", dtype="float16").model.dtype == "bfloat16", "the weights of the checkpoint"
     assert plan("job", dtype="float32").dtype == "float32"
 
 

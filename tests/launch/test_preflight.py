@@ -95,7 +95,7 @@ def test_versions_with_gpus_are_those_of_the_cuda_image(
 def test_host_memory_and_run_root(preflight: ModuleType, tmp_path: Path) -> None:
     c = configuration_of(["experiment=smoke"])
     many = replace(c, engine=EngineSettings(count=10_000))
-    external = replace(c, engine=EngineSettings(mode="external", count=10_000))
+    external = replace(c, engine=EngineSettings(urls=["http://127.0.0.1:3"], count=10_000))
     assert preflight.check_memory(c, LaunchFacts()).passes
     assert not preflight.check_memory(many, LaunchFacts()).passes
     assert preflight.check_memory(external, LaunchFacts()).passes
@@ -122,7 +122,7 @@ def test_rank_memory_is_reported_part_by_part(preflight: ModuleType) -> None:
     rank, engine, cache = preflight.check_rank_memory(c, shape, facts, 114 * 2**30)
     assert rank.passes and engine.passes
     assert (cache.passes, cache.refuses) == (False, False)
-    external = replace(c, engine=replace(c.engine, mode="external"))
+    external = replace(c, engine=replace(c.engine, urls=["http://127.0.0.1:3"]))
     assert list(preflight.check_rank_memory(external, shape, facts, 79 * 2**30))[1].passes
 
 
@@ -193,19 +193,25 @@ def test_a_mode_needs_the_memory_of_what_it_opens(
 
 
 @pytest.mark.parametrize(
-    ("mode", "fails"),
+    ("engine", "mode", "fails"),
     [
-        (["mode=train"], {"host memory", "open files", "http://[::1]:9"}),
-        (["mode=train_only", "rollout.recording=."], set()),
+        ({"count": 10_000}, ["mode=train"], {"host memory", "open files"}),
+        ({"urls": ["http://[::1]:9"]}, ["mode=train"], {"open files", "http://[::1]:9"}),
+        ({"count": 10_000}, ["mode=train_only", "rollout.recording=."], set()),
+        ({"urls": ["http://[::1]:9"]}, ["mode=train_only", "rollout.recording=."], set()),
     ],
 )
 def test_engines_that_are_not_started_need_nothing(
-    preflight: ModuleType, monkeypatch: pytest.MonkeyPatch, mode: list[str], fails: set[str]
+    preflight: ModuleType,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: dict[str, Any],
+    mode: list[str],
+    fails: set[str],
 ) -> None:
     monkeypatch.setattr(preflight, "check_opening", lambda _: [])
     monkeypatch.setattr(preflight.resource, "getrlimit", lambda _: (1, 1))
     c = configuration_of(["experiment=smoke", *mode])
-    c = replace(c, engine=replace(c.engine, count=10_000, urls=["http://[::1]:9"]))
+    c = replace(c, engine=replace(c.engine, **engine))
     names = {"host memory", "open files", "http://[::1]:9", "engine memory"}
     checks = preflight.check_all(c, LaunchFacts())
     assert {check.name for check in checks if not check.passes and check.name in names} == fails

@@ -26,9 +26,7 @@ PARITY = {
     "dp2": LayoutCase(ParallelSettings(timeout_s=60)),
     "ep2": LayoutCase(EP2),
     "ep2 recompute": LayoutCase(EP2, recompute="full"),
-    "tp2 sequence-parallel ep2": LayoutCase(
-        ParallelSettings(tp=2, ep=2, sequence_parallel=True, timeout_s=60)
-    ),
+    "tp2 sequence-parallel ep2": LayoutCase(ParallelSettings(tp=2, ep=2, timeout_s=60)),
     "pp2": LayoutCase(ParallelSettings(pp=2, timeout_s=60)),
     "pp2 vpp2": LayoutCase(PP2_VPP2),
     "pp2 vpp2 recompute": LayoutCase(PP2_VPP2, recompute="full"),

@@ -98,7 +98,8 @@ def named_gradients(models: Sequence[Any], shape: ModelShape) -> dict[str, torch
 
 def save_random_model(case: LayoutCase, shape: ModelShape, checkpoint: Path, target: Path) -> None:
     """Save a model from scratch, before data parallelism could broadcast one replica's weights."""
-    settings = ModelSettings(path=str(checkpoint), init="random", embedding_std=0.5)
+    settings = ModelSettings(path=str(checkpoint), init="random")
+    shape = replace(shape, embedding_initializer_range=0.5)
     models = build_models(shape, settings, case.parallel)
     initialize_hf_weights(models, shape, seed=5)
     weights = torch.cat(

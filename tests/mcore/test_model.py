@@ -9,12 +9,18 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_rl.config.schema import ModelSettings, ParallelSettings
+from megatron_rl.models.families import read_shape
 from megatron_rl.models.shape import LatentAttention, Yarn
 from tests.mcore.test_hf_weights import build
 
 
 def test_settings_of_random_initialization_take_effect(megatron: Any, checkpoint: Path) -> None:
-    (model,), _ = build(checkpoint, load=False, embedding_std=0.5, hidden_dropout=0.25)
+    from megatron_rl.mcore.model import build_models
+
+    shape = replace(read_shape(checkpoint), embedding_initializer_range=0.5)
+    settings = ModelSettings(path=str(checkpoint), init="random", hidden_dropout=0.25)
+    (model,) = build_models(shape, settings, ParallelSettings())
     assert model.embedding.word_embeddings.weight.std().item() == pytest.approx(0.5, rel=0.1)
     assert model.decoder.layers[0].mlp.router.weight.std().item() == pytest.approx(0.02, rel=0.2)
     assert model.config.hidden_dropout == 0.25
@@ -35,9 +41,7 @@ def test_gpu_uses_the_fusions_that_replay_allows(
     from megatron.core.models.common.embeddings import rope_utils
     from megatron.core.transformer.moe import moe_utils
 
-    from megatron_rl.config.schema import ModelSettings, ParallelSettings
     from megatron_rl.mcore.transformer_config import transformer_config
-    from megatron_rl.models.families import read_shape
 
     kernels = (
         "permute",

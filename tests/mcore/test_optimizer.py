@@ -86,9 +86,7 @@ def test_reported_learning_rate_is_the_applied_one(
 ) -> None:
     """AdamW moves a parameter by the learning rate if all its gradients were the same."""
     models, _ = build(checkpoint)
-    optimizer = adam(
-        models, total, lr=0.1, warmup_steps=warmup, decay=decay, min_lr_ratio=0.1, eps=1e-30
-    )
+    optimizer = adam(models, total, lr=0.1, warmup_steps=warmup, decay=decay, eps=1e-30)
     for rate in rates:
         lr, changes = step_with_gradient(models, optimizer, 1.0)
         assert lr == pytest.approx(0.1 * rate)
@@ -124,7 +122,7 @@ def test_new_peak_rate_keeps_warmup_decay_and_moments(
 ) -> None:
     """The rates are the same as with this peak rate from the start."""
     models, _ = build(checkpoint)
-    optimizer = adam(models, 6, lr=0.1, warmup_steps=2, decay="linear", min_lr_ratio=0.1, eps=1e-30)
+    optimizer = adam(models, 6, lr=0.1, warmup_steps=2, decay="linear", eps=1e-30)
     rates = []
     for step in range(6):
         if step in (1, 4):

@@ -25,9 +25,32 @@ def test_known_splits() -> None:
 
 
 @pytest.mark.parametrize(
+    ("num_layers", "stages", "chunks", "sizes"),
+    [
+        (48, 4, 1, [12, 12, 12, 12]),
+        (94, 8, 1, [11, 12, 12, 12, 12, 12, 12, 11]),
+        (9, 4, 1, [2, 3, 3, 1]),
+        (5, 4, 1, [2, 1, 1, 1]),
+        (5, 2, 1, [3, 2]),
+        (12, 2, 2, [6, 6]),
+        (10, 2, 2, [6, 4]),
+        (16, 3, 2, [6, 6, 4]),
+        (7, 1, 1, [7]),
+    ],
+)
+def test_layers_that_do_not_divide_are_fewer_at_the_ends(
+    num_layers: int, stages: int, chunks: int, sizes: list[int]
+) -> None:
+    layers = PipelineSplit.balanced(num_layers, stages, chunks).layers()
+    assert [sum(map(len, stage)) for stage in layers] == sizes
+
+
+@pytest.mark.parametrize(
     ("split", "problem"),
     [
         (PipelineSplit(6, 4), "the 6 layers do not divide over 4 stage"),
+        (PipelineSplit.balanced(3, 4), "the 3 layers do not divide over 4 stage"),
+        (PipelineSplit.balanced(5, 2, 2), "of 2 chunks each"),
         (PipelineSplit(6, 2, 2), "of 2 chunks each"),
         (
             PipelineSplit(6, 2, first=6),
@@ -59,7 +82,14 @@ def splits(draw: st.DrawFn) -> PipelineSplit:
     return PipelineSplit(num_layers, stages, chunks, first, last)
 
 
-@given(split=splits())
+@st.composite
+def balanced_splits(draw: st.DrawFn) -> PipelineSplit:
+    stages = draw(st.integers(1, 8))
+    chunks = draw(st.integers(1, 3)) if stages > 1 else 1
+    return PipelineSplit.balanced(draw(st.integers(stages, 40)) * chunks, stages, chunks)
+
+
+@given(split=splits() | balanced_splits())
 def test_megatron_splits_layers_in_the_same_way(split: PipelineSplit) -> None:
     from megatron.core.transformer.transformer_block import get_num_layers_to_build
     from megatron.core.transformer.transformer_config import TransformerConfig

@@ -97,16 +97,15 @@ def test_a_model_of_30_billion_does_not_fit_on_eight_gpus_and_fits_on_32() -> No
     assert list(many.problems()) == []
 
 
-def test_engines_get_the_gpus_of_the_ranks_in_order() -> None:
+def test_engines_get_the_gpus_of_the_ranks_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
     job: Any = SimpleNamespace(local_world_size=4, node=1, num_nodes=1)
     model: Any = SimpleNamespace(path="/m", init="checkpoint")
     for tp, gpus in ((1, [(0,), (1,), (2,), (3,)]), (2, [(0, 1), (2, 3)]), (4, [(0, 1, 2, 3)])):
-        engine = EngineSettings(device="cuda", colocated=True, tp=tp, count=4 // tp)
+        engine = EngineSettings(colocated=True, tp=tp, count=4 // tp)
         places = server_places(engine, model, job, seed=0, return_routes=True, memory_fraction=0.5)
         assert [place.gpus for place in places] == gpus
         assert {place.memory_fraction for place in places} == {0.5}
-    apart = server_places(
-        EngineSettings(device="cuda", count=2), model, job, seed=0, return_routes=True
-    )
+    apart = server_places(EngineSettings(count=2), model, job, seed=0, return_routes=True)
     assert [place.gpus for place in apart] == [(4,), (5,)]
     assert {place.memory_fraction for place in apart} == {None}

@@ -67,7 +67,7 @@ def test_rollouts_keep_their_tokens_and_advantages(tp: int) -> None:
     advantage_by_id = advantages_of(groups)
     assert len(set(advantage_by_id.values())) > 20, "equal advantages could be exchanged unnoticed"
     credit = Credit(GrpoSettings()).assign(groups)
-    parallel = ParallelSettings(tp=tp, sequence_parallel=tp > 1)
+    parallel = ParallelSettings(tp=tp)
     train = TrainSettings(total_steps=1, optimizer_steps_per_batch=2, tokens_per_micro_batch=120)
     planner = StepPlanner(train, parallel, dp_size=2, seed=0)
     plan = planner.plan(0, credit.rollouts, credit.advantages, weights=credit.weights)

@@ -89,7 +89,7 @@ def test_tied_embeddings_save_a_table_only_on_a_single_stage() -> None:
 
 
 def test_tensor_and_expert_parallelism_split_parameters() -> None:
-    four = ParallelSettings(tp=2, ep=2, sequence_parallel=True)
+    four = ParallelSettings(tp=2, ep=2)
     dense = (4 * ATTENTION + DENSE) // 2 + 4 * NORMS + 3 * ROUTER + 8 + 2 * 40 + 8
     assert rank_parameters(SMALL, four, 0) == RankParameters(dense, 6 * EXPERT)
     assert rank_parameters(SMALL, replace(four, etp=2), 0).experts == 3 * EXPERT
@@ -242,7 +242,7 @@ def passing_bytes(dtype: str = "float32", tp: int = 1, copies: int = 2) -> float
 
 
 def test_tensor_parallelism_splits_all_activations() -> None:
-    c = make_settings(tp=2, sequence_parallel=True)
+    c = make_settings(tp=2)
     expert_layer, dense_layer = layer_bytes(tp=2)
     without = memory_of(c, world_size=2)
     passing = passing_bytes(tp=2)
@@ -254,7 +254,7 @@ def test_tensor_parallelism_splits_all_activations() -> None:
 def test_shared_experts_save_their_inner_values() -> None:
     with_shared_expert = replace(SMALL, shared_ffn_hidden_size=24)
     for tp in (1, 2):
-        c = make_settings(tp=tp, sequence_parallel=tp > 1)
+        c = make_settings(tp=tp)
         difference = (
             rank_memory(c, with_shared_expert, world_size=tp, stage=0).activations
             - memory_of(c, world_size=tp).activations
@@ -329,7 +329,7 @@ def test_experts_of_other_ranks_need_copies_of_the_rows_that_are_sent() -> None:
 def test_an_export_joins_the_shards_of_the_vocabulary_table() -> None:
     """All shards and the whole table are held, after activations and logits were freed."""
     shape = replace(SMALL, num_layers=6, moe_layers=tuple(range(6)), vocab_size=100_000)
-    c = make_settings(tp=2, pp=3, sequence_parallel=True)
+    c = make_settings(tp=2, pp=3)
     first, middle, last = (rank_memory(c, shape, world_size=6, stage=stage) for stage in range(3))
     table = 100_000 * 8 * 4
     assert first.export == 2 * table - first.activations > 0
@@ -340,13 +340,14 @@ def test_an_export_joins_the_shards_of_the_vocabulary_table() -> None:
 
 
 def test_uneven_stages_have_their_own_layers() -> None:
-    parallel = ParallelSettings(pp=2, last_stage_layers=1)
-    assert rank_parameters(SMALL, parallel, 0).experts == 2 * 4 * EXPERT
-    assert rank_parameters(SMALL, parallel, 1).experts == 1 * 4 * EXPERT
+    parallel = ParallelSettings(pp=2)
+    shape = replace(SMALL, num_layers=3, moe_layers=(0, 1, 2))
+    assert rank_parameters(shape, parallel, 0).experts == 2 * 4 * EXPERT
+    assert rank_parameters(shape, parallel, 1).experts == 1 * 4 * EXPERT
 
 
 def test_all_sizes_are_whole_bytes() -> None:
-    c = make_settings(tp=2, ep=2, pp=2, sequence_parallel=True)
+    c = make_settings(tp=2, ep=2, pp=2)
     c = replace(c, run=replace(c.run, checkpoint_every=1, background_saves=True))
     memory = memory_of(c, world_size=8)
     assert {type(value) for value in vars(memory).values()} == {int}

@@ -61,19 +61,19 @@ class Run:
 RUNS = {
     "mixtral_8x7b_tp1pp4ep8vpp8_release": Run(
         MIXTRAL,
-        ParallelSettings(tp=2, pp=4, vpp=8, ep=8, etp=1, sequence_parallel=True),
+        ParallelSettings(tp=2, pp=4, vpp=8, ep=8, etp=1),
         64,
         19_085_930_496,
     ),
     "mixtral_8x7b_alltoall_tp2pp4ep4_release": Run(
         replace(MIXTRAL, vocab_size=256_000),
-        ParallelSettings(tp=2, pp=4, ep=4, etp=2, sequence_parallel=True),
+        ParallelSettings(tp=2, pp=4, ep=4, etp=2),
         128,
         17_449_066_496,
     ),
     "mixtral_8x22b_tp2pp8ep8vpp1_release": Run(
         LARGE_MIXTRAL,
-        ParallelSettings(tp=2, pp=8, ep=8, etp=2, sequence_parallel=True),
+        ParallelSettings(tp=2, pp=8, ep=8, etp=2),
         128,
         22_284_785_664,
     ),

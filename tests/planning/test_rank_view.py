@@ -14,24 +14,24 @@ def test_pipeline_layers_by_hand() -> None:
 
 
 def test_uneven_stages_have_their_own_layers() -> None:
-    parallel = ParallelSettings(pp=3, first_stage_layers=1, last_stage_layers=3)
+    parallel = ParallelSettings(pp=3)
     layers = [RankView.for_rank(8, parallel, pp_rank=stage).layers for stage in range(3)]
-    assert layers == [((0,),), ((1, 2, 3, 4),), ((5, 6, 7),)]
+    assert layers == [((0, 1, 2),), ((3, 4, 5),), ((6, 7),)]
 
 
 def test_sequences_are_padded_for_all_ranks_that_split_them() -> None:
-    parallel = ParallelSettings(cp=2, tp=3, sequence_parallel=True)
+    parallel = ParallelSettings(cp=2, tp=3)
     view = RankView.for_rank(8, parallel, cp_rank=1, tp_rank=2)
     assert (view.cp_rank, view.cp_size, view.sp_rank, view.sp_size) == (1, 2, 2, 3)
     assert view.row_multiple == 2 * 2 * 3
-    assert RankView.for_rank(8, ParallelSettings(tp=3, sequence_parallel=True)).row_multiple == 3
+    assert RankView.for_rank(8, ParallelSettings(tp=3)).row_multiple == 3
 
 
 @pytest.mark.parametrize(
     ("parallel", "words"),
     [
-        (ParallelSettings(pp=4), r"parallel\.pp"),
-        (ParallelSettings(pp=2, vpp=2), r"2 stage\(s\) of 2 chunks"),
+        (ParallelSettings(pp=7), r"parallel\.pp"),
+        (ParallelSettings(pp=2, vpp=4), r"2 stage\(s\) of 4 chunks"),
     ],
 )
 def test_layers_must_divide_over_stages_and_chunks(parallel: ParallelSettings, words: str) -> None:
@@ -40,13 +40,8 @@ def test_layers_must_divide_over_stages_and_chunks(parallel: ParallelSettings, w
 
 
 def test_ranks_default_to_zero() -> None:
-    view = RankView.for_rank(8, ParallelSettings(pp=2, cp=2, tp=2, sequence_parallel=True))
+    view = RankView.for_rank(8, ParallelSettings(pp=2, cp=2, tp=2))
     assert (view.layers, view.cp_rank, view.sp_rank) == (((0, 1, 2, 3),), 0, 0)
-
-
-def test_tensor_parallelism_without_sequence_parallelism_splits_no_rows() -> None:
-    view = RankView.for_rank(2, ParallelSettings(tp=2), tp_rank=1)
-    assert (view.sp_rank, view.sp_size, view.row_multiple) == (0, 1, 1)
 
 
 def test_moe_rows_skip_dense_layers() -> None:
@@ -69,7 +64,7 @@ def test_zigzag_by_hand() -> None:
     st.sampled_from([1, 2]),
 )
 def test_ranks_partition_the_rows(lengths: list[int], cp: int, tp: int) -> None:
-    parallel = ParallelSettings(cp=cp, tp=tp, sequence_parallel=tp > 1)
+    parallel = ParallelSettings(cp=cp, tp=tp)
     rows: list[int] = []
     num_rows = 0
     for cp_rank in range(cp):

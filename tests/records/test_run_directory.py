@@ -26,8 +26,8 @@ from tests.support.past_runs import make_run_directory
 
 def test_the_path_of_a_run_directory(tmp_path: Path) -> None:
     noon = datetime.datetime(2025, 1, 2, 12, 0, 5)
-    run = schema.RunSettings(root=str(tmp_path), experiment="quickstart")
-    assert run_directory_path(run, noon) == tmp_path / "quickstart-20250102-120005"
+    run = schema.RunSettings(root=str(tmp_path))
+    assert run_directory_path(run, noon) == tmp_path / "20250102-120005"
     assert run_directory_path(dataclasses.replace(run, name="mine"), noon) == tmp_path / "mine"
 
 

@@ -540,9 +540,7 @@ def test_a_response_that_is_no_longer_wanted_is_not_requested() -> None:
     assert engine.calls == 1
 
 
-@pytest.mark.parametrize(
-    ("settings", "seconds"), [({}, 120), ({"mode": "external", "urls": ["http://a"]}, 5)]
-)
+@pytest.mark.parametrize(("settings", "seconds"), [({}, 120), ({"urls": ["http://a"]}, 5)])
 def test_connections_stay_open_as_long_as_the_kind_of_server_allows(
     settings: dict[str, Any], seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -129,21 +129,21 @@ def test_responses_that_repeat_themselves_are_a_share() -> None:
 
 
 def sample_batch(
-    hub: CollectorHub, peer: Peer, answer: Callable[[GroupRequest], GroupDone], share: float = 0.5
+    hub: CollectorHub, peer: Peer, answer: Callable[[GroupRequest], GroupDone]
 ) -> RolloutBatch:
-    settings = replace(SETTINGS, max_rejected_share=share)
     prompts = FixedPrompts(PROMPTS, 2)
     return RolloutSampler(
-        synced_queue(hub, settings), settings, prompts, (1,), answer_requests(peer, answer, [])
+        synced_queue(hub), SETTINGS, prompts, (1,), answer_requests(peer, answer, [])
     ).sample(4)
 
 
 def answer_with_losses(count: int, reason: str = "engine") -> Callable[[GroupRequest], GroupDone]:
-    """Make an answer in which `count` of the first group's two rollouts are rejected."""
+    """Make an answer in which `count` of the rollouts are rejected, of the first groups first."""
     refs = (make_ref(make_rollout(2, 3)),) * 2
 
     def answer(request: GroupRequest) -> GroupDone:
-        num_lost = count if request.group_id == "step-4-0" else 0
+        place = int(request.group_id.rpartition("-")[2])
+        num_lost = min(max(count - 2 * place, 0), 2)
         return group_done(
             request.group_id, refs[num_lost:], rejections={reason: num_lost} if num_lost else {}
         )
@@ -151,17 +151,17 @@ def answer_with_losses(count: int, reason: str = "engine") -> Callable[[GroupReq
     return answer
 
 
-def test_a_batch_may_lose_the_share_of_its_key(hub: CollectorHub, peer: Peer) -> None:
-    batch = sample_batch(hub, peer, answer_with_losses(2), share=1 / 3)
-    assert batch.rejections == {"engine": 2}  # 2 of 6
+def test_a_batch_may_lose_half_of_its_rollouts(hub: CollectorHub, peer: Peer) -> None:
+    batch = sample_batch(hub, peer, answer_with_losses(3))
+    assert batch.rejections == {"engine": 3}  # of 6
 
 
 def test_a_batch_with_too_many_losses_ends_the_run(hub: CollectorHub, peer: Peer) -> None:
     with pytest.raises(TooManyRejected) as error:
-        sample_batch(hub, peer, answer_with_losses(2), share=0.33)
+        sample_batch(hub, peer, answer_with_losses(4))
     message = str(error.value)
-    assert message.startswith("batch step-4: 2 of 6") and "2 engine" in message
-    assert "rollout.max_rejected_share=0.33" in message and "logs/collector-*.log" in message
+    assert message.startswith("batch step-4: 4 of 6") and "4 engine" in message
+    assert "0.5 is the largest share" in message and "logs/collector-*.log" in message
     assert isinstance(error.value, Failure) and error.value.exit_code is ExitCode.ENGINE_FAILED
     assert not isinstance(error.value, NonFiniteResponses)
 
@@ -176,7 +176,6 @@ def test_a_batch_without_usable_rollouts_ends_the_run_at_any_limit(
             hub,
             peer,
             lambda request: group_done(request.group_id, rejections={"logprobs_nonfinite": 2}),
-            share=1.0,
         )
     assert isinstance(error.value, TooManyRejected)
 

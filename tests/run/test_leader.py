@@ -143,9 +143,13 @@ def test_evaluations_follow_every_and_start_step(tmp_path: Path) -> None:
     assert evaluated_steps(every=0) == ["0", "7"]
 
 
-def test_sync_when_evaluation_sends_weights_before_evaluations_only(tmp_path: Path) -> None:
+def test_demonstrations_send_weights_before_evaluations_only(tmp_path: Path) -> None:
     parts = lead(
-        ScriptedParts(), tmp_path, steps=4, evals={"every": 2, "start_step": 1}, when="evaluation"
+        ScriptedParts(),
+        tmp_path,
+        steps=4,
+        evals={"every": 2, "start_step": 1},
+        environment="demonstration",
     )
     syncs = [text for text in parts.calls if text.startswith(("sync", "evaluate"))]
     assert syncs == [
@@ -466,14 +470,14 @@ def test_every_set_is_evaluated_at_its_own_interval(tmp_path: Path) -> None:
     assert tokens > parts.metrics[2]["account/evaluation"] > 0, "both count"
 
 
-@pytest.mark.parametrize("when", ["step", "evaluation"])
+@pytest.mark.parametrize("environment", ["single_turn", "demonstration"])
 def test_all_evaluations_of_a_step_follow_one_sync_and_no_other_comes_between(
-    tmp_path: Path, when: str
+    tmp_path: Path, environment: str
 ) -> None:
     """A sync between two sets would compare different weights under one step."""
     parts = ScriptedParts()
     sets = {"a": make_set(parts, 1), "b": make_set(parts, 1)}
-    lead(parts, tmp_path, steps=3, evals={"every": 1}, when=when, sets=sets)
+    lead(parts, tmp_path, steps=3, evals={"every": 1}, environment=environment, sets=sets)
     calls = [call for call in parts.calls if call.startswith(("evaluate", "sync", "train"))]
     for step in range(4):
         first = calls.index(f"evaluate {step} at version {step}")
@@ -548,5 +552,5 @@ def test_engines_do_not_hold_the_trainers_weights_between_an_update_and_its_sync
     """No engine may join meanwhile."""
     is_current: list[bool] = []
     parts = ScriptedParts(on_sample=lambda step: is_current.append(parts.is_current))
-    lead(parts, tmp_path, steps=3, when="evaluation", evals={"every": 2, "start_step": 1})
+    lead(parts, tmp_path, steps=3, environment="demonstration", evals={"every": 2, "start_step": 1})
     assert is_current == [True, False, True]

@@ -99,7 +99,7 @@ def test_a_bad_row_ends_the_ranks_of_all_nodes(tmp_path: Path) -> None:
     key_file = tmp_path / "keys.json"
     key_file.write_bytes(msgspec.json.encode(create_keys()))
     key_file.chmod(0o600)
-    engine = ("engine.mode=external", "engine.urls=[http://127.0.0.1:9]")
+    engine = ("engine.urls=[http://127.0.0.1:9]",)
     overrides = settings(tmp_path, "parallel=ep2", *engine, f"engine.key_file={key_file}")
     with (tmp_path / "sums.jsonl").open("a") as file:
         file.write('{"prompt": "1+1="}\n')

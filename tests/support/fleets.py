@@ -104,7 +104,6 @@ class ScriptedFleet:
         self,
         engines: Sequence[int] = (1, 1),
         *,
-        wait_s: float = 100.0,
         urls: UrlList | None = None,
         token_counter: TokenCounter | None = None,
     ) -> None:
@@ -128,7 +127,7 @@ class ScriptedFleet:
             self.members,
             scripted_queue,
             scripted_prober,
-            RecoverySettings(wait_s=wait_s),
+            RecoverySettings(),
             board=scripted_board,
             nodes=list(nodes),
             log=self.lines.append,

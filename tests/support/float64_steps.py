@@ -324,7 +324,7 @@ class Float64Trainer:
         if step <= settings.warmup_steps:
             return settings.lr * step / settings.warmup_steps
         remaining = (self.total_steps - step) / (self.total_steps - settings.warmup_steps)
-        return settings.lr * (settings.min_lr_ratio + (1 - settings.min_lr_ratio) * remaining)
+        return settings.lr * (0.1 + 0.9 * remaining)
 
 
 def _entropy_groups(entropy: torch.Tensor, fraction: float) -> list[list[int]]:

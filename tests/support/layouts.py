@@ -25,6 +25,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "tied": {"norm_topk_prob": False, "tie_word_embeddings": True},
     "dense": DENSE,
     "mixtral": MIXTRAL,
+    "odd": {"num_hidden_layers": 3},
 }
 ALGORITHMS: dict[str, AlgoSettings] = {
     "grpo": GrpoSettings(clip_low=0.03, clip_high=0.05),
@@ -41,7 +42,6 @@ OPTIMIZER = OptimizerSettings(
     lr=1e-3,
     warmup_steps=2,
     decay="linear",
-    min_lr_ratio=0.1,
     beta2=0.9,
     eps=1e-5,
     weight_decay=0.1,
@@ -107,9 +107,9 @@ def _expert_split(parallel: ParallelSettings) -> Literal["1", "tp", "other"]:
     return "tp" if etp == parallel.tp else "other"
 
 
-def grid(tp: int = 1, **sizes: int) -> ParallelSettings:
-    """Return a grid with sequence parallelism wherever there is tensor parallelism."""
-    return ParallelSettings(tp=tp, sequence_parallel=tp > 1, timeout_s=200, **sizes)
+def grid(**sizes: int) -> ParallelSettings:
+    """Return a grid whose ranks wait for each other on a busy machine."""
+    return ParallelSettings(timeout_s=200, **sizes)
 
 
 def _layouts(ranks: int, **grids: ParallelSettings) -> dict[str, Layout]:
@@ -139,7 +139,6 @@ LAYOUTS: dict[str, Layout] = {
     "tp2_ep2-bfloat16": Layout(2, grid(tp=2, ep=2), "full", "bfloat16"),
     "pp2_vpp2-bfloat16": Layout(2, grid(pp=2, vpp=2), "full", "bfloat16"),
     "cp2_ep2-bfloat16": Layout(2, grid(cp=2, ep=2), "full", "bfloat16"),
-    "pp2_uneven-none": Layout(2, grid(pp=2, first_stage_layers=1)),
     "pp4-full": Layout(4, grid(pp=4), "full"),
     "tp2_ep2_etp2-full": Layout(4, grid(tp=2, ep=2, etp=2), "full"),
     "tp2_pp2-none": Layout(4, grid(tp=2, pp=2)),
@@ -180,10 +179,12 @@ RANKS = (1, 2, 4, 8)  # the sizes of the jobs that compare layouts
 # With tied embeddings the first and the last stage hold the same tensor, and so do their
 # distributed optimizers.
 TIED = ("one-none", "tp2_ep2-none", "pp2_vpp2-none", "pp2_dp2-none")
-# Other families, in grids that split experts, heads or columns.
+# Other families, in grids that split experts, heads or columns, and layers that stages share
+# unevenly.
 OTHER_FAMILIES = {
     "dense": ("one-none", "tp2-full"),
     "mixtral": ("one-full", "tp2_ep2-none", "cp2_ep2-none"),
+    "odd": ("pp2-none",),
 }
 # Layouts by ranks. This family has no float64 model, so that two ranks are compared with one.
 DEEPSEEK = {1: ("one-none",), 2: ("ep2-none", "pp2-none")}

@@ -18,11 +18,11 @@ from megatron_rl.config.schema import (
     Configuration,
     CreditSettings,
     EngineSettings,
+    EnvironmentSettings,
     EvalSettings,
     GuardSettings,
     ParallelSettings,
     RunSettings,
-    SyncSettings,
     TrainSettings,
 )
 from megatron_rl.contracts.commands import Command, EnterPhase, Save, Sync, Train
@@ -294,7 +294,7 @@ def lead(
     steps: int = 2,
     evals: dict[str, Any] | None = None,
     sets: Mapping[str, Any] = MappingProxyType({}),
-    when: str = "step",
+    environment: str = "single_turn",
     stream: TextIO | None = None,
     checkpoints: CheckpointManager | None = None,
     resume_state: LoopState | None = None,
@@ -318,7 +318,7 @@ def lead(
         _configuration(),
         train=settings,
         eval=eval_settings(evals or {}),
-        sync=SyncSettings(when=when),  # type: ignore[arg-type]
+        environment=EnvironmentSettings(name=environment),  # type: ignore[arg-type]
         run=RunSettings(),
         guard=guard,
         engine=engine,

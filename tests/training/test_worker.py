@@ -20,7 +20,6 @@ compat.install()
 from megatron_rl.config.schema import (
     EngineSettings,
     ModelSettings,
-    RunSettings,
     TrainSettings,
 )
 from megatron_rl.contracts.exit_codes import ExitCode
@@ -143,7 +142,6 @@ def make_worker(
         batcher=batcher,
         model=ModelSettings(path="/m"),
         engine=EngineSettings(),
-        run=RunSettings(),
         settings=train or TrainSettings(total_steps=1),
         recorder=BatchRecorder(directory, every, receivers, 0, None),
     )

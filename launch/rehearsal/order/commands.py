@@ -210,7 +210,7 @@ class RankCommands:
     def _announce_shape(self, rows: int) -> None:
         """Tell the shape of the hidden states that stages exchange."""
         p = self._c.parallel
-        rows_of_rank = rows // (p.cp * (p.tp if p.sequence_parallel else 1))
+        rows_of_rank = rows // (p.cp * p.tp)
         self._mode.log.message_shape = (rows_of_rank, 1, self._shape.hidden_size)
 
     def _filler_rows(self) -> int:

@@ -65,8 +65,7 @@ def _layer_overrides(c: Configuration, job: Job, folder: Path) -> list[str]:
         return []
     chunks = c.parallel.pp * (c.parallel.vpp or 1)
     path = _with_layers(Path(c.model.path), folder, job.layers_per_stage * chunks)
-    no_splits = ("parallel.first_stage_layers=null", "parallel.last_stage_layers=null")
-    return [f"model.path={path}", *no_splits]
+    return [f"model.path={path}"]
 
 
 class RankProcesses:

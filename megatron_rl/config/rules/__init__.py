@@ -82,7 +82,7 @@ def _check_settings(
     yield from check_data(c, keys)
     yield from check_environment(c)
     yield from check_mode(c)
-    yield from check_guard(c, keys)
+    yield from check_guard(c)
     yield from check_evaluation(c)
     yield from check_selection(c, keys)
     yield from check_credit(c)
@@ -100,7 +100,7 @@ def _check_settings(
     yield from check_replay(c)
     yield from check_regularization(c)
     yield from check_recompute(c.model, facts)
-    yield from check_logger(c, facts)
+    yield from check_logger(c)
 
 
 def _check_model(
@@ -113,7 +113,7 @@ def _check_model(
     yield from check_blocks(c.engine, shape, facts)
     yield from check_sequence_length(c, shape, facts)
     yield from check_recomputed_modules(c.model, shape)
-    has_cpu_engine = c.has_engines and server_device(c.engine, facts.num_gpus) == "cpu"
+    has_cpu_engine = c.has_engines and server_device(facts.num_gpus) == "cpu"
     settings = {key: attrgetter(key)(c) for key in LIMITED_KEYS}
     limits = model_limits(shape, settings, has_engines=c.has_engines, engine_on_cpu=has_cpu_engine)
     for limit in limits:

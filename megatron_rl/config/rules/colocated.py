@@ -19,7 +19,7 @@ _PLANNED_OPTIONS = ("--mem-fraction-static", "--enable-memory-saver")
 
 def check_colocated(c: Configuration, facts: LaunchFacts) -> Iterator[BrokenRule]:
     """Yield broken rules about `engine.colocated` and `sync.transport=ipc`."""
-    on_gpu = facts.num_gpus > 0 and server_device(c.engine, facts.num_gpus) == "cuda"
+    on_gpu = server_device(facts.num_gpus) == "cuda"
     if c.sync.transport == "ipc":
         yield from _check_transport(c, on_gpu=on_gpu)
     if not c.engine.colocated:
@@ -59,9 +59,12 @@ def _check_turns(c: Configuration) -> Iterator[BrokenRule]:
         rule = f"An engine shares the devices of the ranks of one node, and {_KEY} is true"
         remedy = f"Use engine.nodes_per_engine=1, or {_KEY}=false"
         yield BrokenRule("engine.nodes_per_engine", rule, remedy)
-    if c.sync.when != "step":
-        rule = f"An engine that slept has lost its weights: {_KEY}=true needs a sync in each step"
-        yield BrokenRule("sync.when", rule, f"Use sync.when=step, or {_KEY}=false")
+    if c.environment.name == "demonstration":
+        rule = (
+            "Engines get weights for evaluations alone, and one that slept has lost its weights: "
+            f"{_KEY}=true needs a sync in each step"
+        )
+        yield BrokenRule("environment.name", rule, f"Use {_KEY}=false, or another environment")
 
 
 def _check_options(c: Configuration) -> Iterator[BrokenRule]:

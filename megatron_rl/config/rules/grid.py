@@ -15,17 +15,10 @@ from megatron_rl.models.shape import ModelShape
 
 
 def check_grid(p: ParallelSettings, facts: LaunchFacts) -> Iterator[BrokenRule]:
-    """Yield broken rules about the ranks of the job, expert and sequence parallelism."""
+    """Yield broken rules about the ranks of the job, experts, overlap and virtual stages."""
     yield from _check_world_size(p, facts)
     yield from _check_expert_tensor_parallel(p)
     yield from _check_overlap(p, facts)
-    if p.sequence_parallel != (p.tp > 1):
-        rule = (
-            f"MoE layers need sequence parallelism exactly if parallel.tp is above 1, "
-            f"and parallel.tp={p.tp}"
-        )
-        remedy = f"Use {str(p.tp > 1).lower()}, or change parallel.tp"
-        yield BrokenRule("parallel.sequence_parallel", rule, remedy)
     if (p.vpp or 1) > 1 and p.pp == 1:
         rule = "Virtual stages interleave pipeline stages, and there is only one"
         yield BrokenRule("parallel.vpp", rule, "Leave it null, or raise parallel.pp")
@@ -75,18 +68,12 @@ def _check_expert_tensor_parallel(p: ParallelSettings) -> Iterator[BrokenRule]:
 
 def _check_overlap(p: ParallelSettings, facts: LaunchFacts) -> Iterator[BrokenRule]:
     """Yield broken rules about collectives that overlap with passes."""
-    if p.overlap_param_gather and not p.overlap_grad_reduce:
-        rule = (
-            "Without parallel.overlap_grad_reduce the model is one part, and its weights are "
-            "gathered before the first layer runs"
-        )
-        yield BrokenRule("parallel.overlap_param_gather", rule, "Set both, or neither")
-    if p.overlap_grad_reduce and facts.world_size == p.tp * p.pp:
+    if p.overlap and facts.world_size == p.tp * p.pp:
         rule = (
             "This setting has no effect: no two ranks hold the same weights, so that nothing is "
             "reduced over ranks"
         )
-        yield BrokenRule("parallel.overlap_grad_reduce", rule, "Leave it false, or add ranks")
+        yield BrokenRule("parallel.overlap", rule, "Leave it false, or add ranks")
 
 
 def check_split(
@@ -108,22 +95,7 @@ def check_split(
             parts = f"{noun}s of {rest}" if rest else f"{noun}s"
             rule = f"The model's {count} {parts} cannot be split evenly over {size}"
             yield BrokenRule(key, rule, f"Use a divisor of {count}")
-    split = PipelineSplit(
-        shape.num_layers, p.pp, p.vpp or 1, p.first_stage_layers, p.last_stage_layers
-    )
+    split = PipelineSplit.balanced(shape.num_layers, p.pp, p.vpp or 1)
     if problem := split.problem():
-        remedy = (
-            "Choose other sizes, or give the first and the last stage fewer layers: "
-            "parallel.first_stage_layers, parallel.last_stage_layers"
-        )
         rule = f"Of the model's {shape.num_layers} layers, {problem}"
-        yield BrokenRule(f"parallel.{_split_key(p)}", rule, remedy)
-
-
-def _split_key(p: ParallelSettings) -> str:
-    """Return the key that most likely causes a problem of the pipeline split."""
-    if p.first_stage_layers:
-        return "first_stage_layers"
-    if p.last_stage_layers:
-        return "last_stage_layers"
-    return "pp"
+        yield BrokenRule("parallel.pp", rule, "Use fewer stages, or fewer chunks (parallel.vpp)")

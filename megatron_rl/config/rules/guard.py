@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 
 from megatron_rl.config.rules.broken_rule import BrokenRule
 from megatron_rl.config.schema import LOW_ENTROPY_STEPS, Configuration
 
 
-def check_guard(c: Configuration, keys: Collection[str]) -> Iterator[BrokenRule]:
-    """Yield broken rules about keys of `guard`. keys: keys that the command line sets."""
-    if "guard.spike_factor" in keys and c.guard.spike == "off":
-        remedy = "Remove it, or use guard.spike=skip or stop"
-        yield BrokenRule("guard.spike_factor", "This setting has no effect", remedy)
-    yield from _check_kept_checkpoints(c)
-
-
-def _check_kept_checkpoints(c: Configuration) -> Iterator[BrokenRule]:
+def check_guard(c: Configuration) -> Iterator[BrokenRule]:
     """Yield a broken rule if every checkpoint may be from the time of low entropy."""
     every = c.run.checkpoint_every
     if c.guard.min_entropy is None or not every:

@@ -7,10 +7,9 @@ from importlib.util import find_spec
 
 from megatron_rl.config.rules.broken_rule import BrokenRule
 from megatron_rl.config.schema import Configuration
-from megatron_rl.contracts.launch_facts import LaunchFacts
 
 
-def check_logger(c: Configuration, facts: LaunchFacts) -> Iterator[BrokenRule]:
+def check_logger(c: Configuration) -> Iterator[BrokenRule]:
     """Yield broken rules about trackers and profiles."""
     logger = c.logger
     if logger.wandb is not None and find_spec("wandb") is None:
@@ -21,19 +20,15 @@ def check_logger(c: Configuration, facts: LaunchFacts) -> Iterator[BrokenRule]:
     if logger.prometheus is not None and not _has_valid_port(logger.prometheus):
         rule = "Ports are numbers from 1 to 65535"
         yield BrokenRule("logger.prometheus", rule, "Give a free one, such as 9400")
-    yield from _check_profiles(c, facts)
+    yield from _check_profiles(c)
 
 
 def _has_valid_port(address: str) -> bool:
     return 1 <= int(address.rpartition(":")[2]) <= 65535
 
 
-def _check_profiles(c: Configuration, facts: LaunchFacts) -> Iterator[BrokenRule]:
+def _check_profiles(c: Configuration) -> Iterator[BrokenRule]:
     logger = c.logger
-    last_rank = facts.world_size - 1
-    if logger.profile_steps and any(rank > last_rank for rank in logger.profile_ranks):
-        rule = f"The ranks of this run are 0 to {last_rank}"
-        yield BrokenRule("logger.profile_ranks", rule, "Name some of these")
     last_step = c.train.total_steps
     if any(step > last_step for step in logger.profile_steps):
         rule = f"The run ends after train.total_steps={last_step}"

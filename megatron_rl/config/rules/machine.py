@@ -22,14 +22,12 @@ from sglang_bridge.settings import (
     server_refusals,
 )
 
-# Settings for starting a server, which is not done with engine.mode=external.
+# Settings for starting a server, which is not done with engine.urls.
 _START_SETTINGS = (
     "count",
     "colocated",
     "nodes_per_engine",
-    "device",
     "max_total_tokens",
-    "threads",
     "extra_args",
 )
 _ALL_ON_CPU = 'run everything on the CPU: CUDA_VISIBLE_DEVICES=""'
@@ -112,7 +110,7 @@ def check_sequence_length(
             yield BrokenRule(".".join(key.split(".")[:2]), rule, "Lower one of the two")
     response = max(response, *c.eval.longest_responses.values(), 0)
     longest = max(prompt + response + 2, prompt + 7)
-    slots = kv_cache_slots(c.engine, server_device(c.engine, facts.num_gpus))
+    slots = kv_cache_slots(c.engine, server_device(facts.num_gpus))
     if c.engine.mode == "managed" and slots is not None and slots < longest:
         rule = f"One sequence may take {longest} slots ({total})"
         yield BrokenRule("engine.max_total_tokens", rule, f"Give at least {longest}")
@@ -134,16 +132,12 @@ def check_engine(engine: EngineSettings, facts: LaunchFacts) -> Iterator[BrokenR
 
 
 def _check_external(engine: EngineSettings) -> Iterator[BrokenRule]:
-    if engine.urls and engine.urls_file is not None:
-        rule = "engine.urls gives the addresses of the servers, too"
-        yield BrokenRule("engine.urls_file", rule, "Set one of the two")
-    if not engine.urls and engine.urls_file is None:
-        rule = "engine.mode=external needs the addresses of running servers"
-        remedy = "Give them: engine.urls=[http://10.0.0.7:30000], or use engine=managed"
-        yield BrokenRule("engine.urls", rule, remedy)
+    if engine.urls_file is not None and "://" in str(engine.urls):
+        rule = "Without brackets it is a file with one URL a line, and not an address"
+        yield BrokenRule("engine.urls", rule, f"Use engine.urls=[{engine.urls}]")
     for refusal in (
-        *filter(None, map(url_refusal, engine.urls)),
-        *repeated_url_refusals(engine.urls),
+        *filter(None, map(url_refusal, engine.url_list)),
+        *repeated_url_refusals(engine.url_list),
     ):
         yield BrokenRule(refusal.key, f"{refusal.rule} ({refusal.value})", refusal.remedy)
     if engine.key_file is not None:
@@ -153,33 +147,20 @@ def _check_external(engine: EngineSettings) -> Iterator[BrokenRule]:
     for name in _START_SETTINGS:
         if getattr(engine, name) != getattr(EngineSettings(), name):
             rule = "This is for starting a server, and external servers are already running"
-            remedy = "Remove it and set it where the server is started, or use engine=managed"
+            remedy = "Remove it and set it where the server is started, or remove engine.urls"
             yield BrokenRule(f"engine.{name}", rule, remedy)
 
 
 def _check_managed(engine: EngineSettings, facts: LaunchFacts) -> Iterator[BrokenRule]:
-    for name in ("urls", "urls_file", "key_file"):
-        if getattr(engine, name):
-            rule = "engine.mode=managed starts its own servers on free ports with random keys"
-            yield BrokenRule(f"engine.{name}", rule, "Remove it, or use engine=external")
+    if engine.key_file is not None:
+        rule = "Without engine.urls the run starts its own servers, with random keys"
+        yield BrokenRule("engine.key_file", rule, "Remove it, or give engine.urls")
     yield from _check_nodes(engine, facts)
-    for refusal in server_refusals(engine, server_device(engine, facts.num_gpus)):
+    for refusal in server_refusals(engine, server_device(facts.num_gpus)):
         yield _from_refusal(refusal)
-    if engine.ep > 1 and server_device(engine, facts.num_gpus) == "cpu":
+    if engine.ep > 1 and server_device(facts.num_gpus) == "cpu":
         rule = "SGLang's experts for CPUs (0.5.23) compute with all experts on every rank"
         yield BrokenRule("engine.ep", rule, "Use 1, which splits each expert over engine.tp")
-    # Trainer and engines share one process group for weights. It uses NCCL if all have GPUs and
-    # gloo if none has.
-    if facts.num_gpus == 0 and engine.device == "cuda":
-        remedy = "Use engine.device=auto, or install a CUDA build of torch"
-        yield BrokenRule("engine.device", _no_gpu_reason(facts), remedy)
-    elif facts.num_gpus > 0 and engine.device == "cpu":
-        rule = (
-            f"The trainer sends weights from the {facts.num_gpus} GPU(s) here with NCCL, which "
-            "engines on CPUs do not have"
-        )
-        remedy = 'Use auto, or hide the GPUs from the whole job: CUDA_VISIBLE_DEVICES=""'
-        yield BrokenRule("engine.device", rule, remedy)
 
 
 def _check_nodes(engine: EngineSettings, facts: LaunchFacts) -> Iterator[BrokenRule]:
@@ -217,7 +198,7 @@ def _check_gpus(engine: EngineSettings, facts: LaunchFacts) -> Iterator[BrokenRu
     ranks = facts.local_world_size
     ranks_of_engine = engine.tp // engine.nodes_per_engine
     engines = engine.count * ranks_of_engine if engine.mode == "managed" else 0
-    if not 0 < facts.num_gpus < ranks + engines or engine.device == "cpu":
+    if not 0 < facts.num_gpus < ranks + engines:
         return
     if engine.mode == "managed" and ranks_of_engine > facts.num_gpus:
         rule = (
@@ -242,7 +223,7 @@ def _check_gpus(engine: EngineSettings, facts: LaunchFacts) -> Iterator[BrokenRu
         f"{ranks} trainer rank(s) and {engines} engine process(es) of a node need one GPU each, "
         f"and {facts.num_gpus} are visible"
     )
-    key = "engine.count" if engines else "engine.mode"
+    key = "engine.count" if engines else "engine.urls"
     yield BrokenRule(key, rule, f"{way}, or {_ALL_ON_CPU}")
 
 

@@ -6,7 +6,12 @@ from collections.abc import Iterator, Sequence
 from fractions import Fraction
 from operator import attrgetter
 
-from megatron_rl.config.algorithms import CorrectionSettings, EspoSettings, SftSettings
+from megatron_rl.config.algorithms import (
+    CorrectionSettings,
+    CustomAlgoSettings,
+    EspoSettings,
+    SftSettings,
+)
 from megatron_rl.config.rules.broken_rule import BrokenRule
 from megatron_rl.config.schema import Configuration, RewardSettings
 from megatron_rl.contracts.plugins import PYTHONPATH_REMEDY, missing_module
@@ -28,10 +33,9 @@ def check_method(c: Configuration) -> Iterator[BrokenRule]:
         rule = f"{samples} samples cannot be split over so many optimizer steps"
         remedy = "Lower it, or raise rollout.prompts_per_step"
         yield BrokenRule("train.optimizer_steps_per_batch", rule, remedy)
-    if rollout.samples_per_prompt < 2 and c.algo.advantages == "group":
+    if rollout.samples_per_prompt < 2 and c.algo.compares_groups(c.environment.name):
         rule = "Advantages are relative to the group, which needs at least two samples"
-        remedy = "Give at least 2, or choose algo.advantages=one"
-        yield BrokenRule("rollout.samples_per_prompt", rule, remedy)
+        yield BrokenRule("rollout.samples_per_prompt", rule, "Give at least 2")
 
 
 def _check_plugins(c: Configuration) -> Iterator[BrokenRule]:
@@ -63,8 +67,6 @@ def _check_algorithm(c: Configuration) -> Iterator[BrokenRule]:
         )
         remedy = f"Use {remedies[c.environment.name]}, or algo=grpo, gspo or espo"
         yield BrokenRule("algo.name", rule, remedy)
-    if isinstance(c.algo, SftSettings) and c.algo.advantages == "group":
-        yield BrokenRule("algo.advantages", "The loss of algo=sft has no advantages", "Use one")
     fractions = c.algo.fractions if isinstance(c.algo, EspoSettings) else []
     if _exact_sum(fractions) > 1 or len(fractions) > _MAX_FRACTIONS:
         rule = (
@@ -83,9 +85,6 @@ def check_environment(c: Configuration) -> Iterator[BrokenRule]:
     """Yield broken rules about demonstrations, which no engine samples, and about dropout."""
     if c.environment.name == "demonstration":
         yield from _check_demonstration(c)
-    elif c.sync.when == "evaluation":
-        rule = f"environment.name={c.environment.name} samples with the weights of every step"
-        yield BrokenRule("sync.when", rule, "Use sync.when=step")
     elif c.model.hidden_dropout:
         rule = (
             "With dropout another policy would be trained than the one that "
@@ -93,10 +92,9 @@ def check_environment(c: Configuration) -> Iterator[BrokenRule]:
         )
         remedy = "Use 0, or environment=demonstration"
         yield BrokenRule("model.hidden_dropout", rule, remedy)
-    for key in ("model.hidden_dropout", "model.embedding_std"):
-        if attrgetter(key)(c) and c.model.init != "random":
-            rule = "This setting is for training from random weights"
-            yield BrokenRule(key, rule, "Remove it, or use model.init=random")
+    if c.model.hidden_dropout and c.model.init != "random":
+        rule = "This setting is for training from random weights"
+        yield BrokenRule("model.hidden_dropout", rule, "Remove it, or use model.init=random")
 
 
 def _check_demonstration(c: Configuration) -> Iterator[BrokenRule]:
@@ -106,9 +104,9 @@ def _check_demonstration(c: Configuration) -> Iterator[BrokenRule]:
     if c.data.source == "reasoning_gym":
         rule = "data.source=reasoning_gym has no worked responses"
         yield BrokenRule("environment.name", rule, "Use data=column_addition")
-    if c.algo.advantages != "one":
-        rule = "Worked responses are not compared with each other"
-        yield BrokenRule("algo.advantages", rule, "Use one, as algo=sft does")
+    if not isinstance(c.algo, SftSettings | CustomAlgoSettings):
+        rule = "Worked responses are not compared with each other, and no engine samples them"
+        yield BrokenRule("algo.name", rule, "Use algo=sft, or your own loss")
     if c.train.replay == "rollout":
         rule = "Worked responses have no routes of an engine"
         yield BrokenRule("train.replay", rule, "Use train.replay=trainer or off")

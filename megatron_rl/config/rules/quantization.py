@@ -62,7 +62,7 @@ def _remedy(engine: EngineSettings, shape: ModelShape, facts: LaunchFacts) -> st
     """Return a way out: other parallel sizes if blocks divide the whole model."""
     if any(undivided_parts(shape, tp=1, ep=1)):
         return "Use null, or choose another model"
-    is_on_gpus = server_device(engine, facts.num_gpus) == "cuda"  # CPU engines have ep=1
+    is_on_gpus = server_device(facts.num_gpus) == "cuda"  # CPU engines have ep=1
     fits_whole_experts = not any(undivided_parts(shape, tp=engine.tp, ep=engine.tp))
     if engine.ep < engine.tp and is_on_gpus and fits_whole_experts:
         return f"Use engine.ep={engine.tp}, or lower engine.tp"

@@ -20,9 +20,9 @@ def check_staleness(c: Configuration) -> Iterator[BrokenRule]:
     if c.mode != "train":
         rule = f"Only mode=train samples rollouts ahead of the trainer, and mode={c.mode}"
         yield BrokenRule(_KEY, rule, remedy)
-    elif c.sync.when != "step":
-        rule = f"The age of a rollout counts syncs, and sync.when={c.sync.when} leaves steps out"
-        yield BrokenRule(_KEY, rule, f"{remedy}, or sync.when=step")
+    elif c.environment.name == "demonstration":
+        rule = "No engine samples worked responses, so there is nothing to sample ahead"
+        yield BrokenRule(_KEY, rule, f"{remedy}, or another environment")
     if staleness >= c.train.total_steps:
         rule = f"Rollouts cannot be older than the run, and train.total_steps={c.train.total_steps}"
         yield BrokenRule(_KEY, rule, "Give less, 1 for one step ahead")

@@ -12,8 +12,6 @@ from megatron_rl.config.schema import Configuration
 _CHECKPOINT_KEYS = (
     "run.keep_checkpoints",
     "run.background_saves",
-    "run.on_failed_save",
-    "run.stop_within_s",
 )
 # Values that request nothing, such as eval.every=0.
 _EMPTY_VALUES: tuple[object, ...] = (None, False, 0, "", "off", [], {})
@@ -38,9 +36,6 @@ def check_unread_keys(c: Configuration, keys: Collection[str]) -> Iterator[Broke
         if key in _CHECKPOINT_KEYS and not c.run.checkpoint_every and _requests(c, key):
             rule = "With run.checkpoint_every=0 no checkpoint is saved"
             yield BrokenRule(key, rule, "Give run.checkpoint_every=N, or remove it")
-        elif key == "samples.groups" and not c.samples.every:
-            rule = "With samples.every=0 no samples are kept"
-            yield BrokenRule(key, rule, "Give samples.every=N, or remove it")
         elif (
             key.startswith(_UNREAD_KEYS.get(c.mode, ()))
             and not key.startswith(_OTHER_RULES)

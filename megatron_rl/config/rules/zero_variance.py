@@ -38,13 +38,12 @@ def check_selection(c: Configuration, keys: Collection[str]) -> Iterator[BrokenR
     if selection_keys and not c.selects_prompts:
         rule = f"mode={c.mode} selects no prompts"
         yield BrokenRule("selection.name", rule, "Remove it, or use mode=train")
-    if c.selection.name != "uniform" and c.algo.advantages == "one":
+    if c.selection.name != "uniform" and not c.algo.compares_groups(c.environment.name):
         rule = (
-            "With algo.advantages=one every rollout with a verdict is trained on, so that no group "
-            "is worth more than another"
+            "With algo=sft or demonstrations every rollout with a verdict is trained on, so that "
+            "no group is worth more than another"
         )
-        remedy = "Use selection=uniform, or algo.advantages=group"
-        yield BrokenRule("selection.name", rule, remedy)
+        yield BrokenRule("selection.name", rule, "Use selection=uniform")
     if c.selection.name == "belief":
         yield from _check_beliefs(c)
 
@@ -88,14 +87,13 @@ def check_credit(c: Configuration) -> Iterator[BrokenRule]:
         for field in fields(CreditSettings)
         if getattr(c.credit, field.name) != field.default
     }
-    if c.algo.advantages == "one":
+    if not c.algo.compares_groups(c.environment.name):
         rule = (
-            "With algo.advantages=one every rollout with a verdict has the advantage 1, whatever "
-            "its group"
+            "With algo=sft or demonstrations every rollout with a verdict has the advantage 1, "
+            "whatever its group"
         )
         for name in sorted(changed_names):
-            remedy = "Remove it, or use algo.advantages=group"
-            yield BrokenRule(f"credit.{name}", rule, remedy)
+            yield BrokenRule(f"credit.{name}", rule, "Remove it")
         return
     for name, is_used, remedy in _uses_of_credit_keys(c.credit):
         if name in changed_names and not is_used:

@@ -14,6 +14,9 @@ from megatron_rl.prompts.selection.selector import SelectionResult
 from megatron_rl.rollouts.steps.step_sampling import StepSampling
 from megatron_rl.rollouts.wire.rejections import NON_FINITE, count_unusable, require_usable
 
+# What is left of a batch that has lost more is a selection by chance.
+MAX_REJECTED_SHARE = 0.5
+
 
 class TooManyRejected(Failure):
     """Too many rollouts of a batch could not be used. The rest would be an accidental selection."""
@@ -82,13 +85,10 @@ class RolloutBatch:
         selection = RestoredStep(result, self.selection_metrics)
         return replace(self, sampling=StepSampling.restored(step, selection))
 
-    def require(self, label: str, max_rejected_share: float) -> None:
+    def require(self, label: str) -> None:
         """Raise `TooManyRejected` or `UserClassFailed` when too many rollouts are unusable.
 
         Raises its subclass `NonFiniteResponses` if NaN is the cause of most.
-
-        max_rejected_share: largest share of rollouts that may be unusable. It is an error in any
-        case if all of them are.
         """
         num_rollouts = sum(len(group.rollouts) for group in self.all_groups)
         try:
@@ -96,8 +96,7 @@ class RolloutBatch:
                 self.all_groups,
                 self.rejections.total() + num_rollouts,
                 subject=f"batch {label}",
-                key="rollout.max_rejected_share",
-                limit=max_rejected_share,
+                limit=MAX_REJECTED_SHARE,
                 failure=TooManyRejected,
             )
         except TooManyRejected as failure:

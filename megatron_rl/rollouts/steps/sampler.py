@@ -177,7 +177,7 @@ class RolloutSampler:
 
     def require(self, step: int, batch: RolloutBatch) -> None:
         """Raise `TooManyRejected` or `UserClassFailed` when too many rollouts are unusable."""
-        batch.require(label_of(step), self.settings.max_rejected_share)
+        batch.require(label_of(step))
 
     def state(self) -> SelectorState:
         """Return the selector's state, before the first step that is open or has failed, if any."""

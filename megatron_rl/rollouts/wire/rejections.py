@@ -53,21 +53,19 @@ def require_usable(
     *,
     subject: str,
     limit: float,
-    key: str = "",
     failure: Callable[[str], Failure],
 ) -> Counter[str]:
     """Return the unusable rollouts by reason, or raise if there are too many.
 
     num_requested: number of rollouts that were requested.
     subject: name of the groups for the message.
-    limit: the largest share that may be unusable. key: the configuration key that sets it.
+    limit: the largest share that may be unusable.
     Raises `UserClassFailed` or `failure` when more than this share, or all, are unusable.
     """
     losses = count_unusable(groups)
     if losses.total() > limit * num_requested or losses.total() == num_requested:
         first_error = first_user_class_error(groups, losses)
-        limit_text = f"{key}={limit:g}" if key else f"{limit:g}"
-        text = _message(subject, losses, num_requested, limit_text, first_error)
+        text = _message(subject, losses, num_requested, limit, first_error)
         raise UserClassFailed(text) if is_lost_by_user_class(losses) else failure(text)
     return losses
 
@@ -121,7 +119,7 @@ def _message(
     subject: str,
     losses: Mapping[str, int],
     num_requested: int,
-    limit: str,
+    limit: float,
     first_error: str,
 ) -> str:
     by_count = sorted(losses.items(), key=lambda item: (-item[1], item[0]))
@@ -129,7 +127,7 @@ def _message(
     first = f", first: {first_error}" if first_error else ""
     return (
         f"{subject}: {sum(losses.values())} of {num_requested} rollouts cannot be used "
-        f"({reasons}){first}; {limit} is the largest share that may be lost. "
+        f"({reasons}){first}; {limit:g} is the largest share that may be lost. "
         "logs/collector-*.log in the run directory shows the first of each kind with its cause, "
         "logs/engine-*.log the engines' messages"
     )

@@ -53,11 +53,6 @@ class BestCheckpoint:
             self._best = self._candidate
             self._candidate = None
 
-    def discard(self, step: int) -> None:
-        """Note that the checkpoint of `step` could not be saved: the previous best one stays."""
-        if self.is_waiting(step):
-            self._candidate = None
-
     @property
     def is_undecided(self) -> bool:
         """True while the checkpoint of the best evaluation is being saved."""

@@ -46,7 +46,7 @@ def required_bytes(
     if c.mode in _MODES_THAT_TRAIN:
         if c.run.save_weights:
             # Twice: existing weights are replaced once the new ones are complete
-            weight_bytes = parameters * BYTES[c.run.save_dtype or c.model.dtype]
+            weight_bytes = parameters * BYTES[c.model.dtype]
             sizes["run.save_weights=true"] = 2 * weight_bytes
         if c.run.checkpoint_every:
             sizes |= _checkpoint_sizes(c, shape, reusable_checkpoints)

@@ -45,7 +45,7 @@ class ExportRequest:
 
     source: directory of a run, or of one checkpoint.
     out: directory to create.
-    dtype: data type of the result. None takes `run.save_dtype` or the training data type.
+    dtype: data type of the result. None takes the training data type.
     fp8: write what an engine with engine.quantization=fp8 loads. The other tensors then have
     `dtype`.
     unquantized_first, unquantized_last: with fp8, the layers at either end that stay in `dtype`.
@@ -159,7 +159,7 @@ def plan_export(request: ExportRequest, job: Job, progress: Progress) -> ExportP
     state = read_state(checkpoint)
     model = find_model(state, request.model)
     _require_blocks(request, read_shape(model.path))
-    dtype = request.dtype or state.settings.get("run.save_dtype") or model.dtype
+    dtype = request.dtype or model.dtype
     _require_space(request.out, model, dtype)
     return ExportPlan(checkpoint, model, dtype, state.step)
 

@@ -168,17 +168,15 @@ class CheckpointManager:
     def _report(self, result: SaveResult) -> dict[str, float]:
         """Log the result of a save; returns its metrics. Raises `Failure`."""
         if result.problem:
-            if self.best is not None:
-                self.best.discard(result.step)
-            self._report_problem(result)
-            return {"checkpoint/failed": 1.0}
+            raise self._failure(result)
         self.last_saved_step = result.step
         if self.best is not None:
             self.best.confirm(result.step)
         self.progress.log(f"checkpoint of step {result.step}: {result.nbytes / _MIB:,.1f} MiB")
         return {}
 
-    def _report_problem(self, result: SaveResult) -> None:
+    def _failure(self, result: SaveResult) -> Failure:
+        """Return what ends the run because a save has failed."""
         if self.last_saved_step is None:
             remainder = "there is no earlier checkpoint"
         else:
@@ -188,19 +186,17 @@ class CheckpointManager:
         )
         if self.stop_requested and result.lacks_rollouts and result.step == self.start_step:
             # The run has trained nothing, and the rollouts are where it began
-            raise Failure(
+            return Failure(
                 f"the run was asked to stop ({self.stop.source}) before its first step. Start it "
                 f"again with run.resume={self.settings.resume}, under another run.name or with "
                 "run.on_existing=overwrite_failed",
                 ExitCode.REQUEUE,
             )
-        if self.settings.on_failed_save == "stop" or self.stop_requested:
-            remedy = "Free some space, and start again with run.resume=auto"
-            if result.lacks_rollouts:
-                resume = self.settings.resume if self.last_saved_step is None else "auto"
-                remedy = f"Start again with run.resume={resume}"
-            raise Failure(f"{problem}. {remedy}", ExitCode.CANNOT_WRITE)
-        self.progress.log(f"warning: {problem}. The run continues (run.on_failed_save=continue)")
+        remedy = "Free some space, and start again with run.resume=auto"
+        if result.lacks_rollouts:
+            resume = self.settings.resume if self.last_saved_step is None else "auto"
+            remedy = f"Start again with run.resume={resume}"
+        return Failure(f"{problem}. {remedy}", ExitCode.CANNOT_WRITE)
 
 
 def _batch_ahead(step: int, batch: RolloutBatch) -> BatchAhead:

@@ -43,7 +43,7 @@ def build_leader(
     progress = records.progress
     weights = EngineWeights(
         sync,
-        c.sync,
+        follows_steps=c.environment.name != "demonstration",
         holder=holder,
         dispatcher=dispatcher,
         progress=progress,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from megatron_rl.config.schema import SyncSettings
 from megatron_rl.contracts.run_state import LoopState
 from megatron_rl.engines.weight_sync import WeightSync
 from megatron_rl.records.progress import Progress
@@ -14,21 +13,22 @@ from megatron_rl.training.dispatcher import Dispatcher
 class EngineWeights:
     """Sends the trainer's weights to engines that do not hold them.
 
-    sync: None without engines. colocated: engines share their devices with the ranks.
+    sync: None without engines. follows_steps: engines get the weights of every step, and not only
+    for evaluations. colocated: engines share their devices with the ranks.
     """
 
     def __init__(
         self,
         sync: WeightSync | None,
-        settings: SyncSettings,
         *,
+        follows_steps: bool,
         holder: RolloutHolder,
         dispatcher: Dispatcher,
         progress: Progress,
         colocated: bool,
     ) -> None:
         self.is_synced = False  # engines hold the weights that the trainer has
-        self.follows_steps = settings.when == "step"
+        self.follows_steps = follows_steps
         self._sync = sync
         self._holder = holder
         self._dispatcher = dispatcher
@@ -67,7 +67,7 @@ class EngineWeights:
             self.send({})
 
     def send_after_step(self, values: dict[str, float], watch: Stopwatch) -> None:
-        """Send the weights if every step does (`sync.when=step`)."""
+        """Send the weights if every step does."""
         with watch.section("sync"):
             if self.follows_steps:
                 self.send(values)

@@ -125,7 +125,12 @@ def _step_parts(parts: LoopParts, c: Configuration) -> StepParts:
     selector = open_selector(prompts, c.rollout, c.selection, seed=c.seed)
     return StepParts(
         rollouts=RolloutSampler(queue, c.rollout, selector, stop_token_ids, parts.idle),
-        credit=Credit(c.algo, c.credit, max_new_tokens=c.rollout.max_new_tokens),
+        credit=Credit(
+            c.algo,
+            c.credit,
+            max_new_tokens=c.rollout.max_new_tokens,
+            compares_groups=c.algo.compares_groups(c.environment.name),
+        ),
         planner=StepPlanner(c.train, c.parallel, dp_size=dp_size, seed=c.seed),
         evaluation=None if c.mode == "rollout_only" else evaluation,
         open_parts=partial(_step_parts, parts),

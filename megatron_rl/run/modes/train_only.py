@@ -48,7 +48,12 @@ def _step_parts(parts: LoopParts, c: Configuration) -> StepParts:
     dp_size = parts.worker.layout.dp_size
     return StepParts(
         rollouts=recording,
-        credit=Credit(c.algo, c.credit, max_new_tokens=c.rollout.max_new_tokens),
+        credit=Credit(
+            c.algo,
+            c.credit,
+            max_new_tokens=c.rollout.max_new_tokens,
+            compares_groups=c.algo.compares_groups(c.environment.name),
+        ),
         planner=StepPlanner(c.train, c.parallel, dp_size=dp_size, seed=c.seed),
         evaluation=None,
         open_parts=partial(_step_parts, parts),

@@ -23,13 +23,10 @@ from tests.lab.comparison.variants import ComparisonRefused, Run
 _REMEDY = "or leave --shared-engines out"
 # Settings that a run with external engines may not change; a shared engine has the defaults
 _SERVER_SETTINGS = (
-    "mode",
     "urls",
     "key_file",
     "count",
-    "device",
     "max_total_tokens",
-    "threads",
     "extra_args",
 )
 
@@ -113,8 +110,7 @@ def shared_engines(
         print(f"starting {count} engine(s) for all runs; their logs are in {directory}", flush=True)
         engines = processes.wait_healthy(c.engine.start_timeout_s)
         yield [
-            ("engine.mode=external", f"engine.urls=['{engine.url}']", f"engine.key_file={key_file}")
-            for engine in engines
+            (f"engine.urls=['{engine.url}']", f"engine.key_file={key_file}") for engine in engines
         ]
     finally:
         processes.stop()

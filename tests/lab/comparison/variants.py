@@ -29,7 +29,7 @@ _RESERVED_KEYS = {
     "run.name": "the variant's name",
     "run.on_existing": "this command, which repeats runs that did not complete",
 }
-_ENGINE_LOCATION_KEYS = ("engine.mode", "engine.urls", "engine.key_file")
+_ENGINE_LOCATION_KEYS = ("engine.urls", "engine.key_file")
 _MAX_SEED = 2**32 - 1
 
 

@@ -238,7 +238,7 @@ class Laboratory:
         (root / "urls.txt").write_text("\n".join(urls) + "\n")
         return [
             "engine=external",
-            f"engine.urls_file={root / 'urls.txt'}",
+            f"engine.urls={root / 'urls.txt'}",
             f"engine.key_file={self.park.key_file}",
         ]
 

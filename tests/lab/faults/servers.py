@@ -88,7 +88,7 @@ class ServerPark:
                 load_format=None,
                 seed=kind.number,
             )
-            settings = msgspec.convert({"dtype": kind.dtype, "device": "cpu"}, ServerSettings)
+            settings = msgspec.convert({"dtype": kind.dtype}, ServerSettings)
             log = self._directory / f"{kind.name}.log"
             self._servers[kind] = ManagedEngine.start(
                 settings, place, keys=self._keys, log_path=log, lifeline=self._lifeline

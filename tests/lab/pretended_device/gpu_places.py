@@ -276,11 +276,8 @@ def refuse_settings(out: Path) -> dict[str, Any]:
     """Compose runs whose engines or ranks have no GPU, or the wrong one."""
     node = LaunchFacts(num_gpus=2)
     few = LaunchFacts(num_gpus=1, world_size=2, local_world_size=2)
-    none = LaunchFacts(num_gpus=0)
     runs = {
         "float32 engine": (node, ["model.dtype=float32"]),
-        "engine on the CPU": (node, ["model.dtype=bfloat16", "engine.device=cpu"]),
-        "no GPU": (none, ["engine.device=cuda"]),
         "engines beside one rank": (
             node,
             [

@@ -172,8 +172,6 @@ def test_engines_and_kernels_are_chosen_for_the_device(outcome: dict[str, Any]) 
     ("run", "setting"),
     [
         ("float32 engine", "engine.dtype=float32"),
-        ("engine on the CPU", "engine.device=cpu"),
-        ("no GPU", "engine.device=cuda"),
         ("one GPU for two", "engine.count=1"),
         ("engines beside one rank", "engine.count=2"),
         ("experts that TP cuts", "engine.ep=2"),

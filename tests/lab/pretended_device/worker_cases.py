@@ -38,7 +38,7 @@ LAYOUTS = {
     "single": ("parallel=single",),
     "ep2": ("parallel=ep2",),
     "pp2": ("parallel=pp2",),
-    "tp2": ("parallel.tp=2", "parallel.sequence_parallel=true"),
+    "tp2": ("parallel.tp=2",),
     "cp2": ("parallel.cp=2",),
 }
 

@@ -139,7 +139,7 @@ def _check(directory: Path, settings: Mapping[str, Any]) -> None:
     needs = {
         "mode": "train",
         "selection.name": "uniform",
-        "engine.mode": "managed",
+        "engine.urls": [],
         "engine.count": 1,
         "eval.every": 0,
         "run.checkpoint_every": 0,

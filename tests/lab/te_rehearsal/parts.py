@@ -46,12 +46,12 @@ _RECOMPUTATIONS: dict[str, tuple[dict[str, Any], ...]] = {
     "deepseek_v3": (_LATENT, _EXPERTS),
 }
 _SHARED_STEPS: tuple[tuple[str, dict[str, Any], dict[str, Any], Gap], ...] = (
-    ("qwen3_moe", {"dtype": "float32"}, {"tp": 2, "ep": 2, "sequence_parallel": True}, FLOAT32),
+    ("qwen3_moe", {"dtype": "float32"}, {"tp": 2, "ep": 2}, FLOAT32),
     ("qwen3", {"dtype": "float32"}, {"tp": 2}, FLOAT32),
     (
         "qwen3",
         {"dtype": "bfloat16", "fp8": "tensorwise"},
-        {"tp": 2, "sequence_parallel": True},
+        {"tp": 2},
         FP8,
     ),
 )

@@ -111,8 +111,6 @@ def test_estimates_of_qwen3_235b_a22b(tmp_path: Path) -> None:
         "model.init=random",
         f"model.path={model}",
         "parallel=tp4_pp8_ep16",
-        "parallel.first_stage_layers=null",
-        "parallel.last_stage_layers=null",
         "model.recompute=full",
         "model.dtype=bfloat16",
     )

@@ -210,7 +210,6 @@ def test_shallow_models_are_continued_by_a_line() -> None:
         ({}, {"moe_layers": tuple(range(1, 48))}, False),
         ({"pp": 4}, {}, True),
         ({"pp": 4}, {"num_layers": 46, "moe_layers": tuple(range(46))}, False),
-        ({"pp": 4, "first_stage_layers": 9}, {}, False),
     ],
 )
 def test_only_equal_stages_are_continued(

@@ -2,7 +2,7 @@
 
 import random
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
@@ -88,7 +88,6 @@ class LossyRun:
             prompts_per_step=5,
             samples_per_prompt=GROUP_SIZE,
             max_staleness=self.max_staleness,
-            max_rejected_share=0.2,
         )
         self.probes: dict[str, int] = {}
         self.ahead = StepsAhead(self.max_staleness)
@@ -432,7 +431,6 @@ def test_a_batch_that_is_sampled_again_in_vain_leaves_no_group_behind() -> None:
 
 def test_a_batch_that_is_sampled_again_in_vain_fails_its_step() -> None:
     run = LossyRun("uniform", 1, ScriptedHub(0, score, num_nodes=1))
-    run.settings = replace(run.settings, max_rejected_share=0.0)
     old_batch = run.sample()
     run.lose(old_batch)
     run.hub.score = lambda prompt_id, place: None

@@ -433,7 +433,7 @@ def test_a_batch_that_cannot_be_used_is_an_error_of_its_own_step(
     state = run.sampler.state()
     run.ahead.begin_next(1, 9, run.sampler)
 
-    def refuse(batch: RolloutBatch, label: str, share: float) -> None:
+    def refuse(batch: RolloutBatch, label: str) -> None:
         raise TooManyRejected(label)
 
     monkeypatch.setattr(RolloutBatch, "require", refuse)
@@ -553,7 +553,7 @@ def test_steps_after_one_that_failed_are_selected_again_by_a_resumed_run(
     run.ahead.take(1, run.sampler)
     state = run.sampler.state()
 
-    def refuse(batch: RolloutBatch, label: str, share: float) -> None:
+    def refuse(batch: RolloutBatch, label: str) -> None:
         if label == "step-2":
             raise TooManyRejected(label)
 

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from megatron_rl.config.evaluations import best_metric, is_best_metric
 from megatron_rl.config.schema import EvalSetSettings, EvalSettings
 from megatron_rl.contracts.commands import Checkpoint, Command
+from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.contracts.run_state import BestState, LoopState, RunState
 from megatron_rl.run.checkpoints.best import BestCheckpoint
 from megatron_rl.run.checkpoints.export import ExportRequest
@@ -113,17 +114,12 @@ def test_of_equal_evaluations_the_earlier_one_stays(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("background_saves", [False, True])
 def test_a_failed_save_leaves_the_previous_best(tmp_path: Path, background_saves: bool) -> None:
-    """Step 2 is better than step 1, and step 4 is between them: it is the best that is saved."""
+    """Step 2 is better than step 1, and cannot be saved."""
     ranks = SavingRanks(tmp_path, fail_at=(2,))
-    train(
-        tmp_path,
-        ranks,
-        [0.0, 0.5, 0.9, 0.1, 0.7, 0.2],
-        on_failed_save="continue",
-        background_saves=background_saves,
-    )
-    assert ranks.best_step == 4
-    assert ranks.steps == [5, 4]
+    with pytest.raises(Failure, match="step 2 cannot be saved"):
+        train(tmp_path, ranks, [0.0, 0.5, 0.9, 0.1], background_saves=background_saves)
+    assert ranks.best_step == 1
+    assert ranks.steps == ([3, 1] if background_saves else [1])
 
 
 @pytest.mark.slow

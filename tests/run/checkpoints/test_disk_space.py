@@ -89,7 +89,7 @@ def test_a_full_disk_is_refused_with_a_remedy(
 
 
 def test_weights_in_half_precision_take_half_the_space() -> None:
-    c = configuration_of(["run.save_dtype=bfloat16"])
+    c = configuration_of(["model.dtype=bfloat16"])
     shape = read_shape(c.model.path)
     assert required_bytes(c, shape)["run.save_weights=true"] == 4 * num_parameters(shape)
 

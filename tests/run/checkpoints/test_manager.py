@@ -68,7 +68,14 @@ def test_a_checkpoint_says_whether_engines_have_its_weights(tmp_path: Path) -> N
     ranks = FakeRanks()
     manager = make_manager(ranks, checkpoint_every=1)
     evals = {"every": 2}
-    lead(ScriptedParts(), tmp_path, steps=3, evals=evals, when="evaluation", checkpoints=manager)
+    lead(
+        ScriptedParts(),
+        tmp_path,
+        steps=3,
+        evals=evals,
+        environment="demonstration",
+        checkpoints=manager,
+    )
     positions = [state.position for state in ranks.states]
     assert [(p.version, p.weights_synced) for p in positions] == [(0, False), (1, True), (2, True)]
 
@@ -109,7 +116,7 @@ def test_a_stop_request_is_saved_in_the_foreground(tmp_path: Path) -> None:
 def test_a_failed_save_after_a_stop_request_is_not_reported_as_saved(tmp_path: Path) -> None:
     stop = make_stop_request()
     ranks = FakeRanks("", "disk full")
-    manager = make_manager(ranks, stop, on_failed_save="continue")
+    manager = make_manager(ranks, stop)
     parts = ScriptedParts(on_train=stop_at_step(stop, 3))
     with pytest.raises(Failure, match=r"step 3 cannot be saved: disk full"):
         lead(parts, tmp_path, steps=9, checkpoints=manager)
@@ -228,23 +235,12 @@ def test_a_step_that_trains_is_never_aborted() -> None:
     assert stop.has_expired
 
 
-def test_a_failed_save_ends_the_run_by_default(tmp_path: Path) -> None:
+def test_a_failed_save_ends_the_run(tmp_path: Path) -> None:
     manager = make_manager(FakeRanks("", "disk full"))
     with pytest.raises(
         Failure, match=r"step 4 cannot be saved: disk full; .*step 2 is still complete"
     ):
         lead(ScriptedParts(), tmp_path, steps=5, checkpoints=manager)
-
-
-def test_a_failed_save_is_logged_with_on_failed_save_continue(tmp_path: Path) -> None:
-    stream = io.StringIO()
-    ranks = FakeRanks("disk full")
-    manager = make_manager(ranks, stream=stream, on_failed_save="continue")
-    parts = lead(ScriptedParts(), tmp_path, steps=5, checkpoints=manager)
-    warning = "warning: the checkpoint of step 2 cannot be saved: disk full; there is no earlier"
-    assert warning in stream.getvalue()
-    assert parts.metrics[3]["checkpoint/failed"] == 1.0
-    assert ranks.steps == [2, 4, 5]
 
 
 def test_background_saves_are_waited_for_before_the_next_and_at_the_end(tmp_path: Path) -> None:
@@ -258,13 +254,6 @@ def test_a_failed_background_save_ends_the_run(tmp_path: Path) -> None:
     manager = make_manager(FakeRanks("disk full"), background_saves=True)
     with pytest.raises(Failure, match=r"step 2 cannot be saved: disk full"):
         lead(ScriptedParts(), tmp_path, steps=5, checkpoints=manager)
-
-
-def test_a_failed_background_save_is_in_the_metrics(tmp_path: Path) -> None:
-    manager = make_manager(FakeRanks("disk full"), background_saves=True, on_failed_save="continue")
-    parts = lead(ScriptedParts(), tmp_path, steps=5, checkpoints=manager)
-    failures = [step for step, values in parts.metrics.items() if "checkpoint/failed" in values]
-    assert failures == [5], "the run waited for the save of step 2 before it saved step 4"
 
 
 def test_a_stop_request_during_a_background_save_ends_with_that_checkpoint(
@@ -396,10 +385,10 @@ def test_evaluations_before_a_resume_count(tmp_path: Path) -> None:
 
 
 def test_other_weights_are_sent_under_another_version_after_a_resume(tmp_path: Path) -> None:
-    """With sync.when=evaluation, the first weights sent are those after further steps."""
+    """With demonstrations, the first weights sent are those after further steps."""
     state = make_state(2, version=1, weights_synced=True).position
     options: dict[str, Any] = {"steps": 4, "evals": {"every": 2}, "resume_state": state}
-    parts = lead(ScriptedParts(), tmp_path, when="evaluation", **options)
+    parts = lead(ScriptedParts(), tmp_path, environment="demonstration", **options)
     assert [call for call in parts.calls if "sync" in call] == ["sync 2"]
     state = msgspec.structs.replace(state, weights_synced=False)
     parts = lead(ScriptedParts(), tmp_path, **(options | {"resume_state": state}))

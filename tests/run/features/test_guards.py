@@ -94,30 +94,30 @@ def run(
 
 
 def test_a_spike_is_skipped_and_counted(tmp_path: Path) -> None:
-    norms = (*FLAT, 20.0, 20.5, 1.0)
-    guard = GuardSettings(spike="skip", spike_factor=20.0)
+    norms = (*FLAT, 10.0, 10.5, 1.0)
+    guard = GuardSettings(spike="skip")
     parts, screen = run(Parts(norms=norms), tmp_path, 11, guard=guard)
     steps = [parts.metrics[step] for step in range(12)]
     assert [values.get("guard/skipped") for values in steps[8:]] == [0, 0, 1, 0]
-    assert (steps[10]["guard/max_norm"], steps[10]["guard/spike_norm"]) == (20, 20.5)
+    assert (steps[10]["guard/max_norm"], steps[10]["guard/spike_norm"]) == (10, 10.5)
     assert (steps[10]["account/not_applied"], steps[10]["train/nonfinite"]) == (8, 0)
     assert "guard/max_norm" not in steps[8] and parts.ranks.updates == 10
-    assert "step 10: the gradients of optimizer step 1 have the norm 20.5, above 20" in screen
+    assert "step 10: the gradients of optimizer step 1 have the norm 10.5, above 10" in screen
     assert f"The batch is in {tmp_path / 'rollouts' / 'spike-step-10'}" in screen
-    assert "| spike: grad 20.50 |" in screen
+    assert "| spike: grad 10.50 |" in screen
 
 
 def test_a_spike_does_not_enter_the_median(tmp_path: Path) -> None:
-    guard = GuardSettings(spike="skip", spike_factor=2.0)
-    parts, _ = run(Parts(norms=(*FLAT, *(9.0,) * 9, 1.5)), tmp_path, 18, guard=guard)
-    assert parts.metrics[18]["guard/max_norm"] == 2.0
+    guard = GuardSettings(spike="skip")
+    parts, _ = run(Parts(norms=(*FLAT, *(11.0,) * 9, 1.5)), tmp_path, 18, guard=guard)
+    assert parts.metrics[18]["guard/max_norm"] == 10.0
 
 
 def test_the_window_forgets_old_norms(tmp_path: Path) -> None:
-    guard = GuardSettings(spike="skip", spike_factor=2.0)
-    norms = ((1.0,) * 32, (1.5,) * 17, (2.9,))
+    guard = GuardSettings(spike="skip")
+    norms = ((1.0,) * 32, (1.5,) * 17, (14.9,))
     parts, _ = run(Parts(norms=sum(norms, ())), tmp_path, 50, guard=guard)
-    assert parts.metrics[50]["guard/max_norm"] == 3.0 and parts.ranks.updates == 50
+    assert parts.metrics[50]["guard/max_norm"] == 15.0 and parts.ranks.updates == 50
 
 
 def test_the_first_norms_are_not_judged_and_without_a_guard_none_is(tmp_path: Path) -> None:

@@ -102,23 +102,26 @@ CREDIT = Credit(GrpoSettings()).assign(BATCH.groups, BATCH.stopped_groups)
 PLAN = plan_of(CREDIT)
 
 
-def make_keeper(path: Path, ranks: Ranks, log: Sequence[str] = (), **settings: Any) -> SampleKeeper:
+def make_keeper(
+    path: Path, ranks: Ranks, log: Sequence[str] = (), *, max_groups: int = 8, **settings: Any
+) -> SampleKeeper:
     stand_in: Any = ranks
     append: Any = getattr(log, "append", print)
     progress: Any = SimpleNamespace(log=append, task=lambda name: contextlib.nullcontext())
     return SampleKeeper(
         stand_in,
-        SampleSettings(**{"groups": 100} | settings),
+        SampleSettings(**settings),
         seed=0,
         directory=path,
         run=stand_in.run,
         texts=SampleTexts(TOKENIZER),
         progress=progress,
+        max_groups=max_groups,
     )
 
 
-def keep(path: Path, ranks: Ranks | None = None, **settings: Any) -> dict[str, Sample]:
-    keeper = make_keeper(path, ranks or Ranks(), **settings)
+def keep(path: Path, ranks: Ranks | None = None, **options: Any) -> dict[str, Sample]:
+    keeper = make_keeper(path, ranks or Ranks(), **options)
     keeper.keep(BATCH, CREDIT, PLAN, {SampleKind.MOST_CLIPPED: 3})
     return {sample.rollout_id: sample for sample in read_samples(path)}
 
@@ -212,7 +215,7 @@ def test_the_extremes_of_the_ranks_are_marked(samples: dict[str, Sample]) -> Non
 
 def test_values_are_gathered_for_kept_responses_alone(tmp_path: Path) -> None:
     ranks = Ranks()
-    names = keep(tmp_path, ranks, groups=2).keys()
+    names = keep(tmp_path, ranks, max_groups=2).keys()
     (command,) = ranks.commands
     assert [source.rollout.rollout_id for source in command.sources] != []
     assert {source.rollout.rollout_id for source in command.sources} == names
@@ -257,7 +260,7 @@ def test_an_error_in_the_choice_is_counted_printed_once_and_ends_no_run(
     log: list[str] = []
     keeper = make_keeper(tmp_path, Ranks(), log)
     with monkeypatch.context() as faults:
-        faults.setattr(keeper_module, function, lambda *arguments: 1 / 0)
+        faults.setattr(keeper_module, function, lambda *arguments, **options: 1 / 0)
         for _ in range(3):
             metrics = keeper.keep(BATCH, CREDIT, PLAN, {})
             assert metrics == {"samples/kept": 0, "samples/left_out": 0, "samples/failed": 1}
@@ -271,7 +274,7 @@ def test_another_error_is_printed_too(tmp_path: Path, monkeypatch: pytest.Monkey
     keeper = make_keeper(tmp_path, Ranks(), log)
     for error in (ValueError("a"), ValueError("b"), KeyError("c"), OSError(28, "full")):
 
-        def fail(*arguments: Any, error: Exception = error) -> None:
+        def fail(*arguments: Any, error: Exception = error, **options: Any) -> None:
             raise error
 
         monkeypatch.setattr(keeper_module, "choose_samples", fail)

@@ -2,7 +2,6 @@
 
 import msgspec
 
-from megatron_rl.config.schema import SampleSettings
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.records.samples.sample import SampleKind
 from megatron_rl.run.features.samples.selection import Choices, choose_samples
@@ -33,8 +32,7 @@ def choose(
     max_bytes: int = 10**6,
     num_groups: int = 8,
 ) -> Choices:
-    settings = SampleSettings(groups=num_groups)
-    return choose_samples(groups, extremes or {}, settings, seed, max_bytes=max_bytes)
+    return choose_samples(groups, extremes or {}, seed, max_bytes=max_bytes, max_groups=num_groups)
 
 
 def kinds_by_id(choices: Choices) -> dict[str, list[str]]:

@@ -116,7 +116,7 @@ def test_a_second_ctrl_c_ends_the_ranks_of_torchrun(tmp_path: Path) -> None:
     start = time.monotonic()
     job.send_signal(signal.SIGINT)
     _, errors = job.communicate(timeout=100)
-    assert time.monotonic() - start < 25  # run.stop_within_s would be 60, torchrun's limit 30
+    assert time.monotonic() - start < 25  # the request would leave 60, torchrun leaves 30
     assert "the run was stopped (SIGINT)" in errors
     assert "Traceback" not in errors
 

@@ -26,10 +26,8 @@ def argv_of(place: ServerPlace = PLACE, **settings: Any) -> list[str]:
     return build_argv(ServerSettings(**settings), place, port=21000, key_config=KEYS)
 
 
-def environment_of(
-    parent: dict[str, str], place: ServerPlace = PLACE, **settings: Any
-) -> dict[str, str]:
-    return build_environment(ServerSettings(**settings), place, parent)
+def environment_of(parent: dict[str, str], place: ServerPlace = PLACE) -> dict[str, str]:
+    return build_environment(ServerSettings(), place, parent)
 
 
 def test_dtype_device_and_address_are_always_explicit() -> None:
@@ -106,10 +104,11 @@ def test_torchrun_variables_do_not_reach_the_engine() -> None:
         "TORCHELASTIC_RUN_ID": "x",
         "HOME": "/h",
     }
-    environment = environment_of(parent, threads=2)
+    environment = environment_of(parent)
     assert not {"RANK", "WORLD_SIZE", "MASTER_PORT", "TORCHELASTIC_RUN_ID"} & environment.keys()
     assert environment["HOME"] == "/h"
-    assert environment["OMP_NUM_THREADS"] == "2"
+    assert environment["OMP_NUM_THREADS"] == "1"
+    assert environment_of({"OMP_NUM_THREADS": "2"})["OMP_NUM_THREADS"] == "2"
     assert environment["SGLANG_TIMEOUT_KEEP_ALIVE"] == str(MANAGED_KEEP_ALIVE_SECONDS)
 
 

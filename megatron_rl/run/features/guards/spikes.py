@@ -12,6 +12,8 @@ from megatron_rl.records.progress import Progress
 from megatron_rl.run.features.guards.stopped_by_guard import StoppedByGuard
 from megatron_rl.training.worker import TrainOutcome
 
+# Norms of usual batches differ by less, and those of a diverging run by more.
+_FACTOR = 10
 _MIN_NORMS = 8
 # Optimizer steps that the median covers. It follows norms that change slowly.
 _WINDOW = 32
@@ -41,7 +43,7 @@ class SpikeGuard:
         """The largest norm that is no spike. None without a guard, and for too few norms."""
         if self._settings.spike == "off" or len(self.norms) < _MIN_NORMS:
             return None
-        return self._settings.spike_factor * median(self.norms) or None
+        return _FACTOR * median(self.norms) or None
 
     def observe(self, plan: StepPlan, outcome: TrainOutcome, limit: float | None) -> None:
         """Take a step that was trained with a limit. Raises `StoppedByGuard`."""
@@ -51,24 +53,23 @@ class SpikeGuard:
             self.skips = 0 if plan.rollouts else self.skips
             return
         self.skips += 1
-        settings = self._settings
         text = (
             f"step {plan.step}: the gradients of optimizer step {outcome.optimizer_steps + 1} have "
-            f"the norm {outcome.spike:.4g}, above {limit:.4g} = guard.spike_factor="
-            f"{settings.spike_factor:g} x the median of the last {count}"
+            f"the norm {outcome.spike:.4g}, above {limit:.4g} = {_FACTOR} x the "
+            f"median of the last {count}"
         )
         batch = self._rollouts / f"spike-step-{plan.step}"
         self._progress.log(
             f"{text}. No rank applied that optimizer step, and the rest of the batch was skipped. "
             f"The batch is in {batch}"
         )
-        if settings.spike == "stop":
+        if self._settings.spike == "stop":
             reason = f"{text} (guard.spike=stop). The batch is in {batch}"
             raise StoppedByGuard(reason, plan.step)
         if self.skips >= _MAX_SKIPS:
             raise StoppedByGuard(
-                f"{self.skips} consecutive steps had a spike (guard.spike=skip): {text}. Raise "
-                "guard.spike_factor if such norms are usual",
+                f"{self.skips} consecutive steps had a spike (guard.spike=skip): {text}. Use "
+                "guard.spike=off if such norms are usual",
                 plan.step,
             )
 

@@ -26,7 +26,7 @@ from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
 from megatron_rl.run.features.observer import Observer
 from megatron_rl.run.features.parts import FeatureParts
 from megatron_rl.run.features.samples.assembly import SampleContext, SampleTexts, assemble
-from megatron_rl.run.features.samples.selection import MAX_BYTES, Choice, choose_samples
+from megatron_rl.run.features.samples.selection import MAX_BYTES, MAX_GROUPS, Choice, choose_samples
 from megatron_rl.run.loop.trained_step import TrainedStep
 from megatron_rl.training.dispatcher import CommandTable
 from megatron_rl.training.worker import Worker
@@ -49,7 +49,8 @@ class SampleGatherer(Observer):
 class SampleKeeper(SampleGatherer):
     """Chooses, gathers and writes the samples of every `samples.every`-th step.
 
-    directory: of the run. run: runs a command on all ranks. A warning of each kind is printed once.
+    directory: of the run. run: runs a command on all ranks. max_groups: those that a step keeps.
+    A warning of each kind is printed once.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class SampleKeeper(SampleGatherer):
         run: Callable[[GatherSamples], Any],
         texts: SampleTexts,
         progress: Progress,
+        max_groups: int = MAX_GROUPS,
     ) -> None:
         super().__init__(worker)
         self._settings = settings
@@ -70,6 +72,7 @@ class SampleKeeper(SampleGatherer):
         self._run = run
         self._texts = texts
         self._progress = progress
+        self._max_groups = max_groups
         self._printed_kinds: set[str] = set()
 
     def prepare(self, command: Train) -> Train:
@@ -132,8 +135,8 @@ class SampleKeeper(SampleGatherer):
             choices = choose_samples(
                 batch.all_groups,
                 {kind: plan.rollouts[index] for kind, index in extremes.items()},
-                self._settings,
                 f"{self._seed}/samples/{plan.step}",
+                max_groups=self._max_groups,
             )
             contexts = tuple(_contexts(choices.choices, batch, credit, plan))
             return _Choice(contexts, _command(contexts, plan), choices.num_left_out)

@@ -9,7 +9,6 @@ import random
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from megatron_rl.config.schema import SampleSettings
 from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.credit.group_kinds import CORRECT_THRESHOLD
 from megatron_rl.records.samples.sample import SampleKind
@@ -20,6 +19,8 @@ _TOKEN_BYTES = 40
 _SAMPLE_BYTES = 512
 # A step's file stays small enough to keep one for every few steps and to open it in a browser.
 MAX_BYTES = 4 * 2**20
+# More groups than there are kinds of extreme responses, and few enough to read.
+MAX_GROUPS = 8
 
 
 @dataclass(frozen=True)
@@ -48,10 +49,10 @@ class Choices:
 def choose_samples(
     groups: Sequence[Group],
     trained_extremes: Mapping[SampleKind, RolloutRef],
-    settings: SampleSettings,
     seed: str,
     *,
     max_bytes: int = MAX_BYTES,
+    max_groups: int = MAX_GROUPS,
 ) -> Choices:
     """Choose whole groups: first groups with an extreme response, then random ones.
 
@@ -59,7 +60,7 @@ def choose_samples(
 
     groups: all groups of the step.
     trained_extremes: extremes that only the training ranks can tell.
-    max_bytes: the largest size of the file.
+    max_bytes: the largest size of the file. max_groups: the largest number of groups.
     """
     candidates = [
         Choice(index, rollout) for index, group in enumerate(groups) for rollout in group.rollouts
@@ -67,9 +68,9 @@ def choose_samples(
     extremes = _extremes(candidates, trained_extremes)
     places = list(dict.fromkeys(choice.group for choice in extremes))
     others = [i for i, group in enumerate(groups) if group.rollouts and i not in places]
-    num_random = max(0, settings.groups - len(places))
+    num_random = max(0, max_groups - len(places))
     places += random.Random(seed).sample(others, min(num_random, len(others)))
-    places = places[: settings.groups]
+    places = places[:max_groups]
     return _fit(_in_order(extremes, candidates, places), max_bytes)
 
 

@@ -136,8 +136,9 @@ def _start(
 ) -> ManagedEngine:
     # On a CPU with many cores, one thread takes most of the stage's time.
     threads = 1 if setting.small else min(_MAX_THREADS, os.cpu_count() or 1)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
     settings = ServerSettings(
-        dtype=c.model.dtype, max_running_requests=PROMPTS, max_total_tokens=8192, threads=threads
+        dtype=c.model.dtype, max_running_requests=PROMPTS, max_total_tokens=8192
     )
     place = ServerPlace(
         model_path=str(setting.scratch / "start"),

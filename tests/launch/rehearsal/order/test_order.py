@@ -55,7 +55,6 @@ def test_representatives_give_the_sequences_of_all_ranks(tmp_path: Path) -> None
         f"traces={tmp_path}",
         "parallel=tp2_pp2",
         "parallel.ep=2",
-        "parallel.sequence_parallel=true",
     )
     assert result.returncode == 0, result.stdout + result.stderr
     traces = read_traces(tmp_path)
