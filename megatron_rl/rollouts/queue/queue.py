@@ -163,7 +163,7 @@ class RolloutQueue:
         self._handle_events()
         for request in requests:
             if request.group_id not in self._ledger:
-                self._request(request, self._saved_groups.take(request))
+                self._add(request, self._saved_groups.take(request))
                 continue
             entry = self._ledger[request.group_id]
             if entry.is_submitted:
@@ -174,16 +174,16 @@ class RolloutQueue:
             entry.is_submitted = True
             if entry.state is GroupState.ARRIVED:
                 self._ledger.offer_again(entry)
+        self._send_requests()
         self.num_repeated += self._saved_groups.count_misfits()
 
-    def _request(self, request: GroupRequest, start: SavedGroup | None) -> None:
-        """Send a request to a collector. start: what a checkpoint has of the group."""
+    def _add(self, request: GroupRequest, start: SavedGroup | None) -> None:
+        """Let a request wait for a collector. start: what a checkpoint has of the group."""
         if start is not None and start.is_finished:
             # Its rest may be in the checkpoint, too: nobody begins with it before it is requested
             request = msgspec.structs.replace(request, extension=None)
         entry = GroupEntry(request, start, self._ledger.next_attempt)
         self._ledger.add(entry, GroupState.WAITING)
-        self._assign(entry)
 
     def restore(self, groups: SavedGroups) -> None:
         """Continue the groups of a checkpoint once they are submitted, instead of new ones."""
@@ -348,7 +348,8 @@ class RolloutQueue:
         self.num_repeated += num_repeated
         self._handle_events()
         for entry, start in zip(entries, starts, strict=True):
-            self._request(entry.request, start)
+            self._add(entry.request, start)
+        self._send_requests()
         return num_repeated
 
     def arrived_groups(self, group_ids: Collection[str]) -> list[Group]:
@@ -517,25 +518,22 @@ class RolloutQueue:
 
     # Where requests go
 
-    def _assign(self, entry: GroupEntry) -> None:
-        """Send a request to a node. It waits if there is none."""
-        nodes = self._roster.nodes_to_request_from(self.connected_nodes)
-        if not nodes:
-            return
-        node = self._roster.choose_node(nodes, self._ledger.loads)
-        self._ledger.assign(entry, node)
-        start = entry.start
-        request = msgspec.structs.replace(
-            entry.request,
-            attempt=entry.attempt,
-            start=None if start is None else start.group,
-            saved=() if start is None else start.rollouts,
-        )
-        self._collectors.send(node, request)
-
-    def _assign_waiting(self) -> None:
+    def _send_requests(self) -> None:
+        """Send the requests that wait to nodes. They wait on if there is none."""
         for entry in self._in_order(GroupState.WAITING):
-            self._assign(entry)
+            nodes = self._roster.nodes_to_request_from(self.connected_nodes)
+            if not nodes:
+                return
+            node = self._roster.choose_node(nodes, self._ledger.loads)
+            self._ledger.assign(entry, node)
+            start = entry.start
+            request = msgspec.structs.replace(
+                entry.request,
+                attempt=entry.attempt,
+                start=None if start is None else start.group,
+                saved=() if start is None else start.rollouts,
+            )
+            self._collectors.send(node, request)
 
     def _in_order(self, *states: GroupState) -> list[GroupEntry]:
         """Return the entries in these states, in the order of their requests."""
@@ -555,7 +553,7 @@ class RolloutQueue:
         ids = [id_ for e in entries if e.node == node for id_ in _ids_of(e.request)]
         self._collectors.send(node, Drop(tuple(ids)))
         self._detach(node)
-        self._assign_waiting()
+        self._send_requests()
 
     def _detach(self, node: int) -> None:
         """Take its requests away from a collector. They wait for another one."""
@@ -702,7 +700,7 @@ class RolloutQueue:
         self._collectors.welcome(node, epoch)
         if self._stored_groups.is_wanted:
             self._collectors.send(node, Store(self._stored_groups.number))
-        self._assign_waiting()
+        self._send_requests()
         # Other nodes may have requests that they cannot answer
         self._move_stuck_requests()
 
@@ -715,7 +713,7 @@ class RolloutQueue:
         # Perhaps nobody else could use some engine: others try it again
         if self._roster.forget_failures():
             self._collectors.send_state()
-        self._assign_waiting()
+        self._send_requests()
         self._write_log(f"{reason}. Its requests go to others, or wait for the next one")
         if self.on_lost_collector is not None:
             self.on_lost_collector(node, epoch, reason)
