@@ -9,11 +9,10 @@ from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.group import Group, sampled_tokens
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.run_state import SelectorState
-from megatron_rl.prompts.selection.selector import RolloutRequest, Selector
+from megatron_rl.prompts.selection.selector import Selector
 from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.steps.step_sampling import StepSampling, label_of
-from megatron_rl.rollouts.wire.messages import GroupRequest
 
 
 class _CannotContinue(Exception):
@@ -45,10 +44,12 @@ class RolloutSampler:
     _states_before: dict[int, SelectorState] = field(default_factory=dict, init=False)
     # By step that has failed: the ids under which its groups have to be released
     _failed_ids: dict[int, tuple[str, ...]] = field(default_factory=dict, init=False)
+    _sampling: Sampling = field(init=False)  # of all responses
     _num_repeated: int = field(init=False)  # requests that earlier batches repeated
     _num_tokens: int = field(default=0, init=False)  # sampled since the last `count_tokens`
 
     def __post_init__(self) -> None:
+        self._sampling = sampling_of(self.settings, self.stop_token_ids)
         self._num_repeated = self.queue.num_repeated  # of another sampler before this one
 
     def sample(self, step: int) -> RolloutBatch:
@@ -74,7 +75,7 @@ class RolloutSampler:
         self._states_before[step] = self.selector.state()
         sampling = StepSampling(step, self.selector.select(step))
         self._open[step] = sampling
-        self._submit(sampling, sampling.selection.first_round())
+        self.queue.submit(sampling.register(sampling.selection.first_round(), self._sampling))
 
     def finish_step(self, can_continue: Callable[[], bool] | None = None) -> RolloutBatch | None:
         """Wait for the rollouts of the oldest open step, and end its selection.
@@ -218,14 +219,14 @@ class RolloutSampler:
             requests = sampling.selection.next_round()
             if not requests:
                 return
-            self._submit(sampling, requests)
+            self.queue.submit(sampling.register(requests, self._sampling))
 
     def _take(self, sampling: StepSampling, part: Group) -> None:
         """Take a part of a group, count its tokens, and request the rest if it is extended."""
         num_tokens = self.queue.tokens_of(part.group_id)
         sampling.generated_tokens += num_tokens
         self._num_tokens += num_tokens - self.queue.saved_tokens_of(part.group_id)
-        self._submit(sampling, sampling.take(part))
+        self.queue.submit(sampling.register(sampling.take(part), self._sampling))
 
     def _drop_surplus(self, sampling: StepSampling) -> None:
         """Abort the requests that the step does not need, and free what was sampled for them."""
@@ -280,22 +281,6 @@ class RolloutSampler:
             num_repeated=batch.num_repeated + num_repeated,
         )
         return _with_selected(new_batch, sampling)
-
-    def _submit(self, sampling: StepSampling, requests: Sequence[RolloutRequest]) -> None:
-        parameters = sampling_of(self.settings, self.stop_token_ids)
-        self.queue.submit(
-            [
-                GroupRequest(
-                    group_id=part_id,
-                    prompt=request.prompt,
-                    num_samples=request.samples,
-                    first_sample=request.first_sample,
-                    sampling=parameters,
-                    extension=request.extension,
-                )
-                for part_id, request in sampling.register(requests).items()
-            ]
-        )
 
 
 def _with_selected(batch: RolloutBatch, sampling: StepSampling) -> RolloutBatch:

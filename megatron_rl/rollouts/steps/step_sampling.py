@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 import msgspec
 
 from megatron_rl.contracts.group import Group
+from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.prompts.selection.restored_step import RestoredStep
 from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult, StepSelection
-from megatron_rl.rollouts.wire.messages import extension_id, first_id
+from megatron_rl.rollouts.wire.messages import GroupRequest, extension_id, first_id
 
 
 @dataclass
@@ -44,11 +45,6 @@ class StepSampling:
         return sampling
 
     @property
-    def label(self) -> str:
-        """The name of the step in the ids of its groups."""
-        return label_of(self.step)
-
-    @property
     def requested_ids(self) -> list[str]:
         """The ids of the requests without an answer."""
         return [id_ for id_ in self._requests if id_ not in self.parts]
@@ -57,11 +53,23 @@ class StepSampling:
         """Return True for the id of a request without an answer."""
         return part_id in self._requests and part_id not in self.parts
 
-    def register(self, requests: Sequence[RolloutRequest]) -> Mapping[str, RolloutRequest]:
-        """Expect answers to requests. Returns the requests by their ids."""
-        requests_by_id = {_part_id(self.label, request): request for request in requests}
+    def register(
+        self, requests: Sequence[RolloutRequest], sampling: Sampling
+    ) -> list[GroupRequest]:
+        """Expect answers to requests. Returns what the queue is asked for."""
+        requests_by_id = {_part_id(self.step, request): request for request in requests}
         self._requests |= requests_by_id
-        return requests_by_id
+        return [
+            GroupRequest(
+                group_id=part_id,
+                prompt=request.prompt,
+                num_samples=request.samples,
+                first_sample=request.first_sample,
+                sampling=sampling,
+                extension=request.extension,
+            )
+            for part_id, request in requests_by_id.items()
+        ]
 
     def take(self, part: Group) -> list[RolloutRequest]:
         """Take an answer. Returns the request that extends its group, if there is one."""
@@ -132,6 +140,6 @@ def merge_groups(first: Group, rest: Group) -> Group:
     )
 
 
-def _part_id(label: str, request: RolloutRequest) -> str:
-    group_id = f"{label}-{request.index}"
+def _part_id(step: int, request: RolloutRequest) -> str:
+    group_id = f"{label_of(step)}-{request.index}"
     return extension_id(group_id, request.first_sample) if request.first_sample else group_id
