@@ -228,7 +228,15 @@ class Collector:
         try:
             if request.start is not None:
                 await self._restore(request, progress)
-            answer = await self._run(request, progress)
+            start = time.monotonic()
+            runs = (
+                self._runner.run(request, index, episode)
+                for index, episode in progress.episodes.items()
+            )
+            await asyncio.gather(*runs)
+            if self._is_running(request):
+                self._running[request.group_id].is_complete = True
+            answer = await self._store_group(request, progress, start)
             if request.extension is not None and request.extension.applies_to(answer.group):
                 self._begin(request.rest())
                 answer = msgspec.structs.replace(answer, is_extended=True)
@@ -267,15 +275,13 @@ class Collector:
         group = self._running.get(request.group_id)
         return group is not None and group.request is request
 
-    async def _run(self, request: GroupRequest, progress: GroupProgress) -> GroupDone:
-        start = time.monotonic()
-        runs = (
-            self._runner.run(request, index, episode)
-            for index, episode in progress.episodes.items()
-        )
-        await asyncio.gather(*runs)
-        if self._is_running(request):
-            self._running[request.group_id].is_complete = True
+    async def _store_group(
+        self, request: GroupRequest, progress: GroupProgress, start: float
+    ) -> GroupDone:
+        """Store what the episodes of a group have sampled, and return the answer to its request.
+
+        start: of the episodes, on the monotonic clock.
+        """
         results = progress.results()
         rejected_tokens = progress.count_rejected_tokens()
         scored_at = time.monotonic()
