@@ -18,7 +18,7 @@ from megatron_rl.environments.environment import (
 )
 from megatron_rl.rewards import ScorerInThisProcess, open_scorer
 from megatron_rl.rewards.runner import ScorerCalls
-from megatron_rl.rewards.user_calls import Outcome, call_with_limit
+from megatron_rl.rewards.user_calls import Ending, Outcome
 from megatron_rl.rollouts.user_process.attempts import EpisodeAttempt, ScoreAttempt
 from megatron_rl.rollouts.user_process.messages import OpenClass
 from megatron_rl.rollouts.user_process.remote_class import RemoteClass
@@ -44,7 +44,10 @@ class EnvironmentCalls(Protocol):
 
 
 class EnvironmentInThisProcess:
-    """Calls an environment of this project, which cannot block or ignore its cancellation."""
+    """Calls an environment of this project, which cannot block or ignore its cancellation.
+
+    Cancelling a call cancels the environment.
+    """
 
     def __init__(self, environment: Environment) -> None:
         self._environment = environment
@@ -53,8 +56,11 @@ class EnvironmentInThisProcess:
         self, open_attempt: OpenAttempt, *, is_evaluation: bool, subject: str
     ) -> Outcome[None]:
         environment = for_evaluation(self._environment) if is_evaluation else self._environment
-        attempt = open_attempt()
-        return await call_with_limit(lambda: environment.play(attempt.episode))
+        try:
+            await environment.play(open_attempt().episode)
+        except Exception as error:
+            return Outcome(Ending.RAISED, error=error)
+        return Outcome(Ending.RETURNED)
 
 
 class EnvironmentInProcess:
