@@ -56,8 +56,9 @@ class GenerateClient:
     closes it long before.
 
     abort: called with the URL and the name of a request whose deadline has passed. The tokens
-    sampled until then come back with the finish reason ABORT. Without `abort`, and when a call is
-    cancelled, the client closes the connection, and the engine aborts the request within seconds.
+    sampled until then come back with the finish reason ABORT. Without `abort`, when a call is
+    cancelled, and when `close` ends it, the client closes the connection, and the engine aborts the
+    request within seconds.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class GenerateClient:
         self._keep_alive_seconds = _SHARE_OF_KEEP_ALIVE * server_keep_alive_seconds
         self._session: aiohttp.ClientSession | None = None
         self._requests = itertools.count()
+        self._answers: set[asyncio.Task[list[bytes]]] = set()  # of requests that run
         self._last_answer = -math.inf
 
     async def generate(
@@ -112,13 +114,17 @@ class GenerateClient:
         num_rows = len(input_ids) + sampling.max_new_tokens - first_route_row
         max_bytes = self._max_reply_bytes(sampling.max_new_tokens, num_rows if return_routes else 0)
         answer = asyncio.create_task(self._post(body, name, max_bytes))
+        self._answers.add(answer)
         try:
             in_time = await self._wait_for_answer(answer)
             if not in_time:
                 await self._abort_request(answer, name)
+            if answer.cancelled():
+                raise RequestFailed(f"{self.url}: the client was closed while {name} waited")
             pieces = answer.result()
         finally:
             answer.cancel()
+            self._answers.discard(answer)
         if in_time:
             self._last_answer = asyncio.get_running_loop().time()
         generation = await self._decode(
@@ -141,7 +147,9 @@ class GenerateClient:
             return False
 
     async def close(self) -> None:
-        """Close the connections."""
+        """Close the connections. Requests that run fail with `RequestFailed`."""
+        for answer in self._answers:
+            answer.cancel()
         if self._session is not None:
             await self._session.close()
             self._session = None

@@ -23,7 +23,7 @@ from tests.support.leaders import ScriptedParts, lead
 from tests.support.scripted_hub import ScriptedHub
 
 PACKAGES = ("/megatron_rl/", "/sglang_bridge/")
-MAX_FRAMES = 27  # calls between the loop of rank 0 and the HTTP request
+MAX_FRAMES = 20  # calls between the loop of rank 0 and the HTTP request
 
 
 class Sampled(Exception):

@@ -243,17 +243,20 @@ def test_status_decides_if_another_engine_may_answer(status: int, may_succeed: b
     asyncio.run(scenario())
 
 
-@pytest.mark.parametrize("how", ["deadline", "cancel"])
+@pytest.mark.parametrize("how", ["deadline", "cancel", "close"])
 def test_abandoned_request_closes_its_connection(how: str) -> None:
     request_started = asyncio.Event()
     connection_closed = asyncio.Event()
 
-    async def generate(request: web.Request) -> web.Response:
+    async def generate(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b"{")
         request_started.set()
         while request.transport is not None and not request.transport.is_closing():
             await asyncio.sleep(0.01)
         connection_closed.set()
-        return good_reply()
+        return response
 
     async def scenario() -> None:
         deadline = 1.0 if how == "deadline" else 60.0
@@ -268,11 +271,16 @@ def test_abandoned_request_closes_its_connection(how: str) -> None:
                     match=r"no request for 1 s .* engine\.request_timeout_s",
                 ):
                     await task
-            else:
+            elif how == "cancel":
                 await request_started.wait()
                 task.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await task
+            else:
+                await request_started.wait()
+                await client.close()
+                with pytest.raises(RequestFailed, match="was closed while a#0; waited"):
+                    await asyncio.wait_for(task, 5)
             await asyncio.wait_for(connection_closed.wait(), 5)
 
     asyncio.run(scenario())

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence, Set
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Sequence, Set
+from dataclasses import dataclass
 
 from megatron_rl.contracts.group import NEVER_SENT, STALE
 from megatron_rl.rollouts.collector.engines.idle_time import IdleTime
@@ -31,7 +31,7 @@ class Member:
     """One engine of the pool.
 
     failures: number of consecutive failures. is_left_out: the engine failed, and rank 0 knows it.
-    removal: set once its requests have to go to other engines.
+    is_removed: its requests have to go to other engines.
     """
 
     engine: Engine
@@ -39,28 +39,12 @@ class Member:
     in_flight: int = 0
     failures: int = 0
     is_left_out: bool = False
-    removal: asyncio.Event = field(default_factory=asyncio.Event)
+    is_removed: bool = False
 
     @property
     def load(self) -> float:
         """The requests in flight for each rank of the engine."""
         return self.in_flight / self.engine.tp
-
-    async def wait_for(self, request: Coroutine[None, None, Generation]) -> Generation:
-        """Return the answer to a request of `client`, and raise what it raises.
-
-        Raises `EngineRemoved` once the request has to go to another engine.
-        """
-        answer = asyncio.ensure_future(request)
-        removal = asyncio.ensure_future(self.removal.wait())
-        try:
-            await asyncio.wait({answer, removal}, return_when=asyncio.FIRST_COMPLETED)
-            if not answer.done():
-                raise EngineRemoved
-            return answer.result()
-        finally:
-            answer.cancel()
-            removal.cancel()
 
 
 class Members:
@@ -110,7 +94,7 @@ class Members:
         ]
         for member in removed_members:
             del self._members[member.engine.url]
-            member.removal.set()
+            member.is_removed = True
         for url, engine in engine_of.items():
             if url not in self._members:
                 self._members[url] = Member(engine, self._open_client(engine))
@@ -203,7 +187,8 @@ class Members:
             if member.in_flight and not member.is_left_out:
                 _log.warning("%s gets no requests: %s", member.engine.url, reason)
                 await self._leave_out(member, reason)
-                member.removal.set()
+                member.is_removed = True
+                await member.client.close()
 
     async def _leave_out(self, member: Member, reason: str) -> None:
         """Send an engine nothing more, as long as it is a member."""

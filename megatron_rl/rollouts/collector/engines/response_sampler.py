@@ -128,34 +128,32 @@ class ResponseSampler:
     async def sample(self) -> Generation:
         """Sample the response to its end. Raises `EngineError` and `GenerationRejected`.
 
+        It is requested piece by piece, until it is complete or repeats itself.
+
         A response that nobody wants has no end: this waits until it is cancelled. An environment in
         another process may go on for some time after its cancellation, and an exception could make
         it ask again and again.
         """
+        response = self._response
         try:
             # A response from a checkpoint may end here, and needs no slot
             if await self._repeats_itself():
                 return self._cut_off()
             async with self._members.slots:
-                return await self._add_pieces()
+                while not response.is_complete:
+                    piece = await self._next_piece()
+                    if self._is_cut(piece):
+                        piece = replace(piece, finish_reason=FinishReason.ABORT)
+                    elif not self._goes_on(piece):
+                        return self._join(piece)
+                    response.add(piece)
+                    if await self._repeats_itself():
+                        return self._cut_off()
+                return response.generation()
         except _NotWanted:
             pass
         await asyncio.get_running_loop().create_future()
         raise AssertionError("unreachable")
-
-    async def _add_pieces(self) -> Generation:
-        """Request the response piece by piece, until it is complete or repeats itself."""
-        response = self._response
-        while not response.is_complete:
-            piece = await self._next_piece()
-            if self._is_cut(piece):
-                piece = replace(piece, finish_reason=FinishReason.ABORT)
-            elif not self._goes_on(piece):
-                return self._join(piece)
-            response.add(piece)
-            if await self._repeats_itself():
-                return self._cut_off()
-        return response.generation()
 
     async def _repeats_itself(self) -> bool:
         """Measure in a thread: a long response takes milliseconds."""
@@ -246,7 +244,7 @@ class ResponseSampler:
             self._members.count_request(member),
         ):
             try:
-                request = member.client.generate(
+                piece = await member.client.generate(
                     self._response.input_ids,
                     self._response.next_sampling(self._limit()),
                     rid=self._rid,
@@ -254,7 +252,6 @@ class ResponseSampler:
                     seed=self._seed,
                     first_route_row=self._response.first_route_row,
                 )
-                piece = await member.wait_for(request)
                 self._members.require_version(piece)
             except (RequestFailed, GenerationRejected) as failure:
                 await self._blame(member, failure)
@@ -269,7 +266,7 @@ class ResponseSampler:
             self._gate.count_tokens(self._group, failure.num_tokens)
         if not _is_engine_fault(failure):
             return
-        if member.removal.is_set():
+        if member.is_removed:
             raise EngineRemoved from failure
         await self._members.count_failure(member, failure)
 
