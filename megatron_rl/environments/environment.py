@@ -1,4 +1,4 @@
-"""Interface of environments, and the function that opens one."""
+"""Interface of environments, the simplest one, and the function that opens one."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from megatron_rl.environments.calculator import Calculator
 from megatron_rl.environments.chat_turns import ChatTurns
 from megatron_rl.environments.demonstration import Demonstration
 from megatron_rl.environments.episode import Episode
-from megatron_rl.environments.single_turn import SingleTurn
 from megatron_rl.models.chat_template import ChatTemplate
 from megatron_rl.models.tokenizer import Tokenizer
 
@@ -41,6 +40,13 @@ class Environment(Protocol):
         Any exception rejects the rollout. Rejected rollouts are counted and not trained.
         """
         ...
+
+
+class SingleTurn:
+    """The model responds once."""
+
+    async def play(self, episode: Episode) -> None:
+        await episode.respond()
 
 
 def is_replayable(settings: EnvironmentSettings) -> bool:

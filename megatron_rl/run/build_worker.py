@@ -25,7 +25,7 @@ from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.rank_view import RankView
 from megatron_rl.run.checkpoints.reference import reference_path
 from megatron_rl.run.setup import RunSetup
-from megatron_rl.run.supervision.open_parts import OpenParts
+from megatron_rl.run.supervision.supervision import OpenParts
 from megatron_rl.training.batch_recording import BatchRecorder
 from megatron_rl.training.logprobs import ResponseLogprobs
 from megatron_rl.training.micro_batches import Batcher

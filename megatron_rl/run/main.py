@@ -13,7 +13,6 @@ from megatron_rl.records.run_summary import closing_lines
 from megatron_rl.run.supervision.exit_reporter import ExitReporter
 from megatron_rl.run.supervision.frozen_ranks import FrozenRanks
 from megatron_rl.run.supervision.local_ranks import LocalRanks
-from megatron_rl.run.supervision.open_parts import OpenParts
 from megatron_rl.run.supervision.restarts import require_reason_to_restart
 from megatron_rl.run.supervision.shutdown import (
     close_after_success,
@@ -23,7 +22,7 @@ from megatron_rl.run.supervision.shutdown import (
     report_exception,
 )
 from megatron_rl.run.supervision.stop_request import StopRequest
-from megatron_rl.run.supervision.supervision import Supervision
+from megatron_rl.run.supervision.supervision import OpenParts, Supervision
 from megatron_rl.run.supervision.watchdog import Watchdog, end_with_torchrun
 from sglang_bridge.server.nccl import nccl_environment
 

@@ -25,9 +25,11 @@ from megatron_rl.run.command_table import EngineCommands, Export, ModelCommands,
 from megatron_rl.run.features.observer import Observers
 from megatron_rl.run.features.parts import FeatureParts
 from megatron_rl.run.features.registry import open_features
-from megatron_rl.run.modes.evaluate import checkpoint_weights
-from megatron_rl.run.modes.mode import LoopParts
-from megatron_rl.run.modes.table import open_mode
+from megatron_rl.run.modes.evaluate import checkpoint_weights, evaluate
+from megatron_rl.run.modes.mode import LoopParts, Mode
+from megatron_rl.run.modes.profile import open_profile
+from megatron_rl.run.modes.train import train
+from megatron_rl.run.modes.train_only import train_on_recording
 from megatron_rl.run.setup import RunSetup
 from megatron_rl.run.supervision.stall_monitor import StallMonitor
 from megatron_rl.run.supervision.supervision import Supervision
@@ -44,7 +46,7 @@ def open_loop(
     engines: None when the run trains on recorded rollouts.
     """
     job = setup.job
-    mode = open_mode(setup) if job.rank == 0 else None
+    mode = _open_mode(setup) if job.rank == 0 else None
     worker, connections = _open_worker_and_connections(setup, engines, supervision)
     activity = Activity()
     if job.world_size > 1:
@@ -92,6 +94,19 @@ def open_loop(
         idle=partial(_poll, dispatcher, setup.progress, connections),
     )
     return mode(parts)
+
+
+def _open_mode(setup: RunSetup) -> Mode:
+    """Open the mode. Rank 0 only. Raises `PromptDataError`."""
+    match setup.configuration.mode:
+        case "eval":
+            return evaluate
+        case "profile":
+            return open_profile(setup)
+        case "train_only":
+            return train_on_recording
+        case _:
+            return train
 
 
 def _poll(

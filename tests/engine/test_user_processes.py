@@ -16,7 +16,7 @@ BY_NAME = (
     "reward.name=megatron_rl.rewards.exact_match:ExactMatch",
     "reward.options={answer: last_number}",
     "environment=custom",
-    "environment.name=megatron_rl.environments.single_turn:SingleTurn",
+    "environment.name=megatron_rl.environments.environment:SingleTurn",
 )
 
 

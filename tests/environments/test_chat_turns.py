@@ -12,10 +12,9 @@ from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.plugins import PluginError
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.environments.chat_turns import ChatTurns
-from megatron_rl.environments.environment import open_chat_turns
+from megatron_rl.environments.environment import SingleTurn, open_chat_turns
 from megatron_rl.environments.episode import Episode
 from megatron_rl.environments.rollout_builder import RolloutRejected
-from megatron_rl.environments.single_turn import SingleTurn
 from megatron_rl.models.chat_template import ChatTemplate
 from megatron_rl.models.tokenizer import Tokenizer
 from tests.support.failures import fails

@@ -11,9 +11,8 @@ from megatron_rl.config.schema import EnvironmentSettings
 from megatron_rl.contracts.plugins import PluginError
 from megatron_rl.contracts.rollout import Role
 from megatron_rl.environments.demonstration import Demonstration
-from megatron_rl.environments.environment import for_evaluation, open_environment
+from megatron_rl.environments.environment import SingleTurn, for_evaluation, open_environment
 from megatron_rl.environments.rollout_builder import RolloutRejected
-from megatron_rl.environments.single_turn import SingleTurn
 from tests.support.scripted_model import PROMPT, ScriptedModel, Turn, open_episode
 
 TWO_TURNS = '''

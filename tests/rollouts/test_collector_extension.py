@@ -7,7 +7,7 @@ import pytest
 
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.credit.group_kinds import GroupKind
-from megatron_rl.prompts.selection.extension import Extension
+from megatron_rl.prompts.selection.selector import Extension
 from megatron_rl.rollouts.collector.collector import Collector
 from megatron_rl.rollouts.wire.messages import (
     Drop,

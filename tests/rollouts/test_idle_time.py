@@ -7,7 +7,7 @@ from collections import Counter
 from megatron_rl.config.schema import EngineSettings, RolloutSettings
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.rollouts.collector.engines.engine_pool import EnginePool, RequestForm
-from megatron_rl.rollouts.collector.engines.idle_time import IdleTime
+from megatron_rl.rollouts.collector.engines.members import IdleTime
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.queue.hub import CollectorHub
 from megatron_rl.rollouts.wire.messages import FromCollector, Served

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.rollouts.collector.engines.slots import Slots
+from megatron_rl.rollouts.collector.engines.members import Slots
 
 
 class Holders:

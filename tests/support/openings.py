@@ -14,9 +14,8 @@ from megatron_rl.run import open_run
 from megatron_rl.run.data import read_data
 from megatron_rl.run.supervision.exit_reporter import ExitReporter
 from megatron_rl.run.supervision.local_ranks import LocalRanks
-from megatron_rl.run.supervision.open_parts import OpenParts
 from megatron_rl.run.supervision.stop_request import StopRequest
-from megatron_rl.run.supervision.supervision import Supervision
+from megatron_rl.run.supervision.supervision import OpenParts, Supervision
 from megatron_rl.run.supervision.watchdog import Watchdog
 
 

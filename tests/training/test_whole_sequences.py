@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_rl.training import whole_sequences
-from megatron_rl.training.whole_sequences import WholeSequences
+from megatron_rl.training import logprobs
+from megatron_rl.training.logprobs import WholeSequences
 
 
 def test_ranks_get_all_values_and_the_gradient_of_their_own_tokens(
@@ -16,7 +16,7 @@ def test_ranks_get_all_values_and_the_gradient_of_their_own_tokens(
         assert group == "context"
         whole += others
 
-    monkeypatch.setattr(whole_sequences.dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(logprobs.dist, "all_reduce", all_reduce)
     local_values = torch.tensor([[1.0, 2.0, 3.0], [4.0, 6.0, 7.0]], requires_grad=True)
     whole = WholeSequences.apply(local_values, torch.tensor([0, 2, 3]), 4, "context")
     assert whole.tolist() == [[1, 8, 2, 3], [4, 5, 6, 7]]
@@ -25,7 +25,7 @@ def test_ranks_get_all_values_and_the_gradient_of_their_own_tokens(
 
 
 def test_a_rank_without_trained_tokens_takes_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_sequences.dist, "all_reduce", lambda whole, group: whole.fill_(2.0))
+    monkeypatch.setattr(logprobs.dist, "all_reduce", lambda whole, group: whole.fill_(2.0))
     graph = torch.ones(3, requires_grad=True)
     local_values = torch.stack([(graph.sum() * 0).expand(0), torch.zeros(0)])
     whole = WholeSequences.apply(local_values, torch.zeros(0, dtype=torch.int64), 2, None)

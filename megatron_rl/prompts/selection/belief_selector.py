@@ -27,9 +27,8 @@ from megatron_rl.prompts.selection.beliefs.beliefs import Beliefs
 from megatron_rl.prompts.selection.beliefs.calibration import Calibration
 from megatron_rl.prompts.selection.beliefs.group_prediction import GroupPredictions
 from megatron_rl.prompts.selection.candidate import Candidate
-from megatron_rl.prompts.selection.extension import Extension
 from megatron_rl.prompts.selection.importance_weights import effective_share
-from megatron_rl.prompts.selection.selector import RolloutRequest, SelectionResult
+from megatron_rl.prompts.selection.selector import Extension, RolloutRequest, SelectionResult
 from megatron_rl.prompts.source import PromptSource
 
 # A step samples no further round once it has this share of rollout.prompts_per_step mixed groups

@@ -20,11 +20,10 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import NEVER_SENT, STALE, Group, RolloutRef
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.credit.group_kinds import kind_of
-from megatron_rl.rollouts.queue.answers import PauseAnswers, StoredGroups
+from megatron_rl.rollouts.queue.answers import IdleEngines, PauseAnswers, StoredGroups
 from megatron_rl.rollouts.queue.collectors import Collectors
 from megatron_rl.rollouts.queue.engine_roster import EngineRoster
 from megatron_rl.rollouts.queue.hub import CollectorConnected, CollectorGone, CollectorHub, Event
-from megatron_rl.rollouts.queue.idle_engines import IdleEngines
 from megatron_rl.rollouts.queue.ledger import OPEN_STATES, GroupEntry, GroupLedger, GroupState
 from megatron_rl.rollouts.queue.saved_groups import NOTHING_SAVED, SavedGroup, SavedGroups
 from megatron_rl.rollouts.queue.waiting import Wait, never

@@ -16,7 +16,7 @@ from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.routes import RouteShape
 from megatron_rl.contracts.wire_types import Count
-from megatron_rl.prompts.selection.extension import Extension
+from megatron_rl.prompts.selection.selector import Extension
 from megatron_rl.rollouts.recording.format import SavedRollout
 from sglang_bridge.engine import Engine
 

@@ -19,7 +19,7 @@ from megatron_rl.run.supervision.failures import (
     log_tail_of,
 )
 from megatron_rl.run.supervision.local_ranks import LocalRanks
-from megatron_rl.run.supervision.open_parts import OpenParts
+from megatron_rl.run.supervision.supervision import OpenParts
 from megatron_rl.run.supervision.watchdog import SignalReceived, Watchdog
 
 _CHECK_SECONDS = 3.0

@@ -14,7 +14,7 @@ from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.credit.group_kinds import GroupKind
-from megatron_rl.prompts.selection.extension import Extension
+from megatron_rl.prompts.selection.selector import Extension
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.queue.hub import CollectorHub
 from megatron_rl.rollouts.queue.saved_groups import SavedGroup, SavedGroups

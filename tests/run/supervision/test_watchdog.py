@@ -13,8 +13,8 @@ import pytest
 
 from megatron_rl.run.supervision.exit_reporter import ExitReporter
 from megatron_rl.run.supervision.local_ranks import LocalRanks
-from megatron_rl.run.supervision.open_parts import OpenParts
 from megatron_rl.run.supervision.shutdown import close_after_success
+from megatron_rl.run.supervision.supervision import OpenParts
 from megatron_rl.run.supervision.watchdog import Watchdog
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -24,7 +24,7 @@ import megatron_rl.run.supervision.failures
 from pathlib import Path
 from megatron_rl.run.supervision.exit_reporter import ExitReporter
 from megatron_rl.run.supervision.local_ranks import LocalRanks
-from megatron_rl.run.supervision.open_parts import OpenParts
+from megatron_rl.run.supervision.supervision import OpenParts
 from megatron_rl.run.supervision.shutdown import exit_process, report_exception
 from megatron_rl.run.supervision.watchdog import Watchdog
 
