@@ -18,7 +18,6 @@ from megatron_rl.run.loop.leader import Leader
 from megatron_rl.run.loop.sampling import Sampling
 from megatron_rl.run.loop.saves import Saves
 from megatron_rl.run.loop.step_parts import RolloutHolder, StepParts
-from megatron_rl.run.loop.step_records import StepRecords
 from megatron_rl.training.dispatcher import Dispatcher
 
 AnyLeader = TypeVar("AnyLeader", bound=Leader)
@@ -69,14 +68,13 @@ def build_leader(
         observers=observers,
         progress=progress,
     )
-    step_records = StepRecords(records)
     saves = Saves(
         checkpoints,
         sampling=sampling,
         weights=weights,
         evaluations=evaluations,
         observers=observers,
-        records=step_records,
+        records=records,
         dispatcher=dispatcher,
         saves_weights=c.run.save_weights and c.mode != "rollout_only",
     )
@@ -92,7 +90,7 @@ def build_leader(
         evaluations=evaluations,
         saves=saves,
         observers=observers,
-        records=step_records,
+        records=records,
         dispatcher=dispatcher,
         resumed_step=None if state is None else state.step,
     )

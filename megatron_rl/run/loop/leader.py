@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from megatron_rl.contracts.commands import Train
 from megatron_rl.contracts.step_plan import StepPlan
+from megatron_rl.records.run_records import RunRecords
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.run.features.observer import Observers
 from megatron_rl.run.loop.engine_weights import EngineWeights
@@ -15,7 +16,6 @@ from megatron_rl.run.loop.evaluations import Evaluations
 from megatron_rl.run.loop.sampling import ROLLOUT_FAILURES, Sampling
 from megatron_rl.run.loop.saves import Saves
 from megatron_rl.run.loop.step_parts import StepParts
-from megatron_rl.run.loop.step_records import StepRecords
 from megatron_rl.run.loop.trained_step import TrainedStep
 from megatron_rl.run.supervision.stop_request import WaitAborted
 from megatron_rl.training.dispatcher import Dispatcher
@@ -35,7 +35,7 @@ class Leader:
     evaluations: Evaluations
     saves: Saves
     observers: Observers
-    records: StepRecords
+    records: RunRecords
     dispatcher: Dispatcher
     resumed_step: int | None = None
 

@@ -12,13 +12,13 @@ from megatron_rl.contracts.commands import Save
 from megatron_rl.contracts.exit_codes import Failure
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.run_state import LoopState
+from megatron_rl.records.run_records import RunRecords
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.run.checkpoints.manager import CheckpointManager, SavePoint
 from megatron_rl.run.features.observer import Observers
 from megatron_rl.run.loop.engine_weights import EngineWeights
 from megatron_rl.run.loop.evaluations import Evaluations
 from megatron_rl.run.loop.sampling import ROLLOUT_FAILURES, STORE_FAILURES, Sampling
-from megatron_rl.run.loop.step_records import StepRecords
 from megatron_rl.run.supervision.stop_request import WaitAborted
 from megatron_rl.training.dispatcher import Dispatcher
 
@@ -37,7 +37,7 @@ class Saves:
         weights: EngineWeights,
         evaluations: Evaluations,
         observers: Observers,
-        records: StepRecords,
+        records: RunRecords,
         dispatcher: Dispatcher,
         saves_weights: bool,
     ) -> None:
