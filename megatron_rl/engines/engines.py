@@ -38,7 +38,6 @@ from megatron_rl.engines.weight_sync import (
     open_weight_sync,
 )
 from megatron_rl.mcore.job import Job
-from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.colocated import colocated_memory, require_memory
 from megatron_rl.records.run_directory import RunDirectory
@@ -452,7 +451,7 @@ def collector_template(configuration: Configuration, shape: ModelShape, keys: Ru
     return Configure(
         api_key=keys.api_key,
         model_path=configuration.model.path,
-        routes=route_shape(shape) if records_routes else None,
+        routes=shape.route_shape if records_routes else None,
         engine=configuration.engine,
         rollout=configuration.rollout,
         reward=configuration.reward,

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.contracts.routes import RouteShape
 
 
 class ModelConfigError(Failure, ValueError):
@@ -103,3 +104,13 @@ class ModelShape:
     moe_ffn_hidden_size: int = 0
     shared_ffn_hidden_size: int = 0
     router: Router = Router()
+
+    @property
+    def route_shape(self) -> RouteShape:
+        """The shape of the model's routes."""
+        return RouteShape(
+            moe_layers=self.moe_layers,
+            num_hidden_layers=self.num_layers,
+            num_experts=self.num_experts,
+            topk=self.topk,
+        )

@@ -20,7 +20,6 @@ from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.mcore.weights import initialize_hf_weights, load_hf_weights
 from megatron_rl.mcore.weights.reference import ReferenceWeights
-from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.rank_view import RankView
 from megatron_rl.run.checkpoints.reference import reference_path
@@ -74,7 +73,7 @@ def build_worker(
     if policy.replay is not None:
         policy.replay.require_layers([shape.moe_layers[row] for row in moe_rows])
     updates = c.train.total_steps * c.train.optimizer_steps_per_batch
-    routes = route_shape(shape) if c.train.replay == "rollout" else None
+    routes = shape.route_shape if c.train.replay == "rollout" else None
     receivers = gather_receivers(layout, moe_rows)
     recorder = BatchRecorder(
         rollouts, c.logger.save_rollouts_every, receivers, layout.rank, layout.control_group

@@ -11,7 +11,6 @@ from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.models.families import read_shape
-from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.pass_rates import (
     Header,
@@ -124,7 +123,7 @@ def open_recording(c: Configuration) -> RecordedRollouts:
         c.rollout.recording or "",
         node=0,
         batches=c.train.total_steps,
-        routes=route_shape(shape) if c.train.replay == "rollout" else None,
+        routes=shape.route_shape if c.train.replay == "rollout" else None,
         vocab_size=shape.vocab_size,
         ngram=c.credit.repetition_ngram,
     )

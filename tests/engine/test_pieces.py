@@ -20,7 +20,6 @@ from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason, Role, Rollout, Segment
 from megatron_rl.models.families import read_shape
-from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts
 from megatron_rl.rollouts.collector.engines.engine_pool import EnginePool, RequestForm
@@ -147,7 +146,7 @@ async def sample(
 ) -> list[Generation]:
     """Sample responses that are interrupted for the next weights of their engine."""
     shape = read_shape(str(checkpoints[0]))
-    routes = route_shape(shape)
+    routes = shape.route_shape
 
     async def ignore(message: FromCollector) -> None:
         """Drop a report."""

@@ -28,7 +28,6 @@ from megatron_rl.config.schema import (
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import Role, Rollout
 from megatron_rl.models.families import read_shape
-from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.planning.rank_view import RankView
 from megatron_rl.prompts import column_addition
@@ -77,7 +76,7 @@ def configuration(engine: ManagedEngine) -> Configure:
     return Configure(
         api_key=engine.keys.api_key,
         model_path=str(CHECKPOINT),
-        routes=route_shape(SHAPE),
+        routes=SHAPE.route_shape,
         engine=EngineSettings(max_running_requests=16),
         rollout=RolloutSettings(max_new_tokens=96),
         reward=RewardSettings(),
@@ -172,7 +171,7 @@ def measure(sample: Sampled, rollouts: Sequence[Rollout]) -> tuple[int, int]:
 
     models, replay = build(CHECKPOINT, dtype=sample.dtype)
     layers = tuple(range(SHAPE.num_layers))
-    batcher = Batcher(RankView(layers=(layers,)), route_shape(SHAPE), torch.device("cpu"))
+    batcher = Batcher(RankView(layers=(layers,)), SHAPE.route_shape, torch.device("cpu"))
     batch = batcher.pack(rollouts, [1.0] * len(rollouts)).inputs
 
     def ignore(logits: torch.Tensor, index: int) -> tuple[None, None]:

@@ -13,7 +13,6 @@ from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.models.families import read_shape
-from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts
 from megatron_rl.rollouts.collector.engines.engine_pool import EnginePool, RequestForm
@@ -51,7 +50,7 @@ async def sample(
 ) -> list[Generation]:
     """Sample a response to each prompt."""
     shape = read_shape(str(COLUMN_ADDITION))
-    routes = route_shape(shape)
+    routes = shape.route_shape
 
     async def ignore(message: FromCollector) -> None:
         """Drop a report."""

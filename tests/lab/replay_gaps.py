@@ -250,10 +250,9 @@ def _fit_rollouts(
     rollouts: Sequence[Rollout], shape: ModelShape, has_routes: bool, directory: Path
 ) -> dict[str, Rollout]:
     """Fit recorded rollouts to the model, by their id. Raises `GapsRefused`."""
-    from megatron_rl.models.route_shape import route_shape
     from megatron_rl.rollouts.recording.recorded_rollouts import UnfitRollout, fit_rollout
 
-    routes = route_shape(shape) if has_routes else None
+    routes = shape.route_shape if has_routes else None
     try:
         fits = [fit_rollout(rollout, routes, shape.vocab_size) for rollout in rollouts]
     except UnfitRollout as unfit:

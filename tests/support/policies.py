@@ -21,7 +21,6 @@ from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.mcore.weights import load_hf_weights
 from megatron_rl.mcore.weights.reference import ReferenceWeights
 from megatron_rl.models.families import read_shape
-from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.rank_view import RankView
 from megatron_rl.planning.step_planner import StepPlanner
@@ -104,7 +103,7 @@ def make_batcher(
     replay: bool = True,
 ) -> Batcher:
     """Make the batcher of a rank. replay: True to replay the routes of rollouts."""
-    routes = route_shape(shape) if shape.moe_layers and replay else None
+    routes = shape.route_shape if shape.moe_layers and replay else None
     return kind(make_view(shape, parallel, layout), routes, layout.device)
 
 

@@ -10,7 +10,6 @@ from megatron_rl.credit.assign import Credit
 from megatron_rl.engines.connections import EngineConnections
 from megatron_rl.engines.on_update import open_steps_ahead
 from megatron_rl.environments.environment import is_replayable
-from megatron_rl.models.route_shape import route_shape
 from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.prompts.selection.factory import credit_warning, open_selector
 from megatron_rl.rollouts.evaluation.evaluation import Evaluation
@@ -74,7 +73,7 @@ def _restore_rollouts(
     point = setup.resume_point
     if point.state is not None and point.checkpoint is not None:
         position = point.state.position
-        routes = route_shape(setup.shape) if c.train.replay == "rollout" else None
+        routes = setup.shape.route_shape if c.train.replay == "rollout" else None
         vocab_size = setup.shape.vocab_size
         with explained_load_errors(point.checkpoint):
             ngram = c.credit.repetition_ngram

@@ -21,7 +21,6 @@ from megatron_rl.mcore.weights import iterate_hf_weights, load_hf_weights
 from megatron_rl.mcore.weights.export import hf_tensors
 from megatron_rl.mcore.weights.parameters import placed_parameters
 from megatron_rl.models.families import read_shape
-from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.training.logprobs import ResponseLogprobs
 from megatron_rl.training.metric_sums import MetricSums
@@ -192,7 +191,7 @@ def _policy(chunks: list[torch.nn.Module], place: Place) -> Policy:
 
 
 def _batcher(place: Place) -> Batcher:
-    routes = route_shape(place.shape) if place.shape.moe_layers else None
+    routes = place.shape.route_shape if place.shape.moe_layers else None
     view = make_view(place.shape, place.grid, place.layout)
     return Batcher(view, routes, place.layout.device, multiple=place.row_multiple)
 

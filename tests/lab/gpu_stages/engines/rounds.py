@@ -25,7 +25,6 @@ from megatron_rl.engines.weight_sync import WeightSync, open_weight_sync
 from megatron_rl.environments.rollout_builder import RolloutBuilder
 from megatron_rl.mcore import parallel
 from megatron_rl.mcore.dtypes import torch_dtype
-from megatron_rl.models.route_shape import route_shape
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.step_planner import StepPlanner
 from megatron_rl.rollouts.wire.store import RolloutStore
@@ -218,7 +217,7 @@ def generate_rollouts(server: ManagedEngine, shape: ModelShape, seed: int) -> li
     rollouts = []
     for index, (ids, generation) in enumerate(zip(prompts, generations, strict=True)):
         prompt = Prompt(id=f"p{index}", token_ids=ids, answer="", task="t")
-        builder = RolloutBuilder(f"{seed}-{index}", prompt, 0, route_shape(shape))
+        builder = RolloutBuilder(f"{seed}-{index}", prompt, 0, shape.route_shape)
         builder.sample(generation)
         rollouts.append(builder.rollout(FinishReason.STOP, trainable=True))
     return rollouts
