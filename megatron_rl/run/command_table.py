@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,65 +30,36 @@ from sglang_bridge.weights.source import WeightSource
 Export = Callable[[], WeightSource]
 
 
-@dataclass(frozen=True)
-class EngineCommands:
-    """Commands about the engines.
+def engine_commands(
+    engines: Engines, sender: Sender, export: Export | None, stop: StopRequest, job: Job
+) -> Table:
+    """Return the handlers of `Poll`, `Record` and, with weights to send, `Sync`.
 
     sender: this rank's side of a weight sync. export: the weights to send; None where the engines
     already hold them. stop: aborts a step that waits for rollouts once a stop was requested.
     """
 
-    engines: Engines
-    sender: Sender
-    export: Export | None
-    stop: StopRequest
-    job: Job
-
-    def table(self) -> Table:
-        """Return the handlers of `Poll`, `Record` and, with weights to send, `Sync`."""
-        handlers: dict[type[Command], Callable[[Any], Any]] = {
-            Poll: self.poll,
-            Record: self.record,
-        }
-        if self.export is not None:
-            handlers[Sync] = self.sync
-        return handlers
-
-    def poll(self, command: Poll) -> None:
+    def poll(command: Poll) -> None:
         """Check the engines of this node. Raises what ended them, or `WaitAborted`."""
-        self.engines.check()
-        self.stop.check_deadline()
+        engines.check()
+        stop.check_deadline()
 
-    def sync(self, command: Sync) -> dict[str, float]:
-        """Send the weights to the engines (a collective); returns metrics."""
-        assert self.export is not None
-        return self.sender.send(command, self.export())
+    table: dict[type[Command], Callable[[Any], Any]] = {
+        Poll: poll,
+        Record: lambda command: record_rollouts(command, job),
+    }
+    if export is not None:
+        table[Sync] = lambda command: sender.send(command, export())
+    return table
 
-    def record(self, command: Record) -> list[str] | LostRollouts:
-        """Write the rollouts of this node (a collective). Nothing is written if some are gone."""
-        return record_rollouts(command, self.job)
 
+def model_commands(worker: Worker, checkpoints: CheckpointWriter) -> Table:
+    """Return the handlers of the commands about the model: training, weights and checkpoints."""
 
-@dataclass(frozen=True)
-class ModelCommands:
-    """Commands about the model: training, weights and checkpoints."""
-
-    worker: Worker
-    checkpoints: CheckpointWriter
-
-    def table(self) -> Table:
-        """Return the handlers of the commands that need a model."""
-        return {
-            Train: self.train,
-            Save: lambda command: self.worker.save(Path(command.path)),
-            Checkpoint: self.checkpoints.save,
-            WaitForSave: self.checkpoints.wait_for_save,
-        }
-
-    def train(self, command: Train) -> TrainOutcome | LostRollouts:
+    def train(command: Train) -> TrainOutcome | LostRollouts:
         """Train one step (a collective). No rank trains if rollouts are gone."""
         try:
-            return self.worker.train(
+            return worker.train(
                 command.plan,
                 keep_values=command.keep_values,
                 max_norm=command.max_norm,
@@ -99,8 +69,9 @@ class ModelCommands:
         except RolloutsLost as error:  # on every rank
             return LostRollouts(error.rollout_ids)
 
-
-def command_table(engines: EngineCommands | None, model: ModelCommands | None) -> Table:
-    """Combine the handlers of the parts that this rank has."""
-    table = {} if engines is None else dict(engines.table())
-    return table if model is None else table | dict(model.table())
+    return {
+        Train: train,
+        Save: lambda command: worker.save(Path(command.path)),
+        Checkpoint: checkpoints.save,
+        WaitForSave: checkpoints.wait_for_save,
+    }

@@ -21,7 +21,7 @@ from megatron_rl.run.checkpoints.disk_space import checkpoint_bytes
 from megatron_rl.run.checkpoints.opening import open_checkpoint_manager
 from megatron_rl.run.checkpoints.saving import CheckpointWriter
 from megatron_rl.run.checkpoints.store import CheckpointStore
-from megatron_rl.run.command_table import EngineCommands, Export, ModelCommands, command_table
+from megatron_rl.run.command_table import Export, engine_commands, model_commands
 from megatron_rl.run.features.observer import Observers
 from megatron_rl.run.features.parts import FeatureParts
 from megatron_rl.run.features.registry import open_features
@@ -34,7 +34,7 @@ from megatron_rl.run.setup import RunSetup
 from megatron_rl.run.supervision.stall_monitor import StallMonitor
 from megatron_rl.run.supervision.supervision import Supervision
 from megatron_rl.training.activity import Activity
-from megatron_rl.training.dispatcher import Dispatcher
+from megatron_rl.training.dispatcher import CommandTable, Dispatcher
 from megatron_rl.training.worker import Worker
 
 
@@ -55,10 +55,7 @@ def open_loop(
         supervision.parts.enter(monitor)
     dispatcher = Dispatcher(
         job.control_group,
-        command_table(
-            _engine_commands(setup, engines, connections, worker, supervision),
-            _model_commands(setup, worker),
-        ),
+        _command_table(setup, engines, connections, worker, supervision),
         activity,
     )
     if worker is not None:
@@ -165,22 +162,22 @@ def _let_sleep(connections: EngineConnections | None, setup: RunSetup) -> None:
     dist.barrier(group=setup.job.control_group)
 
 
-def _engine_commands(
+def _command_table(
     setup: RunSetup,
     engines: Engines | None,
     connections: EngineConnections | None,
     worker: Worker | None,
     supervision: Supervision,
-) -> EngineCommands | None:
-    if engines is None:
-        return None
-    return EngineCommands(
-        engines=engines,
-        sender=_open_sender(setup, engines, connections),
-        export=_open_export(setup, worker),
-        stop=supervision.stop,
-        job=setup.job,
-    )
+) -> CommandTable:
+    """Return the handlers of the parts that this rank has."""
+    table: CommandTable = {}
+    if engines is not None:
+        sender = _open_sender(setup, engines, connections)
+        export = _open_export(setup, worker)
+        table = engine_commands(engines, sender, export, supervision.stop, setup.job)
+    if worker is not None:
+        table = {**table, **model_commands(worker, _open_writer(setup, worker))}
+    return table
 
 
 def _open_sender(
@@ -203,16 +200,15 @@ def _open_export(setup: RunSetup, worker: Worker | None) -> Export | None:
     )
 
 
-def _model_commands(setup: RunSetup, worker: Worker | None) -> ModelCommands | None:
-    if worker is None:
-        return None
+def _open_writer(setup: RunSetup, worker: Worker) -> CheckpointWriter:
+    """Open this rank's part in writing checkpoints (a collective)."""
     c = setup.configuration
     background = None
     if c.run.checkpoint_every and c.run.background_saves:
         timeout = timedelta(seconds=c.parallel.timeout_s)
         background = dist.new_group(backend="gloo", timeout=timeout)
     store = CheckpointStore(setup.directory.checkpoints)
-    writer = CheckpointWriter(
+    return CheckpointWriter(
         worker,
         store,
         nbytes=checkpoint_bytes(c, setup.shape),
@@ -221,7 +217,6 @@ def _model_commands(setup: RunSetup, worker: Worker | None) -> ModelCommands | N
         node=setup.job.node,
         writes_rollouts=setup.job.local_rank == 0,
     )
-    return ModelCommands(worker, writer)
 
 
 def _open_records(setup: RunSetup, supervision: Supervision) -> RunRecords:

@@ -43,7 +43,7 @@ from megatron_rl.rollouts.wire import codec
 from megatron_rl.run.build_worker import build_worker
 from megatron_rl.run.checkpoints import saving
 from megatron_rl.run.checkpoints.store import CheckpointStore
-from megatron_rl.run.command_table import ModelCommands
+from megatron_rl.run.command_table import model_commands
 from megatron_rl.training import batch_recording
 from megatron_rl.training import worker as worker_module
 from megatron_rl.training.dispatcher import Dispatcher
@@ -88,7 +88,7 @@ class RankCommands:
         self._store = CheckpointStore(folder / "checkpoints")
         self._store.folder.mkdir()
         checkpoints = saving.CheckpointWriter(self._worker, self._store, nbytes=0, keep=1)
-        table = dict(ModelCommands(self._worker, checkpoints).table())
+        table = dict(model_commands(self._worker, checkpoints))
         table[Poll] = lambda command: None
         self._dispatcher = Dispatcher(self._layout.control_group, table)
         self._answer_host_memory()
