@@ -170,7 +170,7 @@ def test_an_environment_that_ignores_its_cancellation_is_rejected(name: str) -> 
     assert "ignored its cancellation after environment.timeout_s=0.1" in group.environment_error
     assert warnings_of(messages)[0].startswith(f"environment.name=stubborn:{name}: ")
     with pytest.raises(UserClassFailed, match=r"2 of 2 .*, or took longer than .*ignored"):
-        RolloutBatch(groups=(group,), generated_tokens=8).require("step-1", 0.5)
+        RolloutBatch(groups=(group,), generated_tokens=8).require("step-1")
 
 
 def test_an_environment_that_cancels_itself_is_rejected() -> None:
@@ -185,7 +185,7 @@ def test_an_environment_that_requests_responses_forever_is_rejected() -> None:
     assert group.rejections == {"endless": 2}
     assert "requested 100 responses after its token budget was used up" in group.environment_error
     with pytest.raises(UserClassFailed, match=r"2 of 2 .*\(2 endless \(the environment "):
-        RolloutBatch(groups=(group,), generated_tokens=8).require("step-1", 0.5)
+        RolloutBatch(groups=(group,), generated_tokens=8).require("step-1")
 
 
 @pytest.mark.nightly
