@@ -2,7 +2,6 @@
 ARG CUDA_IMAGE=nvidia/cuda:13.0.1-cudnn-devel-ubuntu24.04
 FROM ${CUDA_IMAGE}
 
-ARG PYTHON=3.11
 ARG APEX_REF=6424da3b4faa6c8f062da4a48c424fff3f02d42d
 ARG CUDA_ARCHITECTURES="9.0 10.0"
 ARG BUILD_JOBS=8
@@ -15,11 +14,9 @@ ENV DEBIAN_FRONTEND=noninteractive \
     PATH=/opt/venv/bin:${PATH}
 
 RUN apt-get update \
- && apt-get install --yes --no-install-recommends software-properties-common git make g++ libibverbs-dev libnuma1 \
- && add-apt-repository --yes ppa:deadsnakes/ppa \
- && apt-get install --yes --no-install-recommends python${PYTHON} python${PYTHON}-dev python${PYTHON}-venv \
+ && apt-get install --yes --no-install-recommends git make g++ libibverbs-dev libnuma1 python3 python3-dev python3-venv \
  && rm -rf /var/lib/apt/lists/* \
- && python${PYTHON} -m venv ${VIRTUAL_ENV}
+ && python3 -m venv ${VIRTUAL_ENV}
 
 WORKDIR /opt/trainer
 COPY requirements requirements

@@ -1,7 +1,8 @@
 # `make` alone lists the targets.
-# The first of 3.11, 3.12 and 3.13 that can make virtual environments; make PYTHON=... chooses another.
-USABLE := import sys, ensurepip; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))
-PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3; do \
+# The first of 3.12 and 3.13 that can make virtual environments, also one of pyenv; make PYTHON=... chooses another.
+USABLE := import sys, ensurepip; sys.exit(not (3, 12) <= sys.version_info[:2] <= (3, 13))
+PYTHON ?= $(shell for name in python3.12 python3.13 python3 \
+    $$(pyenv prefix 3.12 2>/dev/null)/bin/python3 $$(pyenv prefix 3.13 2>/dev/null)/bin/python3; do \
     $$name -c '$(USABLE)' >/dev/null 2>&1 && echo $$name && break; done)
 VENV   := .venv
 BIN    := $(VENV)/bin
@@ -29,7 +30,7 @@ help: ## list the targets (the default)
 install: $(VENV)/.project ## create .venv with pinned versions, or update it after a change
 
 $(BIN)/python:
-	@$(or $(PYTHON),false) -c '$(USABLE)' || { echo "No Python 3.11, 3.12 or 3.13 with venv was found. Install one (Debian, Ubuntu: python3 and python3-venv), or run make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(or $(PYTHON),false) -c '$(USABLE)' || { echo "No Python 3.12 or 3.13 with venv was found. Install one (Debian, Ubuntu: python3 and python3-venv), or run make PYTHON=/path/to/python3" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.requirements: $(wildcard requirements/*.txt requirements/*.sh) | $(BIN)/python

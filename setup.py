@@ -11,7 +11,7 @@ setup(
     name="espo-megatron-rl",
     version="0.1.0",
     description="Reinforcement learning for MoE language models on Megatron-Core and SGLang",
-    python_requires=">=3.11",
+    python_requires=">=3.12",
     packages=packages,
     package_dir={"espo_kernels": "kernels/espo_kernels"},
     # torchrun imports it when it starts

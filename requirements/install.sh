@@ -16,6 +16,12 @@ trap 'rm -rf "$scratch"' EXIT
 constraints=$here/constraints.txt
 options=(--quiet --no-warn-conflicts)
 
+# An environment of an earlier version stays until it is removed.
+if ! "$venv/bin/python" -c 'import sys; sys.exit(not (3, 12) <= sys.version_info[:2] <= (3, 13))'; then
+    echo "$venv has $("$venv/bin/python" -V). Megatron-Core needs 3.12 or 3.13: remove $venv and start again" >&2
+    exit 1
+fi
+
 # no-cuda.txt refuses what only a CUDA build requires, so that pip reads metadata and downloads nothing.
 if "${pip[@]}" install --quiet --dry-run --constraint "$constraints" --constraint "$here/no-cuda.txt" torch \
     >"$scratch/torch.log" 2>&1; then
@@ -32,8 +38,7 @@ fi
 install=("${pip[@]}" install "${options[@]}" "${dry[@]}" --constraint "$constraints")
 if ! "${install[@]}" -r "$here/runtime.txt" -r "$here/dev.txt"; then
     sed 's/^/pip on torch alone: /' "$scratch/torch.log" | tail -5 >&2
-    echo "Installation failed: see pip's message above. Python 3.11, 3.12 and 3.13 are supported; this is" \
-        "$("$venv/bin/python" -V)" >&2
+    echo "Installation failed: see pip's message above" >&2
     exit 1
 fi
 "${install[@]}" --no-deps -r "$here/nodeps.txt"

@@ -4,6 +4,7 @@ import importlib.metadata
 import os
 import re
 import subprocess
+import sys
 import venv
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from packaging.utils import canonicalize_name
 REQUIREMENTS = Path(__file__).resolve().parents[1] / "requirements"
 # SGLang's extra declares 0.1.2, but its code imports checkpoint_engine.device_utils, which only
 # later versions have. sglang_bridge/weights/ipc speaks the protocol of the pinned one.
-OUTSIDE = {("sglang", "checkpoint-engine")}
+OUTSIDE = {"checkpoint-engine"}
 
 RESOLVER_SECONDS = 400
 # Of a machine with its own packages
@@ -28,49 +29,33 @@ def pins(name: str) -> dict[str, str]:
     return {canonicalize_name(match[1]): match[2] for match in matches if match is not None}
 
 
-@pytest.mark.parametrize("package", ["megatron-core", "sglang"])
-def test_versions_of_the_gpu_image_are_in_declared_ranges(package: str) -> None:
-    """Transformer Engine is one of them: Megatron's layers call its internals.
-
-    A newer Transformer Engine may have moved them.
-    """
+def test_versions_of_the_cuda_image_are_those_that_sglang_declares() -> None:
+    """Its compiled kernels are built against one torch."""
     versions = pins("gpu-constraints.txt")
-    requirements = [Requirement(text) for text in importlib.metadata.requires(package) or ()]
+    requirements = [Requirement(text) for text in importlib.metadata.requires("sglang") or ()]
     ranges = {
         canonicalize_name(requirement.name): requirement.specifier
         for requirement in requirements
         if canonicalize_name(requirement.name) in versions
     }
-    assert ranges, f"no version in gpu-constraints.txt is there because of {package}"
+    assert "torch" in ranges
     outside = {
         name: str(specifier)
         for name, specifier in ranges.items()
-        if versions[name] not in specifier and (package, name) not in OUTSIDE
+        if versions[name] not in specifier and name not in OUTSIDE
     }
     assert outside == {}
 
 
-def test_triton_of_the_gpu_image_is_what_its_torch_declares() -> None:
-    """Torch 2.14.1 for CUDA declares triton~=3.8.0, which pip enforces in the image."""
-    versions = pins("gpu-constraints.txt")
-    assert versions["torch"] == "2.14.1"
-    assert versions["triton"].startswith("3.8.")
+def resolve(*command: str) -> None:
+    """Run a command of pip's resolver without local wheels and with an empty pip configuration.
 
-
-@pytest.mark.slow
-@pytest.mark.timeout(RESOLVER_SECONDS + 60)
-def test_pip_resolves_all_pins_from_the_ordinary_index(tmp_path: Path) -> None:
-    """On a machine without local wheels and with an empty pip configuration.
-
-    pip reads metadata alone. It takes about two minutes of processor time, and more on a slow
-    network or a busy machine.
+    Skips the test where the network is slow or absent.
     """
-    venv.create(tmp_path / "venv", with_pip=True)
     options = {"PIP_CONFIG_FILE": os.devnull, "PIP_RETRIES": "1", "PIP_DEFAULT_TIMEOUT": "10"}
     kept = {name: value for name, value in os.environ.items() if name not in LOCAL_PACKAGES}
-    script = [str(REQUIREMENTS / "install.sh"), str(tmp_path / "venv"), "--dry-run"]
     process = subprocess.run(
-        ["timeout", str(RESOLVER_SECONDS), *script],
+        ["timeout", str(RESOLVER_SECONDS), *command],
         env=kept | options,
         capture_output=True,
         text=True,
@@ -81,3 +66,30 @@ def test_pip_resolves_all_pins_from_the_ordinary_index(tmp_path: Path) -> None:
     if "Retrying" in process.stderr:
         pytest.skip(f"the network is absent or fails: {process.stderr.splitlines()[0][:200]}")
     assert process.returncode == 0, process.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(RESOLVER_SECONDS + 60)
+def test_pip_resolves_all_pins_from_the_ordinary_index(tmp_path: Path) -> None:
+    """Resolving takes about two minutes of processor time, and more on a slow network."""
+    venv.create(tmp_path / "venv", with_pip=True)
+    resolve(str(REQUIREMENTS / "install.sh"), str(tmp_path / "venv"), "--dry-run")
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(RESOLVER_SECONDS + 60)
+def test_pip_resolves_the_versions_of_the_cuda_image(tmp_path: Path) -> None:
+    """As the Dockerfile installs them, without the extension that compiles against torch."""
+    script = ["merge_constraints.py", "constraints.txt", "gpu-constraints.txt"]
+    merged = tmp_path / "merged.txt"
+    with merged.open("w") as file:
+        subprocess.run([sys.executable, *script], cwd=REQUIREMENTS, stdout=file, check=True)
+    packages = (REQUIREMENTS / "gpu.txt").read_text()
+    assert "[pytorch,core-cu13]" in packages
+    wheels = tmp_path / "gpu.txt"
+    wheels.write_text(packages.replace("[pytorch,core-cu13]", "[core-cu13]"))
+    venv.create(tmp_path / "venv", with_pip=True)
+    pip = [str(tmp_path / "venv/bin/python"), "-m", "pip", "install", "--quiet", "--dry-run"]
+    files = [wheels, REQUIREMENTS / "runtime.txt", REQUIREMENTS / "dev.txt"]
+    requirements = [argument for file in files for argument in ("--requirement", str(file))]
+    resolve(*pip, "--constraint", str(merged), *requirements)

@@ -161,11 +161,9 @@ def _convert(
 
 def stand_in_for_random_states() -> None:
     """Answer Megatron's requests for the state of the GPU's random generator."""
-    import megatron.core.tensor_parallel.random as random
+    from megatron_rl.mcore.seams import replace_random_states
 
-    library: Any = random
-    library._get_cuda_rng_state = lambda *_, **__: torch.get_rng_state()
-    library._set_cuda_rng_state = lambda *_, **__: None
+    replace_random_states(lambda *_, **__: torch.get_rng_state(), lambda *_, **__: None)
 
 
 def join_as(rank: int, world_size: int, recorder: Recorder | None = None) -> None:

@@ -1,6 +1,6 @@
 """Number of ranks and GPUs, found without importing torch, and the state of Transformer Engine.
 
-Only an installed Transformer Engine is imported, and it imports torch.
+Only an installed Transformer Engine is imported, behind torch.
 """
 
 from __future__ import annotations
@@ -78,6 +78,7 @@ def transformer_engine_error() -> str:
     if find_spec("transformer_engine") is None:
         return ""
     try:
+        importlib.import_module("torch")  # it loads the NCCL that the engine's library needs
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:  # a broken binary may raise anything
         return f"{type(error).__name__}: {error}"

@@ -37,6 +37,7 @@ from megatron_rl.engines.weight_sync import (
     WeightSync,
     open_weight_sync,
 )
+from megatron_rl.mcore.collectives import broadcast_bytes, gather_bytes
 from megatron_rl.mcore.job import Job
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.colocated import colocated_memory, require_memory
@@ -44,7 +45,6 @@ from megatron_rl.records.run_directory import RunDirectory
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.queue.hub import CollectorHub
 from megatron_rl.rollouts.wire.messages import Configure
-from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 from sglang_bridge.addresses import node_address, require_private_address
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.deltas.scratch import open_scratch

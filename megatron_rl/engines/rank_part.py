@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.config.schema import EngineSettings, SyncSettings
+from megatron_rl.mcore.collectives import broadcast_bytes, gather_bytes
 from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.job import Job
-from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 from sglang_bridge.admin import AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.keys import RunKeys

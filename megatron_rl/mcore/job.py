@@ -9,15 +9,17 @@ import datetime
 import os
 import socket
 from dataclasses import dataclass
+from types import FunctionType
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _get_default_store
 
 from megatron_rl.config.schema import ParallelSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.open_files import raise_open_file_limit
-from megatron_rl.mcore.gloo_device import share_gloo_device
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def join(parallel: ParallelSettings) -> Job:
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     device = _local_device(local_rank)
     if not dist.is_initialized():
-        share_gloo_device()
+        _share_gloo_device()
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             init_method=None if "RANK" in os.environ else f"tcp://127.0.0.1:{_free_port()}",
@@ -126,3 +128,42 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def _share_gloo_device() -> None:
+    """Make gloo groups created from now on use the device of the first of them.
+
+    torch creates one device for each group, and each device has a thread that wakes up every
+    10 ms: forty groups cost a waiting rank 5 % of a core. torch's `new_group` has no option for
+    it.
+
+    Nothing changes if TORCH_GLOO_LAZY_INIT is set, because lazy connections fail on a device that
+    serves several groups. A second call changes nothing.
+    """
+    gloo: Any = distributed_c10d.ProcessGroupGloo
+    original_init = gloo.__init__
+    is_patched = isinstance(original_init, FunctionType)
+    if is_patched or os.environ.get("TORCH_GLOO_LAZY_INIT"):
+        return
+    devices: list[Any] = []
+
+    def __init__(self: Any, *place: Any, **options: Any) -> None:
+        if options.keys() != {"timeout"}:
+            original_init(self, *place, **options)
+        elif not devices:  # torch knows which network interface to use
+            original_init(self, *place, **options)
+            devices.extend(self.options._devices)
+        else:
+            original_init(self, *place, _options_with(gloo, devices, options["timeout"]))
+
+    # A subclass would not do: torch asks groups for their class, and they forget that Python
+    # created them.
+    gloo.__init__ = __init__
+
+
+def _options_with(gloo: Any, devices: list[Any], timeout: Any) -> Any:
+    options = gloo._Options()
+    options._devices = devices
+    options._timeout = timeout
+    options._threads = 2 * len(devices)
+    return options

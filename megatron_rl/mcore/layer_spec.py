@@ -6,7 +6,6 @@ Engine's modules.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -22,6 +21,7 @@ from megatron_rl.mcore.gpu_libraries import require_transformer_engine
 from megatron_rl.mcore.layers.attention import PackedAttention
 from megatron_rl.mcore.layers.padded_gemm import ExpertColumnLinear, ExpertRowLinear
 from megatron_rl.mcore.layers.rms_norm import RmsNorm
+from megatron_rl.mcore.seams import WholeQueryAttention
 
 Spec = Literal["local", "te"]
 
@@ -72,6 +72,9 @@ def decoder_spec(config: TransformerConfig, model: ModelSettings, vp_stage: int 
     spec = get_gpt_decoder_block_spec(
         config, use_transformer_engine=uses_te, normalization="RMSNorm", vp_stage=vp_stage
     )
+    for layer in spec.layer_specs:
+        if getattr(config, "q_lora_rank", 0) is None:
+            layer.submodules.self_attention.module = WholeQueryAttention
     if not uses_te:
         _replace_modules(spec)
     return spec
@@ -84,7 +87,7 @@ def _replace_modules(spec: Any) -> None:
         _replace_attention(modules.self_attention.submodules)
         modules.input_layernorm = modules.pre_mlp_layernorm = RmsNorm
         if _has_experts(modules):
-            experts = _submodules(_submodules(modules.mlp).experts)
+            experts = modules.mlp.keywords["submodules"].experts.keywords["submodules"]
             experts.linear_fc1 = ExpertColumnLinear
             experts.linear_fc2 = ExpertRowLinear
         modules.sharded_state_dict_keys_map = _checkpoint_names(modules)
@@ -119,12 +122,7 @@ def _checkpoint_names(modules: Any) -> dict[str, str]:
 def _has_experts(modules: Any) -> bool:
     """True for a layer with experts.
 
-    Megatron-Core 0.16 gives the MLP as a `ModuleSpec`. Later versions give a `functools.partial`,
-    of a class with experts and of a class's method in dense layers.
+    The MLP is a `functools.partial`, of a class with experts or of a method in dense layers.
     """
-    mlp = modules.mlp.func if isinstance(modules.mlp, partial) else modules.mlp.module
+    mlp = modules.mlp.func
     return isinstance(mlp, type) and issubclass(mlp, MoELayer)
-
-
-def _submodules(spec: Any) -> Any:
-    return spec.keywords["submodules"] if isinstance(spec, partial) else spec.submodules

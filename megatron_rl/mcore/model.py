@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.mcore.layer_spec import decoder_spec
+from megatron_rl.mcore.seams import keep_expert_bias
 from megatron_rl.mcore.transformer_config import transformer_config
 from megatron_rl.models.shape import ModelShape
 
@@ -92,5 +93,5 @@ def _to_bfloat16(config: TransformerConfig, chunk: torch.nn.Module) -> torch.nn.
     bfloat16_chunk = Float16Module(config, chunk)
     for router in bfloat16_chunk.modules():
         if isinstance(router, TopKRouter):
-            router._maintain_float32_expert_bias()
+            keep_expert_bias(router)
     return bfloat16_chunk

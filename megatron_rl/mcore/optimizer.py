@@ -25,6 +25,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.utils import get_model_config
 
 from megatron_rl.config.schema import OptimizerSettings
+from megatron_rl.mcore.seams import count_padding
 
 # The learning rate at the end of its decay, as a share of the peak. Training goes on meanwhile.
 MIN_LR_RATIO = 0.1
@@ -61,27 +62,13 @@ def wrap_data_parallel(
     ]
     for model in ddp_models:
         model.broadcast_params()
-        _count_padding(model)
+        count_padding(model)
     config.finalize_model_grads_func = finalize_model_grads
     config.grad_scale_func = None
     # Gradients are reduced after the last micro-batch alone.
     no_sync = [model.no_sync for model in ddp_models] if overlap else None
     config.no_sync_func = no_sync[0] if no_sync and len(no_sync) == 1 else no_sync
     return ddp_models
-
-
-def _count_padding(model: DistributedDataParallel) -> None:
-    """Let checkpoints hold the right part of the optimizer's state for every parameter.
-
-    Megatron-Core 0.16.1 joins the state of all buckets without the padding at their ends, but looks
-    up parameters at their places with the padding. With several buckets, most parameters would get
-    the moments and float32 weights of others.
-    """
-    for buffer in (*model.buffers, *model.expert_parallel_buffers):
-        if len(buffer.buckets) > 1:
-            buffer.numel_unpadded = buffer.numel
-            for bucket in buffer.buckets:
-                bucket.numel_unpadded = bucket.grad_data.numel()
 
 
 @dataclass(frozen=True)

@@ -144,7 +144,11 @@ class RouterTarget:
             )
 
         def choose(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            return default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+            # Megatron sorts the experts only in a mode with gradients: see seams.py.
+            with torch.enable_grad():
+                return default_compute_topk(
+                    scores, topk, num_groups=num_groups, group_topk=group_topk
+                )
 
         if self._pass is None:
             return choose(scores)

@@ -194,7 +194,7 @@ def _machine(shape: ModelShape, *, on_gpu: bool, uses_te: bool) -> dict[str, Any
     has_apex_accumulation = find_spec("fused_weight_gradient_mlp_cuda") is not None
     return {
         "use_cpu_initialization": not on_gpu,
-        "cuda_graph_scope": [],
+        "cuda_graph_modules": [],
         "moe_permute_fusion": uses_te,
         "moe_router_fusion": False,
         # The unfused rotary embedding also waits for the sequences' lengths in each layer.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from functools import reduce
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta
@@ -15,7 +15,6 @@ Count = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Index = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 NotNegative = Annotated[float, Meta(ge=0, le=1e30)]
 Theta = Annotated[float, Meta(ge=1, le=1e30)]
-ConfigType = TypeVar("ConfigType", bound=msgspec.Struct)
 
 _MAX_VALUE_LENGTH = 80  # characters of a value in a message
 
@@ -87,7 +86,9 @@ class DecoderConfig(msgspec.Struct, kw_only=True):
         return (self.eos_token_id,)
 
 
-def parse_config(raw: dict[str, Any], config_type: type[ConfigType]) -> ConfigType:
+def parse_config[ConfigType: msgspec.Struct](
+    raw: dict[str, Any], config_type: type[ConfigType]
+) -> ConfigType:
     """Convert `raw` to a struct. Raises ValueError naming key, value, rule and remedy."""
     try:
         return msgspec.convert(raw, config_type)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 
@@ -22,7 +22,6 @@ from megatron_rl.prompts.question import PromptDataError
 
 _FORMAT = 2
 _REMEDY = "Write the file again with python launch/profile_prompts.py"
-_T = TypeVar("_T")
 
 
 class Header(msgspec.Struct, frozen=True, kw_only=True):
@@ -266,7 +265,7 @@ def _differences(first: Header, second: Header) -> list[str]:
     ]
 
 
-def _decode(line: bytes, kind: type[_T], location: str) -> _T:
+def _decode[T](line: bytes, kind: type[T], location: str) -> T:
     try:
         return msgspec.json.decode(line, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError) as error:

@@ -6,9 +6,6 @@ import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Generic, TypeVar
-
-T = TypeVar("T")
 
 
 class Ending(Enum):
@@ -28,7 +25,7 @@ class Ending(Enum):
 
 
 @dataclass(frozen=True)
-class Outcome(Generic[T]):
+class Outcome[T]:
     """The ending of a call. value: what it returned. error: what it raised."""
 
     ending: Ending
@@ -36,7 +33,7 @@ class Outcome(Generic[T]):
     error: BaseException | None = None
 
 
-async def call_with_limit(
+async def call_with_limit[T](
     call: Callable[[], Awaitable[T]], seconds: float | None = None
 ) -> Outcome[T]:
     """Make a call of a class of this project, and return how it ended.
@@ -54,7 +51,7 @@ async def call_with_limit(
     return Outcome(Ending.TIMED_OUT)
 
 
-async def await_call(call: Callable[[], Awaitable[T]]) -> Outcome[T]:
+async def await_call[T](call: Callable[[], Awaitable[T]]) -> Outcome[T]:
     """Make a call and return how it ended. A cancellation from outside looks like its own."""
     try:
         return Outcome(Ending.RETURNED, value=await call())

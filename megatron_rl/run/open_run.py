@@ -19,6 +19,7 @@ from megatron_rl.config.schema import Configuration, RunSettings, TrainSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.plugins import PluginError
 from megatron_rl.engines.engines import Engines, open_engines
+from megatron_rl.mcore.collectives import broadcast_bytes
 from megatron_rl.mcore.gpu_libraries import require_transformer_engine
 from megatron_rl.mcore.job import Job, join, leave
 from megatron_rl.models.families import read_shape
@@ -48,7 +49,6 @@ from megatron_rl.run.setup import RunSetup
 from megatron_rl.run.supervision.restarts import refusal_of_repeated_failure
 from megatron_rl.run.supervision.supervision import Supervision
 from megatron_rl.run.user_classes import require_user_classes, user_class_names
-from megatron_rl.training.collectives import broadcast_bytes
 
 # What rank 0 tells the others about the run
 _OPEN = "open"

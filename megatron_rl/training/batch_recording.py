@@ -13,10 +13,10 @@ from megatron_rl.contracts.group import Group, RolloutRef
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import Role, Rollout
 from megatron_rl.contracts.step_plan import StepPlan
+from megatron_rl.mcore.collectives import gather_bytes, gather_texts
 from megatron_rl.rollouts.recording.format import BatchRecord, batch_directory
 from megatron_rl.rollouts.recording.writer import write_batch, write_parts
 from megatron_rl.rollouts.wire.store import read_rollout
-from megatron_rl.training.collectives import gather_bytes, gather_texts
 from megatron_rl.training.exchange.transfer_plan import Receiver
 
 

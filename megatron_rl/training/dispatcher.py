@@ -13,8 +13,8 @@ import msgspec
 import torch.distributed as dist
 
 from megatron_rl.contracts.commands import Command, Finish, Train
+from megatron_rl.mcore.collectives import broadcast_bytes
 from megatron_rl.training.activity import Activity
-from megatron_rl.training.collectives import broadcast_bytes
 
 _decoder: msgspec.msgpack.Decoder[Command] = msgspec.msgpack.Decoder(Command)
 

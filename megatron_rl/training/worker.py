@@ -19,6 +19,7 @@ from megatron_rl.contracts.commands import GatherSamples
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.losses import PolicyLoss
+from megatron_rl.mcore.collectives import gather_bytes
 from megatron_rl.mcore.dtypes import torch_dtype
 from megatron_rl.mcore.optimizer import DistributedAdam, StepResult
 from megatron_rl.mcore.parallel import RankLayout
@@ -29,7 +30,6 @@ from megatron_rl.records.samples.sample import SampleKind
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.wire.store import RolloutReader
 from megatron_rl.training.batch_recording import BatchRecorder
-from megatron_rl.training.collectives import gather_bytes
 from megatron_rl.training.exchange.rollout_exchange import exchange_rollouts
 from megatron_rl.training.exchange.transfer_plan import Receiver
 from megatron_rl.training.logprobs import ResponseLogprobs

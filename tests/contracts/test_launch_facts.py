@@ -1,5 +1,6 @@
 """GPUs that the installed torch can use are counted without importing torch."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -54,6 +55,23 @@ def test_a_broken_transformer_engine_is_reported_with_its_error(
         assert "undefined symbol: _ZN3c10" in facts.transformer_engine_error
     finally:
         launch_facts.transformer_engine_error.cache_clear()
+
+
+def test_transformer_engine_finds_the_libraries_that_torch_loads(tmp_path: Path) -> None:
+    """Its library needs NCCL's, which torch loads from its own packages."""
+    package = tmp_path / "transformer_engine"
+    package.mkdir()
+    needs_torch = "import sys\nif 'torch' not in sys.modules: raise OSError('libnccl.so.2')"
+    (package / "__init__.py").write_text(needs_torch)
+    (package / "pytorch.py").write_text("")
+    command = "from megatron_rl.contracts import launch_facts as facts"
+    command += "; sys.exit(facts.transformer_engine_error())"
+    result = subprocess.run(
+        [sys.executable, "-c", f"import sys; sys.path.insert(0, {str(tmp_path)!r}); {command}"],
+        capture_output=True,
+        text=True,
+    )
+    assert result.stderr.strip() == ""
 
 
 def test_a_missing_transformer_engine_is_no_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -140,7 +140,13 @@ def load(case: LayoutCase, directory: Path, saved_layout: str) -> None:
     layout = parallel.initialize(LAYOUTS[case.layout].parallel, seed=7)
     worker, adam, _ = build(case, layout, directory)
     checkpoint = directory / f"saved-{saved_layout}"
-    load_tensors(worker.policy.models, adam, checkpoint, optimizer_steps=STEPS_PER_BATCH)
+    load_tensors(
+        worker.policy.models,
+        adam,
+        checkpoint,
+        optimizer_steps=STEPS_PER_BATCH,
+        group=layout.control_group,
+    )
     assert adam_steps(worker) == {STEPS_PER_BATCH}
     weights = {name: tensor.clone() for name, tensor in worker.export().stream_all()}
     if layout.rank == 0:

@@ -155,7 +155,13 @@ def train(
     write_tensors(gather_tensors(trainer.models, trainer.adam), checkpoint, layout.control_group)
     dist.barrier()  # rank 0 writes the description last
     resumed = Trainer(grid, layout, dtype, overlap=not overlap)
-    load_tensors(resumed.models, resumed.adam, checkpoint, optimizer_steps=len(MICRO_BATCHES))
+    load_tensors(
+        resumed.models,
+        resumed.adam,
+        checkpoint,
+        optimizer_steps=len(MICRO_BATCHES),
+        group=layout.control_group,
+    )
     gathers = [last_step(each, seen) for each in (trainer, resumed)]
     assert seen["weights"][-1] == seen["weights"][-2]
     return {"seen": seen, "buckets": buckets, "gathers": gathers[0]}

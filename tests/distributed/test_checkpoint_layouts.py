@@ -174,3 +174,48 @@ def test_logits_of_an_export_match_the_trainer(results: FindResults) -> None:
         logits = torch.cat([hf_model(input_ids=sequence(i)[None]).logits[0] for i in SEQUENCES])
     assert trainer_logits.abs().max() > 0.5
     torch.testing.assert_close(logits, trainer_logits, rtol=0, atol=2e-5)
+
+
+UNREADABLE_ON_RANK_1 = """
+import sys
+from pathlib import Path
+from megatron_rl.mcore import compat
+compat.install()
+import torch.distributed as dist
+from torch.distributed.checkpoint import FileSystemReader
+from megatron_rl.config.algorithms import GrpoSettings
+from megatron_rl.config.schema import ParallelSettings
+from megatron_rl.mcore import parallel
+from megatron_rl.mcore.checkpoint import gather_tensors, load_tensors, write_tensors
+from megatron_rl.mcore.optimizer import DistributedAdam
+from tests.support.policies import ADAM, TWO_DIGIT_ADDITION, make_policy
+
+grid = ParallelSettings(ep=2, timeout_s=60)
+layout = parallel.initialize(grid, seed=0)
+models = make_policy(TWO_DIGIT_ADDITION, grid, GrpoSettings())[1].models
+optimizer = DistributedAdam(models, ADAM, total_steps=9)
+directory = Path(sys.argv[1])
+write_tensors(gather_tensors(models, optimizer), directory, layout.control_group)
+
+def fail(*_):
+    raise OSError("this disk is gone")
+
+if layout.rank == 1:
+    FileSystemReader.read_data = fail
+dist.barrier()
+try:
+    group = layout.control_group
+    load_tensors(models, optimizer, directory, optimizer_steps=0, group=group)
+except ValueError as error:
+    print(layout.rank, error, flush=True)
+parallel.shutdown()
+"""
+
+
+def test_every_rank_learns_that_one_cannot_read(tmp_path: Path) -> None:
+    script = tmp_path / "unreadable.py"
+    script.write_text(UNREADABLE_ON_RANK_1)
+    (tmp_path / "checkpoint").mkdir()
+    output = torchrun(script, str(tmp_path / "checkpoint"), ranks=2)
+    for rank in (0, 1):
+        assert f"{rank} this disk is gone" in output

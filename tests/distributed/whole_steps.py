@@ -30,11 +30,11 @@ from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.credit.assign import Credit
 from megatron_rl.mcore import parallel
+from megatron_rl.mcore.collectives import broadcast_bytes
 from megatron_rl.mcore.optimizer import DistributedAdam, StepResult
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.rollouts.wire.store import RolloutStore
 from megatron_rl.training.batch_recording import BatchRecorder
-from megatron_rl.training.collectives import broadcast_bytes
 from megatron_rl.training.micro_batches import Batcher, MicroBatch
 from megatron_rl.training.worker import Worker, gather_receivers
 from tests.support.judged_batches import judged_groups

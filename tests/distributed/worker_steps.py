@@ -38,12 +38,12 @@ from megatron_rl.config.schema import (
 from megatron_rl.contracts.group import RolloutLocation, RolloutRef
 from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.mcore import parallel
+from megatron_rl.mcore.collectives import broadcast_bytes, gather_bytes
 from megatron_rl.mcore.optimizer import DistributedAdam
 from megatron_rl.mcore.parallel import RankLayout
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.rollouts.wire.store import RolloutStore
 from megatron_rl.training.batch_recording import BatchRecorder
-from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 from megatron_rl.training.micro_batches import MicroBatch
 from megatron_rl.training.replay import update_routes
 from megatron_rl.training.worker import Worker, gather_receivers

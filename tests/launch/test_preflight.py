@@ -79,13 +79,15 @@ def test_the_triton_of_a_cuda_build_is_the_one_that_torch_declares(
 def test_versions_with_gpus_are_those_of_the_cuda_image(
     preflight: ModuleType, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    versions = {"torch": "2.14.1+cu130", "triton": "3.8.0"}
+    versions = {"torch": "2.14.1+cu130", "triton": "3.8.0", "numpy": "2.3.5"}
     installed_version = importlib.metadata.version
     monkeypatch.setattr(
         preflight.importlib.metadata,
         "version",
         lambda name: versions.get(name) or installed_version(name),
     )
+    triton = ["triton~=3.8.0"]  # as that torch declares it
+    monkeypatch.setattr(preflight.importlib.metadata, "requires", lambda _: triton)
     assert "torch" in failures(
         preflight.check_versions(preflight.read_constraints(with_gpus=False))
     )

@@ -124,7 +124,7 @@ def test_kernels_that_do_not_run_are_refused_by_name(
 
 def test_kernels_that_run_are_taken(norm: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     from megatron_rl.mcore import layer_spec
-    from megatron_rl.mcore.compat import norm_of_all
+    from megatron_rl.mcore.seams import norm_of_all
 
     monkeypatch.setattr(layer_spec, "has_transformer_engine", lambda: True)
     norm["l2"] = norm_of_all

@@ -7,7 +7,7 @@ import pytest
 import torch
 from megatron.core.optimizer import clip_grads
 
-from megatron_rl.mcore.compat import norm_of_all, scale_all
+from megatron_rl.mcore.seams import norm_of_all, scale_all
 
 
 def gradients(seed: int, dtype: torch.dtype) -> list[torch.Tensor]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron_rl.contracts.exit_codes import Failure
-from megatron_rl.mcore.router_target import RouterTarget
+from megatron_rl.mcore.router_target import RouterTarget, Routing
 
 SCORES = torch.tensor([[9.0, 1.0, 5.0, 7.0], [2.0, 8.0, 4.0, 6.0], [3.0, 2.0, 1.0, 0.0]])
 LIVE = [[0, 3], [1, 3], [0, 1]]
@@ -234,3 +234,23 @@ def test_missing_topk_function_raises_an_error() -> None:
     for target in (RouterTarget(), active_target()):
         with pytest.raises(Failure, match="passed no top-k function"):
             target.get_replay_topk(SCORES, 2)
+
+
+@pytest.mark.parametrize("routing", ["live", "record"])
+def test_a_choice_is_sorted_in_a_pass_without_gradients(routing: Routing) -> None:
+    """Megatron sorts with gradients alone. The count of recomputations does not see it."""
+    modes = []
+
+    def choose(scores: torch.Tensor, topk: int, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        modes.append(torch.is_grad_enabled())
+        return scores.topk(topk)
+
+    target = RouterTarget(recomputations=1)
+    target.activate(routing, measure=False, forward_only=False)
+    target.begin_forward(0, torch.tensor([[0, 1]]), None)
+    with torch.no_grad():
+        target.get_replay_topk(torch.tensor([[1.0, 2.0]]), 2, default_compute_topk=choose)
+    target.end_forward()
+    target.get_replay_topk(torch.tensor([[1.0, 2.0]]), 2, default_compute_topk=choose)
+    target.deactivate()
+    assert modes == [True, True] and target.faults == []

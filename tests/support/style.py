@@ -11,7 +11,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 MAX_COMPLEXITY = 12
 MAX_COMPREHENSION_DEPTH = 2
@@ -49,7 +49,6 @@ _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-_Node = TypeVar("_Node", bound=ast.AST)
 
 
 def walk(tree: ast.AST) -> list[ast.AST]:
@@ -82,7 +81,7 @@ class Source:
             nodes.setdefault(type(node), []).append(node)
         return cls(text, tree, nodes)
 
-    def of(self, *kinds: type[_Node]) -> Iterator[_Node]:
+    def of[Node: ast.AST](self, *kinds: type[Node]) -> Iterator[Node]:
         """Yield the nodes of some classes, one class after the other."""
         for kind in kinds:
             yield from self.nodes.get(kind, ())  # type: ignore[misc]

@@ -12,7 +12,6 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-from megatron.core.dist_checkpointing import state_dict_utils
 
 from launch.rehearsal.device_mode import DeviceMode
 from launch.rehearsal.order.grid import Grid
@@ -36,6 +35,7 @@ from megatron_rl.contracts.step_plan import Denominators, OptimizerStep, StepPla
 from megatron_rl.losses import open_loss
 from megatron_rl.mcore import optimizer, parallel
 from megatron_rl.mcore.checkpoint import tensors
+from megatron_rl.mcore.seams import skip_check_of_places
 from megatron_rl.mcore.weights import save as weight_save
 from megatron_rl.models.shape import ModelShape
 from megatron_rl.planning.rank_view import RankView
@@ -296,9 +296,9 @@ class RankCommands:
         checkpoints: Any = saving
         checkpoints.write_tensors = lambda *_: None
         # Rank 0's check of what all ranks hold. Here all descriptions are this rank's own.
-        for owner in (tensors, state_dict_utils):
-            validator: Any = owner
-            validator.validate_sharding_integrity = lambda *_, **__: None
+        skip_check_of_places()
+        validator: Any = tensors
+        validator.validate_sharding_integrity = lambda *_, **__: None
         weights: Any = weight_save
         weights._open_writer = lambda *_: None
         weights.begin_checkpoint = weights.commit_checkpoint = lambda *_, **__: None

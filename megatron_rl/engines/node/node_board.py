@@ -8,7 +8,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
 
 import msgspec
 import torch.distributed as dist
@@ -16,7 +15,6 @@ import torch.distributed as dist
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.engines.node.node_reports import NodeOrders, NodeReport
 
-_T = TypeVar("_T")
 # When torchrun was killed, the kernel also sends a signal, which says more than this failure
 _SIGNAL_SECONDS = 1.0
 
@@ -89,7 +87,7 @@ class NodeBoard:
         # torch would wait for the others
         return self._store.multi_get(published_keys) if published_keys else []
 
-    def _call(self, operation: Callable[[], _T]) -> _T:
+    def _call[T](self, operation: Callable[[], T]) -> T:
         with self._lock:
             if self._loss is None:
                 try:

@@ -17,10 +17,11 @@ import torch.distributed.checkpoint as dcp
 from megatron.core.dist_checkpointing.mapping import ShardedStateDict
 from megatron.core.dist_checkpointing.strategies.torch import (
     MCoreSavePlanner,
-    _replace_state_dict_keys_with_sharded_keys,
     mcore_to_pyt_state_dict,
 )
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+
+from megatron_rl.mcore.seams import by_whole_names
 
 # torch unpickles the data of an entry of `BytesStorageMetadata`, so that this class is not allowed.
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
@@ -46,8 +47,7 @@ _ALLOWED_GLOBALS = {
 
 def to_torch_state(state: ShardedStateDict) -> dict[str, Any]:
     """Convert this rank's share of Megatron's sharded state to the form of torch's checkpoints."""
-    tensors, _, _ = _replace_state_dict_keys_with_sharded_keys(state, True)
-    torch_state: dict[str, Any] = mcore_to_pyt_state_dict(tensors, False)
+    torch_state: dict[str, Any] = mcore_to_pyt_state_dict(by_whole_names(state), False)
     return torch_state
 
 

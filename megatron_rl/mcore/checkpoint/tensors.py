@@ -34,7 +34,7 @@ from megatron.core.dist_checkpointing.mapping import (
     is_main_replica,
 )
 from megatron.core.dist_checkpointing.state_dict_utils import save_preprocess
-from megatron.core.dist_checkpointing.strategies.common import TorchCommonSaveStrategy
+from megatron.core.dist_checkpointing.strategies.common import save_common
 from megatron.core.dist_checkpointing.strategies.fully_parallel import (
     determine_main_replica_uniform_distribution,
     distribute_main_replicas_with_precomputed_distribution,
@@ -49,6 +49,7 @@ from megatron.core.models.gpt import GPTModel
 from torch.distributed.checkpoint.api import CheckpointException
 
 from megatron_rl.mcore.checkpoint.storage import check_metadata, to_torch_state, write_state
+from megatron_rl.mcore.collectives import gather_texts
 from megatron_rl.mcore.optimizer import DistributedAdam
 from megatron_rl.mcore.weights.parameters import unwrap
 
@@ -98,7 +99,7 @@ def write_tensors(state: dict[str, Any], directory: Path, group: dist.ProcessGro
     """
     write_state(state, directory, group)
     if dist.get_rank() == 0:
-        TorchCommonSaveStrategy("torch", 1).save_common({"content_metadata": _CONTENT}, directory)
+        save_common({"content_metadata": _CONTENT}, str(directory))
         save_config(CheckpointingConfig("torch_dist", 1), str(directory))
 
 
@@ -108,40 +109,47 @@ def load_tensors(
     directory: Path,
     *,
     optimizer_steps: int,
+    group: dist.ProcessGroup | None = None,
 ) -> None:
     """Load weights and the optimizer's state, whatever layout saved them. Collective.
 
     optimizer_steps: the number of optimizer steps before the checkpoint.
+    group: a CPU group of all ranks. None: this process is the only one.
 
     Raises ValueError if the directory is no checkpoint of tensors, or one of another model.
     """
     check_metadata(directory)
     state = _sharded_state(models, optimizer, loading=True)
     _, plain_state = extract_sharded_base(state)
-    tensors = _read(state, directory)
+    tensors = _read(state, directory, group)
     for index, model in enumerate(models):
         _load_weights(unwrap(model), tensors[_chunk_name(index)])
     merge(tensors, {"optimizer": plain_state["optimizer"]})
     optimizer.load(tensors["optimizer"], optimizer_steps)
 
 
-def _read(state: ShardedStateDict, directory: Path) -> dict[str, Any]:
+def _read(
+    state: ShardedStateDict, directory: Path, group: dist.ProcessGroup | None
+) -> dict[str, Any]:
     """Read a state. Raises ValueError with the errors of all ranks. Collective.
 
     Every rank reads all parts that it holds. Megatron's `FullyParallelLoadStrategyWrapper` would
     share the reading, but it gathers every part on a CUDA device, which must have room for the
     whole state of the optimizer.
     """
+    tensors: dict[str, Any] = {}
+    problems: list[str] = []
     try:
-        tensors: dict[str, Any] = dist_checkpointing.load(
-            state, str(directory), validate_access_integrity=False
-        )
+        tensors = dist_checkpointing.load(state, str(directory), validate_access_integrity=False)
     except CheckpointException as error:
-        # Its own text is a traceback of each rank. The first lines name the causes.
-        causes = (str(inner).partition("\n")[0] for inner, _ in error.failures.values())
-        raise ValueError("; ".join(dict.fromkeys(causes))) from error
+        # Its own text is a traceback. The first lines name the causes.
+        problems = [str(inner).partition("\n")[0] for inner, _ in error.failures.values()]
     except CheckpointingException as error:
-        raise ValueError(str(error)) from error
+        problems = [str(error)]
+    # Megatron reads without collectives, so that a rank learns nothing of the others' errors.
+    problems = gather_texts(problems, group)
+    if problems:
+        raise ValueError("; ".join(dict.fromkeys(problems)))
     return tensors
 
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-Permute = Callable[..., tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]]
+Permute = Callable[..., tuple[Any, ...]]
 Unpermute = Callable[..., torch.Tensor]
 
 
@@ -59,8 +59,9 @@ def _sum_by_token(rows: torch.Tensor, sources: torch.Tensor, tokens: int) -> tor
 def deterministic_permute(permute: Permute) -> Permute:
     """Wrap Megatron's `permute`, so that its backward pass adds in a fixed order.
 
-    The result has the same arguments and returns the rows [T * topk, hidden], their probabilities
-    and their source tokens. Fused kernels and dropped tokens are left to `permute` itself.
+    The result has the same arguments and returns the rows [T * topk, hidden], their probabilities,
+    their source tokens, and what `permute` returns beside them. Fused kernels and dropped tokens
+    are left to `permute` itself.
     """
 
     def permute_tokens(
@@ -70,13 +71,13 @@ def deterministic_permute(permute: Permute) -> Permute:
         fused: bool = False,
         drop_and_pad: bool = False,
         **rest: Any,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+    ) -> tuple[Any, ...]:
         if fused or drop_and_pad or not len(tokens):
             return permute(tokens, routing_map, fused=fused, drop_and_pad=drop_and_pad, **rest)
         # One column of the tokens suffices to find the order. The probabilities keep the autograd
         # graph that Megatron builds.
-        _, probs, sources = permute(tokens.detach()[:, :1], routing_map, **rest)
-        return _ToExperts.apply(tokens, sources), probs, sources
+        _, probs, sources, *others = permute(tokens.detach()[:, :1], routing_map, **rest)
+        return _ToExperts.apply(tokens, sources), probs, sources, *others
 
     return permute_tokens
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
 
 from megatron_rl.records.heat_maps import BY_EXPERT, BY_STEP, heat_maps
 from megatron_rl.records.report import charts
@@ -13,7 +12,6 @@ from megatron_rl.records.report.past_run import PastRun
 from megatron_rl.records.run_summary import sampled_tokens
 from megatron_rl.records.stopwatch import SECTIONS
 
-_Values = TypeVar("_Values")
 # What comes after a step, in its order
 LATER_PARTS = ("eval", "checkpoint")
 _OTHER = "other"
@@ -288,7 +286,7 @@ def _timeline(run: PastRun) -> Iterator[Chart]:
         )
 
 
-def _in_words(values: Mapping[str, _Values]) -> dict[str, _Values]:
+def _in_words[Value](values: Mapping[str, Value]) -> dict[str, Value]:
     return {name.replace("_", " "): value for name, value in values.items()}
 
 

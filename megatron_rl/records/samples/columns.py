@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from megatron_rl.records.samples.sample import (
 if TYPE_CHECKING:
     import pyarrow as pa
 
-Part = TypeVar("Part", SampleQuestion, SampleTraining)
 
 FORMAT = "megatron_rl samples"
 # A new version changes the meaning of a column, or removes one. A new column does not need one.
@@ -174,7 +173,7 @@ def _arrays(column: pa.ChunkedArray, dtype: type[np.generic]) -> list[np.ndarray
     ]
 
 
-def _part(kind: type[Part], row: Mapping[str, Any]) -> Part:
+def _part[Part: (SampleQuestion, SampleTraining)](kind: type[Part], row: Mapping[str, Any]) -> Part:
     """Make a part of a sample whose fields have the names of their columns."""
     return kind(**{field.name: row[field.name] for field in fields(kind)})
 

@@ -9,10 +9,10 @@ import msgspec
 
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.mcore.collectives import gather_bytes
 from megatron_rl.mcore.job import Job
 from megatron_rl.models.hf_checkpoint.weight_files import weight_map
 from megatron_rl.run.checkpoints.resume import ResumePoint
-from megatron_rl.training.collectives import gather_bytes
 
 _SHOWN_DIGITS = 12
 

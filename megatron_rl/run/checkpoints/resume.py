@@ -15,6 +15,7 @@ from megatron_rl.config.curriculum import phases_of
 from megatron_rl.config.schema import Configuration, RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.run_state import RunState
+from megatron_rl.mcore.collectives import broadcast_bytes, gather_texts
 from megatron_rl.mcore.job import Job
 from megatron_rl.records.past_run import flat_settings
 from megatron_rl.records.run_directory import RunDirectory, to_yaml
@@ -29,7 +30,6 @@ from megatron_rl.run.checkpoints.manifest import (
 from megatron_rl.run.checkpoints.resumed_directory import reopen_directory
 from megatron_rl.run.checkpoints.state_file import read_state
 from megatron_rl.run.checkpoints.store import CheckpointStore, step_of
-from megatron_rl.training.collectives import broadcast_bytes, gather_texts
 
 if TYPE_CHECKING:
     from megatron_rl.training.worker import Worker
@@ -110,6 +110,7 @@ class ResumePoint:
                 worker.optimizer,
                 self.checkpoint,
                 optimizer_steps=self.state.optimizer_steps,
+                group=worker.layout.control_group,
             )
             if world_size != self.state.world_size:
                 return (

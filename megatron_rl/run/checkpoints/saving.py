@@ -26,6 +26,7 @@ from megatron_rl.mcore.checkpoint import (
     random_state_file,
     write_tensors,
 )
+from megatron_rl.mcore.collectives import broadcast_bytes, gather_bytes
 from megatron_rl.records.durable_files import write_synced
 from megatron_rl.records.write_errors import write_problem
 from megatron_rl.run.checkpoints.manifest import (
@@ -38,7 +39,6 @@ from megatron_rl.run.checkpoints.manifest import (
 from megatron_rl.run.checkpoints.rollouts import LocalBatch, read_local_batches
 from megatron_rl.run.checkpoints.state_file import STATE_NAME
 from megatron_rl.run.checkpoints.store import CheckpointStore
-from megatron_rl.training.collectives import broadcast_bytes, gather_bytes
 from megatron_rl.training.worker import Worker
 
 _MIB = 2**20

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
-
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.run_state import LoopState
 from megatron_rl.engines.on_update import OnUpdate
@@ -20,10 +18,8 @@ from megatron_rl.run.loop.saves import Saves
 from megatron_rl.run.loop.step_parts import RolloutHolder, StepParts
 from megatron_rl.training.dispatcher import Dispatcher
 
-AnyLeader = TypeVar("AnyLeader", bound=Leader)
 
-
-def build_leader(
+def build_leader[AnyLeader: Leader](
     loop: type[AnyLeader],
     c: Configuration,
     parts: StepParts,

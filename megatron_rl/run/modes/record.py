@@ -10,6 +10,7 @@ from pathlib import Path
 from megatron_rl.contracts.commands import Record
 from megatron_rl.contracts.group import RolloutRef
 from megatron_rl.credit.account import account_of_recording
+from megatron_rl.mcore.collectives import gather_texts
 from megatron_rl.mcore.job import Job
 from megatron_rl.records.stopwatch import Stopwatch
 from megatron_rl.rollouts.recording.format import BatchRecord, batch_directory
@@ -18,7 +19,6 @@ from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.wire.store import RolloutGone, RolloutReader
 from megatron_rl.run.loop.leader import Leader
 from megatron_rl.training.batch_recording import groups_on_node, record_groups
-from megatron_rl.training.collectives import gather_texts
 from megatron_rl.training.worker import LostRollouts
 
 

@@ -5,15 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
 
 from megatron_rl.records.progress import Progress
 from megatron_rl.run.supervision.exit_reporter import ExitReporter
 from megatron_rl.run.supervision.local_ranks import LocalRanks
 from megatron_rl.run.supervision.stop_request import StopRequest
 from megatron_rl.run.supervision.watchdog import Watchdog
-
-T = TypeVar("T")
 
 
 class OpenParts:
@@ -23,7 +20,7 @@ class OpenParts:
         self._stack = contextlib.ExitStack()
         self._killers: list[Callable[[], None]] = []
 
-    def enter(self, part: contextlib.AbstractContextManager[T]) -> T:
+    def enter[T](self, part: contextlib.AbstractContextManager[T]) -> T:
         """Enter a context; it is left when the parts are closed."""
         return self._stack.enter_context(part)
 

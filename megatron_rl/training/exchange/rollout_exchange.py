@@ -19,9 +19,9 @@ from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import RolloutRef
 from megatron_rl.contracts.rollout import Rollout
 from megatron_rl.contracts.step_plan import StepPlan
+from megatron_rl.mcore.collectives import gather_bytes
 from megatron_rl.rollouts.wire import codec
 from megatron_rl.rollouts.wire.store import RolloutGone
-from megatron_rl.training.collectives import gather_bytes
 from megatron_rl.training.exchange.transfer_plan import Receiver, TransferPlan
 
 _MAX_PROBLEMS_IN_MESSAGE = 4

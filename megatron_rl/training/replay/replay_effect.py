@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_rl.losses import rollout_mismatch
+from megatron_rl.mcore.collectives import sum_counts
 from megatron_rl.mcore.replay import RouteReplay
 from megatron_rl.mcore.schedule import run_schedule
 from megatron_rl.models.shape import ModelShape
-from megatron_rl.training.collectives import sum_counts
 from megatron_rl.training.metric_sums import MetricSums
 from megatron_rl.training.micro_batches import MicroBatch
 from megatron_rl.training.policy import Policy

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from megatron_rl.contracts.commands import GatherSamples
 from megatron_rl.contracts.group import RolloutRef
 from megatron_rl.contracts.rollout import Rollout
+from megatron_rl.mcore.collectives import send_to_rank_zero
 from megatron_rl.records.samples.parts import SamplePart, SegmentPart, TokenPart
 from megatron_rl.rollouts.wire.store import read_rollout
-from megatron_rl.training.collectives import send_to_rank_zero
 from megatron_rl.training.exchange.transfer_plan import Receiver
 from megatron_rl.training.samples.token_values import TokenValues, describe
 

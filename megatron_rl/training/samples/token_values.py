@@ -15,9 +15,9 @@ from megatron_rl.contracts.step_plan import StepPlan
 from megatron_rl.losses import LossResult, TokenRatios
 from megatron_rl.losses.clipped_ratio import limited_ratio
 from megatron_rl.losses.sequences import sequence_lengths, sequence_means
+from megatron_rl.mcore.collectives import gather_bytes
 from megatron_rl.records.samples.parts import ValuePart
 from megatron_rl.records.samples.sample import SampleKind
-from megatron_rl.training.collectives import gather_bytes
 from megatron_rl.training.old_policy import BatchObjective
 
 # The largest value of a kind on one rank, and the index of its rollout in the plan

@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import msgspec
 
@@ -39,7 +39,6 @@ GPUS = {
     "h200": GpuFacts(name="NVIDIA H200", memory=int(139.8 * GIB), count=8),
 }
 Weights = Literal["bfloat16", "fp8_blockwise", "none"]
-Answer = TypeVar("Answer")
 _PORT = 30_000
 _SECONDS = 1800
 _BLOCK = 128
@@ -178,7 +177,7 @@ def _with_scales(tensors: Sequence[TensorSpec], matrices: Set[str]) -> Iterator[
         yield TensorSpec(f"{tensor.name}_scale_inv", blocks, "float32")
 
 
-def _ask(
+def _ask[Answer](
     module: str, request: Any, answer: type[Answer], folder: Path, environment: dict[str, str]
 ) -> Answer:
     """Run a process of this package with a request and read its answer."""

@@ -52,12 +52,12 @@ class PretendedCuda:
         libraries: Any = gpu_libraries
         libraries.kernel_error = lambda: ""  # stand-ins replace the kernels later
         compat.install()  # the branch for GPUs
-        from megatron_rl.mcore.cpu.megatron_patches import patch_megatron
+        from megatron_rl.mcore import seams
         from megatron_rl.mcore.cpu.torch_cuda import patch_torch_cuda, patch_torch_factories
 
         patch_torch_cuda()
         patch_torch_factories()
-        patch_megatron()
+        seams.replace_cuda_functions()
         cuda.device_count = lambda: int(self.is_on)
         tensor: Any = torch.Tensor
         tensor.is_cuda = property(lambda _: self.is_on)
@@ -72,9 +72,11 @@ class PretendedCuda:
 
         self.capability = capability
         for module in (quantization, utils):
-            for value in vars(module).values():
+            for name, value in list(vars(module).items()):
                 if hasattr(value, "cache_clear"):
                     value.cache_clear()
+                elif name.endswith("_SUPPORT"):  # such as _MXFP8_SUPPORT
+                    setattr(module, name, None)
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:

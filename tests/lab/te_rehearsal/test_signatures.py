@@ -35,6 +35,7 @@ X = torch.ones(1)
     ("args", "options"),
     [
         ((X, None, []), {"factor": 1}),
+        ((X, 4, []), {"factor": 1}),
         ((X, DType(), [[1, 2], []]), {"factor": 0.5, "has_bias": True}),
         ((X, DType()), {"sizes": ((1,),), "factor": torch.ones(()), "overlap": None}),
         ((X, DType(), []), {"factor": 1.0, "overlap": Overlap()}),

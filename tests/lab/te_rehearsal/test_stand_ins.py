@@ -52,7 +52,10 @@ def expected_attention(query: Any, key: Any, value: Any) -> torch.Tensor:
     return torch.cat([*parts, query.new_zeros(ROWS - 14, HEADS, VALUE_DIM)])
 
 
-KINDS = (enum("NVTE_THD_THD_THD"), enum("NVTE_NO_BIAS"), enum("NVTE_PADDING_CAUSAL_MASK"))
+LAYOUT = enum("NVTE_THD_THD_THD")
+FORMAT = enum("NVTE_THD")
+NO_FORMAT = enum("NVTE_QKV_Format_NOT_SET")
+KINDS = (enum("NVTE_NO_BIAS"), enum("NVTE_PADDING_CAUSAL_MASK"), enum("NVTE_VANILLA_SOFTMAX"))
 
 
 def run_attention(query: Any, key: Any, value: Any, *, max_seqlen: int = 8) -> list[torch.Tensor]:
@@ -63,9 +66,12 @@ def run_attention(query: Any, key: Any, value: Any, *, max_seqlen: int = 8) -> l
         SCALE,
         0.0,
         True,
+        LAYOUT,
+        FORMAT,
+        NO_FORMAT,
         *KINDS,
-        enum("NVTE_VANILLA_SOFTMAX"),
         (-1, 0),
+        False,
         BOUNDS,
         BOUNDS,
         query,
@@ -96,9 +102,15 @@ def test_fused_attention_equals_torch_attention_in_both_passes(dtype: torch.dtyp
         SCALE,
         0.0,
         True,
+        LAYOUT,
+        FORMAT,
+        FORMAT,
+        LAYOUT,
+        NO_FORMAT,
+        NO_FORMAT,
         *KINDS,
-        enum("NVTE_VANILLA_SOFTMAX"),
         (-1, 0),
+        False,
         False,
         BOUNDS,
         BOUNDS,
@@ -106,7 +118,6 @@ def test_fused_attention_equals_torch_attention_in_both_passes(dtype: torch.dtyp
         output,
         upstream,
         dtype,
-        enum("kFloat32"),
         context,
     )
     for gradient, torch_gradient in zip(
@@ -141,9 +152,9 @@ def test_fused_attention_is_chosen_for_head_sizes_of_cudnn(
     extension = SimpleNamespace(NVTE_Fused_Attn_Backend=SimpleNamespace(**names))
     choose = attention.backend_of(extension, lambda: capability)
     kind = enum(dtype)
-    softmax = enum("NVTE_VANILLA_SOFTMAX")
     sizes = (HEADS, GROUPS, 8, 8, key_dim, value_dim)
-    assert choose(True, kind, kind, *KINDS, softmax, 0.0, *sizes, -1, 0, False, False) is is_fused
+    flags = (False, False, False)
+    assert choose(True, kind, kind, LAYOUT, *KINDS, 0.0, *sizes, -1, 0, *flags) is is_fused
 
 
 def test_packed_rows_survive_padding_and_packing() -> None:

@@ -49,6 +49,7 @@ def start() -> Rehearsal:
             "fused_multi_row_unpadding",
         ),
         quantizers: (
+            "create_empty_quantized_tensor",
             "quantize",
             "split_quantize",
             "bgrad_quantize",

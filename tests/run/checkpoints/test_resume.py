@@ -13,7 +13,7 @@ import pytest
 
 from megatron_rl.config.schema import Configuration, EnvironmentSettings, SourceSettings
 from megatron_rl.contracts.exit_codes import Failure
-from megatron_rl.mcore import checkpoint
+from megatron_rl.mcore import checkpoint, collectives
 from megatron_rl.prompts.selection.factory import open_selector
 from megatron_rl.records.durable_files import write_synced
 from megatron_rl.records.past_run import read_metrics
@@ -34,7 +34,6 @@ from megatron_rl.run.checkpoints.resume import (
 from megatron_rl.run.checkpoints.state_file import read_state
 from megatron_rl.run.checkpoints.store import CheckpointStore
 from megatron_rl.run.prompts import build_prompts
-from megatron_rl.training import collectives
 from tests.support.checkpoints import flip_bit, make_state, save_checkpoint
 from tests.support.configurations import configuration_of
 from tests.support.openings import open_up_to_engines

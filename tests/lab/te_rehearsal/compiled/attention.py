@@ -11,13 +11,15 @@ import torch
 
 _FUSED = "NVTE_F16_arbitrary_seqlen"
 _NONE = "NVTE_No_Backend"
-_SUPPORTED = ("NVTE_THD_THD_THD", "NVTE_NO_BIAS", "NVTE_PADDING_CAUSAL_MASK")
+_LAYOUT = "NVTE_THD_THD_THD"
+_FORMAT = "NVTE_THD"
+_SUPPORTED = (_LAYOUT, "NVTE_NO_BIAS", "NVTE_PADDING_CAUSAL_MASK")
 
 
 def backend_of(extension: Any, capability: Callable[[], tuple[int, int]]) -> Callable[..., Any]:
     """Return the answer for `get_fused_attn_backend`.
 
-    It follows the rules of Transformer Engine 2.11 for training with cuDNN 9.11 or later and
+    It follows the rules of Transformer Engine 2.17 for training with cuDNN 9.11 or later and
     packed sequences: head sizes, architecture, dtype and masks.
     """
 
@@ -40,6 +42,7 @@ def backend_of(extension: Any, capability: Callable[[], tuple[int, int]]) -> Cal
         window_right: int,
         return_max_logit: bool,
         cuda_graph: bool,
+        deterministic: bool,
     ) -> Any:
         backends = extension.NVTE_Fused_Attn_Backend
         is_half = q_dtype.name in ("kBFloat16", "kFloat16") and q_dtype == kv_dtype
@@ -73,10 +76,13 @@ class ForwardCall:
     dropout: float
     set_zero: bool
     layout: Any
+    output_format: Any
+    scale_format: Any
     bias: Any
     mask: Any
     softmax: Any
     window: Sequence[int]
+    is_bottom_right: bool
     cu_seqlens_q: torch.Tensor
     cu_seqlens_kv: torch.Tensor
     query: torch.Tensor
@@ -97,10 +103,16 @@ class BackwardCall:
     dropout: float
     set_zero: bool
     layout: Any
+    output_format: Any
+    output_gradient_format: Any
+    gradient_layout: Any
+    scale_format: Any
+    output_gradient_scale_format: Any
     bias: Any
     mask: Any
     softmax: Any
     window: Sequence[int]
+    is_bottom_right: bool
     deterministic: bool
     cu_seqlens_q: torch.Tensor
     cu_seqlens_kv: torch.Tensor
@@ -110,7 +122,6 @@ class BackwardCall:
     output: torch.Tensor
     output_gradient: torch.Tensor
     fake_dtype: torch.dtype
-    gradient_dtype: Any
     context: Sequence[torch.Tensor]
 
 
@@ -141,6 +152,9 @@ def fused_attn_bwd(*args: Any) -> list[torch.Tensor]:
     """Return the gradients of query, key and value."""
     call = BackwardCall(*args[: len(fields(BackwardCall))])
     _require_supported(call)
+    formats = (call.output_gradient_format.name, call.gradient_layout.name)
+    if formats != (_FORMAT, _LAYOUT):
+        raise NotImplementedError(f"gradients of fused attention in {' and '.join(formats)}")
     if len(call.context) != 2:
         raise ValueError(f"{len(call.context)} tensors, not log-sum-exp and rng state")
     gradients = [torch.zeros_like(tensor) for tensor in (call.query, call.key, call.value)]
@@ -204,8 +218,8 @@ def _spans(cu_seqlens: torch.Tensor) -> Iterator[slice]:
 
 
 def _require_supported(call: ForwardCall | BackwardCall) -> None:
-    names = (call.layout.name, call.bias.name, call.mask.name)
-    if names != _SUPPORTED:
+    names = (call.layout.name, call.bias.name, call.mask.name, call.output_format.name)
+    if names != (*_SUPPORTED, _FORMAT) or call.is_bottom_right:
         raise NotImplementedError(f"fused attention of {', '.join(names)}")
 
 

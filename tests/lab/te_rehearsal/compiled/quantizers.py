@@ -32,7 +32,9 @@ def quantize(
         return output
     _require_sizes(tensor, quantizer)
     if output is None:
-        output = quantizer.make_empty(tensor.shape, dtype=tensor.dtype, device=tensor.device)
+        output = create_empty_quantized_tensor(
+            quantizer, tensor.shape, tensor.dtype, tensor.device, pin_memory=False
+        )
     rows = tensor.detach().reshape(-1, tensor.shape[-1]).float()
     kind = type(quantizer).__name__
     if kind == "Float8CurrentScalingQuantizer":
@@ -46,8 +48,57 @@ def quantize(
     return output
 
 
+def create_empty_quantized_tensor(
+    quantizer: Any,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+    pin_memory: bool,
+) -> Any:
+    """Allocate the copies that a quantizer's usage asks for. Returns its kind of tensor."""
+    from transformer_engine.pytorch import tensor as kinds
+
+    rowwise = quantizer.rowwise_usage
+    columnwise = quantizer.columnwise_usage
+    columns = quantizer.get_columnwise_shape(shape)
+    copies = {
+        "rowwise_data": torch.empty(shape, dtype=torch.uint8) if rowwise else None,
+        "columnwise_data": torch.empty(columns, dtype=torch.uint8) if columnwise else None,
+    }
+    options = {
+        "shape": shape,
+        "dtype": dtype,
+        "fp8_dtype": quantizer.dtype,
+        "quantizer": quantizer,
+    }
+    kind = type(quantizer).__name__
+    if kind == "Float8CurrentScalingQuantizer":
+        row, column = copies.values()
+        scale = torch.empty(1)
+        return kinds.Float8Tensor(data=row, data_transpose=column, fp8_scale_inv=scale, **options)
+    scale_dtype = torch.uint8 if kind == "MXFP8Quantizer" else torch.float32
+    options |= copies | {
+        name: torch.empty(quantizer.get_scale_shape(shape, is_columnwise), dtype=scale_dtype)
+        if is_used
+        else None
+        for name, is_columnwise, is_used in (
+            ("rowwise_scale_inv", False, rowwise),
+            ("columnwise_scale_inv", True, columnwise),
+        )
+    }
+    if kind == "MXFP8Quantizer":
+        return kinds.MXFP8Tensor(with_gemm_swizzled_scales=False, **options)
+    if kind == "Float8BlockQuantizer":
+        is_square = quantizer.block_scaling_dim == 2
+        return kinds.Float8BlockwiseQTensor(is_2D_scaled=is_square, **options)
+    raise NotImplementedError(f"tensors of {kind}")
+
+
 def split_quantize(
-    tensor: torch.Tensor, split_sections: Sequence[int], quantizer_list: Sequence[Any]
+    tensor: torch.Tensor,
+    split_sections: Sequence[int],
+    quantizer_list: Sequence[Any],
+    disable_bulk_allocation: bool = False,
 ) -> list[Any]:
     """Cast each group of rows with its quantizer."""
     parts = tensor.split(list(split_sections))

@@ -83,6 +83,8 @@ class Signature:
         name = annotation.rpartition(".")[2]
         if name in _RULES:
             return _RULES[name](value)
+        if name == "DType" and isinstance(value, int):
+            return True  # Transformer Engine converts its Python enumeration of the same numbers
         kind = _NAMES.get(annotation) or self.classes.get(name)
         return kind is None or isinstance(value, kind)
 
