@@ -163,14 +163,14 @@ def test_each_rank_loads_its_own_random_numbers_unless_the_number_of_ranks_chang
     monkeypatch.setattr(
         checkpoint,
         "load_tensors",
-        lambda *_, optimizer_steps: loaded_state.update(steps=optimizer_steps),
+        lambda *_, optimizer_steps, group: loaded_state.update(steps=optimizer_steps),
     )
     monkeypatch.setattr(
         checkpoint, "load_random_state", lambda file: loaded_state.update(file=file)
     )
     state = msgspec.structs.replace(make_state(5), optimizer_steps=7, world_size=2)
     worker: Any = SimpleNamespace(
-        layout=SimpleNamespace(rank=world_size - 1, world_size=world_size),
+        layout=SimpleNamespace(rank=world_size - 1, world_size=world_size, control_group=None),
         policy=SimpleNamespace(models=[]),
         optimizer=None,
     )
