@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.routes import RouteShape
+
+if TYPE_CHECKING:
+    from megatron_rl.contracts.routes import RouteShape
 
 
 class ModelConfigError(Failure, ValueError):
@@ -108,6 +110,9 @@ class ModelShape:
     @property
     def route_shape(self) -> RouteShape:
         """The shape of the model's routes."""
+        # A refused configuration needs no numpy, which takes time to import.
+        from megatron_rl.contracts.routes import RouteShape
+
         return RouteShape(
             moe_layers=self.moe_layers,
             num_hidden_layers=self.num_layers,
