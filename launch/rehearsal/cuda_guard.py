@@ -28,7 +28,8 @@ def load_cuda_guard() -> None:
     """Load the library into this process, before torch is imported.
 
     It is compiled once for each version of torch, in about two seconds. Raises
-    `RehearsalUnavailable` without a C++ compiler, or if torch was imported already.
+    `RehearsalUnavailable` with a CUDA build of torch, without a C++ compiler, or if torch was
+    imported already.
     """
     load_library(_SOURCE)
 
@@ -41,12 +42,23 @@ def load_library(source: Path) -> ctypes.CDLL:
     if spec is None or spec.origin is None:
         raise RehearsalUnavailable("torch is not installed. Run make install")
     torch_directory = Path(spec.origin).parent
+    if is_cuda_build(torch_directory):
+        raise RehearsalUnavailable(
+            f"torch {importlib.metadata.version('torch')} is a CUDA build, which has a device of "
+            "its own. The rehearsal needs a CPU build: add PyTorch's index of CPU builds to pip's "
+            "extra-index-url, run make clean and then make install"
+        )
     library = _library_path(source)
     if not library.exists():
         _compile(source, torch_directory, library)
     for name in _TORCH_LIBRARIES:
         ctypes.CDLL(str(torch_directory / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(library))
+
+
+def is_cuda_build(torch_directory: Path) -> bool:
+    """Return whether torch in this directory was built for CUDA. It is not imported."""
+    return (torch_directory / "lib" / "libtorch_cuda.so").exists()
 
 
 def _library_path(source: Path) -> Path:

@@ -90,6 +90,10 @@ def division_cases() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([products, weights]), torch.cat([scales, scales])
 
 
+@pytest.mark.skipif(
+    DEVICE.type == "cpu" and triton.__version__.startswith("3.7."),
+    reason="the interpreter of triton 3.7 rounds quotients otherwise",
+)
 def test_division_is_correctly_rounded() -> None:
     """The GPU's division gives the bits of IEEE 754. A quotient below 2^-11 has the code 0."""
     weights, scales = division_cases()

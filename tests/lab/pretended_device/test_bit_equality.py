@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.support.cpu_build import NEEDS_CPU_BUILD
+
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = "tests.lab.pretended_device.worker_cases"
 # Numbers of ranks, and cases that one start of them runs
@@ -26,7 +28,12 @@ CASES = (
     (2, ("cp2-float32", "cp2-bfloat16")),
 )
 
-pytestmark = [pytest.mark.distributed, pytest.mark.nightly, pytest.mark.timeout(600)]
+pytestmark = [
+    NEEDS_CPU_BUILD,
+    pytest.mark.distributed,
+    pytest.mark.nightly,
+    pytest.mark.timeout(600),
+]
 
 
 def run_cases(directory: Path, cases: tuple[str, ...], ranks: int, *, on_device: bool) -> None:

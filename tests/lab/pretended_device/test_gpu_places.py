@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 
 from tests.lab.pretended_device.branches.finder import Place, find_places
+from tests.support.cpu_build import NEEDS_CPU_BUILD
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [NEEDS_CPU_BUILD, pytest.mark.slow, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = "tests.lab.pretended_device.gpu_places"

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.cpu_build import NEEDS_CPU_BUILD
+
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = "tests.lab.pretended_device.planted_faults"
 TWO_DEVICES = "Expected all tensors to be on the same device"
@@ -55,7 +57,7 @@ PER_STEP = {
     "update.py update_policy: read by _local_scalar_dense": 1,
 }
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [NEEDS_CPU_BUILD, pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")
