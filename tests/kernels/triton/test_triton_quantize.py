@@ -90,10 +90,6 @@ def division_cases() -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat([products, weights]), torch.cat([scales, scales])
 
 
-@pytest.mark.skipif(
-    DEVICE.type == "cpu" and triton.__version__.startswith("3.7."),
-    reason="the interpreter of triton 3.7 rounds quotients otherwise",
-)
 def test_division_is_correctly_rounded() -> None:
     """The GPU's division gives the bits of IEEE 754. A quotient below 2^-11 has the code 0."""
     weights, scales = division_cases()
@@ -102,7 +98,10 @@ def test_division_is_correctly_rounded() -> None:
     divide_kernel[(128,)](weights.to(DEVICE), scales.to(DEVICE), quotients)
     quotients = quotients.cpu()
     matters = expected.abs() >= 2.0**-11
-    assert torch.equal(quotients[matters], expected[matters])
+    # Quotients of triton 3.7's interpreter may differ in their last bit.
+    is_exact = DEVICE.type == "cuda" or not triton.__version__.startswith("3.7.")
+    tolerance = 0 if is_exact else 2.0**-23
+    torch.testing.assert_close(quotients[matters], expected[matters], rtol=tolerance, atol=0)
     assert (quotients[~matters].abs() < 2.0**-11).all()
     assert torch.equal(quotients.signbit(), expected.signbit())
 
