@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from sglang_bridge.server.gpus import torch_uses_cuda
 
 _SOURCE = Path(__file__).with_name("cuda_guard.cpp")
 _TORCH_LIBRARIES = ("libc10.so", "libtorch_cpu.so")
@@ -42,7 +43,7 @@ def load_library(source: Path) -> ctypes.CDLL:
     if spec is None or spec.origin is None:
         raise RehearsalUnavailable("torch is not installed. Run make install")
     torch_directory = Path(spec.origin).parent
-    if is_cuda_build(torch_directory):
+    if torch_uses_cuda():
         raise RehearsalUnavailable(
             f"torch {importlib.metadata.version('torch')} is a CUDA build, which has a device of "
             "its own. The rehearsal needs a CPU build: add PyTorch's index of CPU builds to pip's "
@@ -54,11 +55,6 @@ def load_library(source: Path) -> ctypes.CDLL:
     for name in _TORCH_LIBRARIES:
         ctypes.CDLL(str(torch_directory / "lib" / name), mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(library))
-
-
-def is_cuda_build(torch_directory: Path) -> bool:
-    """Return whether torch in this directory was built for CUDA. It is not imported."""
-    return (torch_directory / "lib" / "libtorch_cuda.so").exists()
 
 
 def _library_path(source: Path) -> Path:

@@ -1,10 +1,8 @@
 """Options of the command that rehearses a rank."""
 
-from pathlib import Path
-
 import pytest
 
-from launch.rehearsal.cuda_guard import RehearsalUnavailable, is_cuda_build
+from launch.rehearsal.cuda_guard import RehearsalUnavailable
 from launch.rehearsal.options import read_options
 
 
@@ -27,10 +25,3 @@ def test_options_are_told_from_overrides() -> None:
 def test_a_wrong_option_is_refused(argument: str, words: str) -> None:
     with pytest.raises(RehearsalUnavailable, match=words):
         read_options([argument])
-
-
-def test_a_cuda_build_of_torch_is_known_by_its_library(tmp_path: Path) -> None:
-    (tmp_path / "lib").mkdir()
-    assert not is_cuda_build(tmp_path)
-    (tmp_path / "lib/libtorch_cuda.so").touch()
-    assert is_cuda_build(tmp_path)
