@@ -1,4 +1,4 @@
-// Lets torch's CPU build differentiate CUDA tensors that hold no data.
+// Lets torch differentiate CUDA tensors that hold no data, on a machine without a GPU.
 //
 // Autograd asks the device of every tensor for its stream, and torch asks the hooks whether there
 // is CUDA. Both answers are constants here: one device, one stream, and events that have happened.
@@ -24,7 +24,8 @@ struct Guard final : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
 
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
-// The macro below registers the class under this name, which torch looks up.
+// The macro below registers the class under this name, which torch looks up. A CUDA build has
+// registered its own before, with the default priority.
 struct CUDAHooks : at::CUDAHooksInterface {
   explicit CUDAHooks(at::CUDAHooksArgs) {}
   void init() const override {}
@@ -39,6 +40,6 @@ struct CUDAHooks : at::CUDAHooksInterface {
 
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(CUDAHooks);
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks);
 
 }  // namespace

@@ -1,4 +1,4 @@
-"""Compiles and loads the library that lets torch's CPU build use CUDA tensors without data."""
+"""Compiles and loads the library that lets torch use CUDA tensors without data or a GPU."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from sglang_bridge.server.gpus import torch_uses_cuda
 
 _SOURCE = Path(__file__).with_name("cuda_guard.cpp")
-_TORCH_LIBRARIES = ("libc10.so", "libtorch_cpu.so")
+# In the order of their dependencies. A CPU build has no `libtorch_cuda.so`. A CUDA build registers
+# its own device there, which the library that is loaded next replaces.
+_TORCH_LIBRARIES = ("libc10.so", "libtorch_cpu.so", "libtorch_cuda.so")
 
 
 class RehearsalUnavailable(Failure):
@@ -29,8 +30,7 @@ def load_cuda_guard() -> None:
     """Load the library into this process, before torch is imported.
 
     It is compiled once for each version of torch, in about two seconds. Raises
-    `RehearsalUnavailable` with a CUDA build of torch, without a C++ compiler, or if torch was
-    imported already.
+    `RehearsalUnavailable` without a C++ compiler, or if torch was imported already.
     """
     load_library(_SOURCE)
 
@@ -43,17 +43,13 @@ def load_library(source: Path) -> ctypes.CDLL:
     if spec is None or spec.origin is None:
         raise RehearsalUnavailable("torch is not installed. Run make install")
     torch_directory = Path(spec.origin).parent
-    if torch_uses_cuda():
-        raise RehearsalUnavailable(
-            f"torch {importlib.metadata.version('torch')} is a CUDA build, which has a device of "
-            "its own. The rehearsal needs a CPU build: add PyTorch's index of CPU builds to pip's "
-            "extra-index-url, run make clean and then make install"
-        )
     library = _library_path(source)
     if not library.exists():
         _compile(source, torch_directory, library)
     for name in _TORCH_LIBRARIES:
-        ctypes.CDLL(str(torch_directory / "lib" / name), mode=ctypes.RTLD_GLOBAL)
+        file = torch_directory / "lib" / name
+        if file.exists():
+            ctypes.CDLL(str(file), mode=ctypes.RTLD_GLOBAL)
     return ctypes.CDLL(str(library))
 
 

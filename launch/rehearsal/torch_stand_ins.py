@@ -114,7 +114,7 @@ def _attend_efficiently(
 ) -> torch.Tensor:
     """Attend with the kernel that a GPU takes for any dtype, which keeps no scores.
 
-    A CPU build of torch would choose plain products for tensors on a GPU. attn_mask: bool.
+    Without a GPU, torch would choose plain products. attn_mask: bool.
     """
     bias = None
     if attn_mask is not None:

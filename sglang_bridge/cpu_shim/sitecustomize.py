@@ -101,6 +101,19 @@ def _allocate_unpinned(host_pools: ModuleType) -> None:
     host_pools.ALLOC_MEMORY_FUNCS["cpu"] = allocate
 
 
+def _hide_nccl(wrapper: ModuleType) -> None:
+    """Let engines of several ranks talk through Gloo alone.
+
+    A CUDA build of torch brings NCCL, which SGLang opens in every build that has it. It cannot be
+    used without a GPU. SGLang goes on without it if the library cannot be loaded.
+    """
+
+    def refuse(so_file: str | None = None) -> Any:
+        raise OSError(f"NCCL ({so_file}) is of no use to an engine on CPUs")
+
+    wrapper.NCCLLibrary = refuse  # type: ignore[attr-defined]
+
+
 def _register_batched_attention(registry: ModuleType) -> None:
     """Replace the torch-native backend, which calls attention once per sequence and layer."""
 
@@ -172,6 +185,7 @@ sys.meta_path[:0] = [
     _ImportHook("sglang.srt.configs", before=_stand_in_for_torchvision),
     _ImportHook("sglang.srt.mem_cache.pool_host.common", after=_allocate_unpinned),
     _ImportHook("sglang.srt.entrypoints.engine", after=_fork_processes),
+    _ImportHook("sglang.srt.distributed.device_communicators.pynccl_wrapper", after=_hide_nccl),
     *(
         _ImportHook(name, after=_call_later("seeded_sampling", function))
         for name, function in _SEEDS.items()

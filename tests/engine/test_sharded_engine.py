@@ -24,12 +24,10 @@ from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.expectation import WeightExpectation
 from sglang_bridge.weights.fused_layout import RankPlace, rank_places
 from tests.sglang_bridge.tiny_model import EXPERTS, LAYERS, write_tiny_model
-from tests.support.cpu_build import NEEDS_CPU_BUILD
 from tests.support.engines import running_engine
 from tests.support.updaters import SoleUpdater, in_units
 
-# SGLang opens NCCL for engines of several ranks with a CUDA build of torch, also on CPUs.
-pytestmark = [NEEDS_CPU_BUILD, pytest.mark.engine]
+pytestmark = pytest.mark.engine
 
 Weights = dict[str, torch.Tensor]
 KEY_VALUE_HEADS = 2

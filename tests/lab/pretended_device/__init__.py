@@ -1,1 +1,1 @@
-"""A CUDA device whose memory is the host's, for torch's CPU build."""
+"""A CUDA device whose memory is the host's, on a machine without a GPU."""

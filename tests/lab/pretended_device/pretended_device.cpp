@@ -1,4 +1,4 @@
-// A CUDA device whose memory is the host's, for torch's CPU build.
+// A CUDA device whose memory is the host's.
 //
 // Tensors say cuda:N. Every operation that has no kernel for CUDA runs the CPU's kernel on aliases
 // of its tensors, so that results are the CPU's bit for bit. Three things are as on a GPU: tensors
@@ -247,7 +247,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
 
 C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 
-// The macro below registers the class under this name, which torch looks up.
+// The macro below registers the class under this name, which torch looks up. A CUDA build has
+// registered its own before, with the default priority.
 struct CUDAHooks : at::CUDAHooksInterface {
   explicit CUDAHooks(at::CUDAHooksArgs) {}
   void init() const override {}
@@ -283,7 +284,7 @@ struct CUDAHooks : at::CUDAHooksInterface {
 
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(CUDAHooks);
+C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks);
 
 // ---------------------------------------------------------------------------------------------
 // Aliases: the same bytes as tensors of the CPU
@@ -735,35 +736,66 @@ void register_collectives() {
   }
 }
 
-// Operations with kernels of the CPU that torch would otherwise compose of others on this device.
-// Composed gradients differ from the CPU's in their last bits.
-void register_composed_operations() {
-  static torch::Library library(
-      torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+// Compose an operation of others. Nothing has kernels for this key: only composition is left.
+template <c10::DispatchKey without_kernels>
+void compose(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  op.redispatchBoxed(c10::DispatchKeySet(without_kernels), stack);
+}
+
+// How the CPU computes an operation that the fallback does not reach.
+enum class Way { kFallback, kKernel, kComposition };
+
+Way way_of(const c10::OperatorHandle& op) {
+  using c10::DispatchKey;
+  const bool is_for_cuda = op.hasKernelForDispatchKey(DispatchKey::CUDA);
+  const bool has_composition =
+      op.hasKernelForDispatchKey(DispatchKey::CompositeImplicitAutograd) ||
+      op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutograd) ||
+      op.hasKernelForDispatchKey(DispatchKey::CompositeExplicitAutogradNonFunctional);
+  if (op.hasKernelForDispatchKey(DispatchKey::CPU)) {
+    return is_for_cuda || has_composition ? Way::kKernel : Way::kFallback;
+  }
+  if (!is_for_cuda) {
+    return Way::kFallback;
+  }
+  return has_composition ? Way::kComposition : Way::kKernel;
+}
+
+// Operations that torch would compose of others on this device although the CPU has a kernel, and
+// those for which a CUDA build has kernels, do what the CPU does: gradients of other compositions
+// differ in their last bits.
+void register_operations() {
+  Silence silence;
+  c10::WarningUtils::WarningHandlerGuard guard(&silence);
+  using c10::DispatchKey;
+  static torch::Library kernels(
+      torch::Library::IMPL, "aten", DispatchKey::CUDA, __FILE__, __LINE__);
+  static torch::Library gradients(
+      torch::Library::IMPL, "aten", DispatchKey::AutogradCUDA, __FILE__, __LINE__);
   for (const auto& name : c10::Dispatcher::singleton().getAllOpNames()) {
     const auto op = c10::Dispatcher::singleton().findOp(name);
     const bool is_ours = name.name == "aten::copy_" || name.name == "aten::record_stream";
-    if (!op || is_ours || name.name.rfind("aten::", 0) != 0 ||
-        !op->hasKernelForDispatchKey(c10::DispatchKey::CPU)) {
+    if (!op || is_ours || name.name.rfind("aten::", 0) != 0) {
       continue;
     }
-    for (const auto key :
-         {c10::DispatchKey::CompositeImplicitAutograd,
-          c10::DispatchKey::CompositeExplicitAutograd,
-          c10::DispatchKey::CompositeExplicitAutogradNonFunctional}) {
-      if (op->hasKernelForDispatchKey(key)) {
-        const auto full_name = c10::toString(name);
-        library.impl(
-            full_name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
-        break;
-      }
+    const auto full_name = c10::toString(name);
+    const Way way = way_of(*op);
+    if (way == Way::kKernel) {
+      kernels.impl(full_name.c_str(), torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
+    } else if (way == Way::kComposition) {
+      kernels.impl(
+          full_name.c_str(),
+          torch::CppFunction::makeFromBoxedFunction<&compose<DispatchKey::HPU>>());
+      gradients.impl(
+          full_name.c_str(),
+          torch::CppFunction::makeFromBoxedFunction<&compose<DispatchKey::AutogradHPU>>());
     }
   }
 }
 
 const bool is_registered = [] {
   register_collectives();
-  register_composed_operations();
+  register_operations();
   c10::SetAllocator(kCuda, &device_allocator);
   return true;
 }();

@@ -15,8 +15,6 @@ from typing import Any
 import pytest
 import torch
 
-from tests.support.cpu_build import NEEDS_CPU_BUILD
-
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = "tests.lab.pretended_device.worker_cases"
 # Numbers of ranks, and cases that one start of them runs
@@ -29,7 +27,6 @@ CASES = (
 )
 
 pytestmark = [
-    NEEDS_CPU_BUILD,
     pytest.mark.distributed,
     pytest.mark.nightly,
     pytest.mark.timeout(600),

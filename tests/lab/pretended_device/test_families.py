@@ -9,13 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.support.cpu_build import NEEDS_CPU_BUILD
 from tests.support.tiny_families import FAMILIES
 
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = "tests.lab.pretended_device.families"
 
-pytestmark = [NEEDS_CPU_BUILD, pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 # Experts with and without latent attention
 EACH_TIME = (("qwen3_moe", "bfloat16"), ("deepseek_v3", "bfloat16"))
 ALL = tuple((family, dtype) for family in FAMILIES for dtype in ("float32", "bfloat16"))

@@ -9,8 +9,6 @@ from typing import Any
 
 import pytest
 
-from tests.support.cpu_build import NEEDS_CPU_BUILD
-
 ROOT = Path(__file__).resolve().parents[3]
 SCRIPT = "tests.lab.pretended_device.planted_faults"
 TWO_DEVICES = "Expected all tensors to be on the same device"
@@ -39,8 +37,6 @@ PER_MICRO_BATCH = {
     # The lengths of the sequences, for queries and for keys
     "rope_utils.py _apply_rotary_pos_emb_thd: read by _local_scalar_dense": 24,
     "rope_utils.py _apply_rotary_pos_emb_thd: read by copy_": 24,
-    # The tokens of each expert: probabilities and rows
-    "moe_utils.py permute: read by masked_select": 24,
     # The number of rows that each expert gets
     "token_dispatcher.py _maybe_dtoh_and_synchronize: synchronize by Event.synchronize": 12,
 }
@@ -57,7 +53,7 @@ PER_STEP = {
     "update.py update_policy: read by _local_scalar_dense": 1,
 }
 
-pytestmark = [NEEDS_CPU_BUILD, pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
 
 @pytest.fixture(scope="module")

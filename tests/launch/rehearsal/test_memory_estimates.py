@@ -13,10 +13,9 @@ from megatron_rl.config.cli import compose
 from megatron_rl.contracts.launch_facts import LaunchFacts
 from megatron_rl.models.families import read_shape
 from megatron_rl.planning.memory import RankMemory, rank_memory
-from tests.support.cpu_build import NEEDS_CPU_BUILD
 from tests.support.policies import TWO_DIGIT_ADDITION
 
-pytestmark = [NEEDS_CPU_BUILD, pytest.mark.nightly, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[3]
 PUBLISHED = ROOT / "tests/support/published"

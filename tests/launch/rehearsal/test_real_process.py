@@ -13,10 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.cpu_build import NEEDS_CPU_BUILD
 from tests.support.policies import TWO_DIGIT_ADDITION
 
-pytestmark = [NEEDS_CPU_BUILD, pytest.mark.nightly, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).parents[3]
 SCRIPT = Path(__file__).with_name("one_rank.py")

@@ -13,10 +13,9 @@ import pytest
 from megatron_rl.config.schema import ParallelSettings
 from megatron_rl.models.families import read_shape
 from megatron_rl.planning.memory import rank_parameters
-from tests.support.cpu_build import NEEDS_CPU_BUILD
 from tests.support.policies import TWO_DIGIT_ADDITION
 
-pytestmark = [NEEDS_CPU_BUILD, pytest.mark.slow]
+pytestmark = [pytest.mark.slow]
 
 ROOT = Path(__file__).parents[3]
 SHAPE = read_shape(TWO_DIGIT_ADDITION)

@@ -15,10 +15,9 @@ from launch.rehearsal.order.check import OrderResult, check_order
 from launch.rehearsal.order.grid import require_equal_groups
 from launch.rehearsal.order.simulation import OrderFault
 from launch.rehearsal.order.trace import RECEIVE, SEND, Operation, Trace
-from tests.support.cpu_build import NEEDS_CPU_BUILD
 from tests.support.policies import TWO_DIGIT_ADDITION
 
-pytestmark = [NEEDS_CPU_BUILD, pytest.mark.nightly, pytest.mark.timeout(3600)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(3600)]
 
 ROOT = Path(__file__).parents[4]
 RANKS = 512

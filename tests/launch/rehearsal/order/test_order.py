@@ -11,9 +11,8 @@ import pytest
 from launch.rehearsal.order.check import check_order, programs_of_ranks
 from launch.rehearsal.order.grid import Grid, Program, require_equal_groups
 from launch.rehearsal.order.trace import Operation, Trace
-from tests.support.cpu_build import NEEDS_CPU_BUILD
 
-pytestmark = [NEEDS_CPU_BUILD, pytest.mark.nightly, pytest.mark.timeout(1800)]
+pytestmark = [pytest.mark.nightly, pytest.mark.timeout(1800)]
 
 ROOT = Path(__file__).parents[4]
 SETTINGS = (
