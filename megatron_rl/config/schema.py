@@ -280,6 +280,10 @@ class RolloutSettings(Section):
     # response has one version. resume: they are interrupted, and continued with the new
     # weights. See docs/ahead.md.
     on_update: Literal["wait", "resume"] = "wait"
+    # Which rollouts of a step are sampled first. longest: those that are expected to have most
+    # tokens, by earlier responses to their prompts. submission: in the order of the prompts. The
+    # responses are the same. See docs/rollouts.md.
+    order: Literal["longest", "submission"] = "longest"
     # mode=train_only: the directory of a run with mode=rollout_only.
     recording: Text | None = None
 

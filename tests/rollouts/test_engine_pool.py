@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -15,9 +15,15 @@ from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.rollouts.collector.engines import engine_pool
 from megatron_rl.rollouts.collector.engines.engine_pool import EnginePool, RequestForm
-from megatron_rl.rollouts.wire.messages import AbortRequest, EngineLeftOut, FromCollector
+from megatron_rl.rollouts.wire.messages import (
+    AbortRequest,
+    EngineLeftOut,
+    FromCollector,
+    Priority,
+)
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
+from sglang_bridge.generation import Generation
 from tests.support.fake_engine import LAYERS, TOPK, Answer, Reply, fake_engine, hold, reply
 from tests.support.scripted_model import EOS, PROMPT
 
@@ -708,3 +714,81 @@ def test_an_entry_that_changes_is_another_engine() -> None:
             assert await asyncio.wait_for(requests, 5) == {"stop": 2}
 
     asyncio.run(run())
+
+
+def start_with(pool: EnginePool, **places: Priority) -> list[asyncio.Task[Generation]]:
+    """Request responses with these names and priorities."""
+    return [
+        asyncio.create_task(
+            pool.generate(
+                PROMPT.token_ids,
+                SAMPLING,
+                rid=name,
+                return_routes=False,
+                rejected_tokens=Counter(),
+                priority=place,
+            )
+        )
+        for name, place in places.items()
+    ]
+
+
+def name_of(body: Reply) -> str:
+    """Return the name under which a test has requested a response: the client appends a number."""
+    name: str = body["rid"].partition("#")[0]
+    return name
+
+
+def test_responses_that_wait_for_an_engine_go_by_their_priority() -> None:
+    names: list[str] = []
+
+    def answer(n: int, body: Reply) -> Reply:
+        names.append(name_of(body))
+        return reply(body, "046")
+
+    async def run() -> None:
+        async with pool_of(answer, max_running_requests=1) as (pool, _, urls):
+            await pool.set_engines([])
+            tasks = start_with(pool, last=(2, -9), short=(1, -1), long=(1, -9), first=(0, 0))
+            await asyncio.sleep(0.02)
+            await use(pool, *urls)
+            await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+    # Two have slots from the beginning
+    assert (sorted(names[:2]), names[2:]) == (["first", "long"], ["short", "last"])
+
+
+def test_a_response_in_pieces_keeps_its_slot() -> None:
+    """Also while responses wait that would go first."""
+    names: list[str] = []
+    release = asyncio.Event()
+
+    async def late(body: Reply) -> Reply:
+        await release.wait()
+        return reply(body, "046")
+
+    def answer(n: int, body: Reply) -> Awaitable[Reply] | Reply:
+        names.append(name_of(body))
+        if name_of(body) == "blocked":
+            return late(body)
+        whole = reply(body, "046")
+        if name_of(body) == "short" or names.count("pieces") == 3:
+            return whole
+        first_token = whole["output_ids"][0]
+        whole["meta_info"]["finish_reason"] = {"type": "abort"}
+        whole["meta_info"]["output_token_logprobs"] = [(-0.5, first_token, None)]
+        return whole | {"output_ids": [first_token]}
+
+    async def run() -> None:
+        async with pool_of(answer, max_running_requests=1) as (pool, _, _):
+            tasks = start_with(pool, pieces=(2, 0))
+            await asyncio.sleep(0)
+            tasks += start_with(pool, blocked=(1, -9), short=(1, -1))
+            generation = await tasks[0]
+            assert len(generation.output_ids) == 6
+            release.set()
+            await asyncio.gather(*tasks)
+
+    asyncio.run(run())
+    assert [name for name in names if name != "blocked"] == [*["pieces"] * 3, "short"]

@@ -1,4 +1,4 @@
-"""The bound of requests in flight, which follows the number of engines."""
+"""The bound of requests in flight, which follows the number of engines, and their order."""
 
 import asyncio
 from collections.abc import Coroutine
@@ -7,7 +7,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron_rl.rollouts.collector.engines.members import Slots
+from megatron_rl.rollouts.collector.engines.slots import Slots
+from megatron_rl.rollouts.wire.messages import Priority
 
 
 class Holders:
@@ -18,11 +19,13 @@ class Holders:
         self._ends: list[asyncio.Event] = []
         self.tasks: list[asyncio.Task[None]] = []
         self.num_holders = 0
+        self.first_numbers: list[int] = []  # the numbers of those that got a slot, in this order
 
-    def start(self, count: int) -> None:
+    def start(self, count: int, priority: Priority = (0, 0)) -> None:
         for _ in range(count):
             self._ends.append(asyncio.Event())
-            self.tasks.append(asyncio.create_task(self._hold(self._ends[-1])))
+            hold = self._hold(len(self.tasks), self._ends[-1], priority)
+            self.tasks.append(asyncio.create_task(hold))
 
     async def end(self, count: int) -> None:
         """Let the first holders give their slots back."""
@@ -31,11 +34,14 @@ class Holders:
         del self._ends[:count]
         await settle()
 
-    async def _hold(self, end: asyncio.Event) -> None:
-        async with self._slots:
+    async def _hold(self, number: int, end: asyncio.Event, priority: Priority) -> None:
+        async with self._slots.hold(priority):
+            self.first_numbers.append(number)
             self.num_holders += 1
-            await end.wait()
-            self.num_holders -= 1
+            try:
+                await end.wait()
+            finally:
+                self.num_holders -= 1
 
 
 async def settle() -> None:
@@ -164,6 +170,57 @@ def test_there_are_as_many_holders_as_slots_after_any_changes(
             # Holders of slots that are gone keep them
             num_holders = max(num_holders, min(num_started, capacity))
             assert holders.num_holders == num_holders
+        await cancel(holders)
+
+    run(work())
+
+
+def test_a_task_that_is_cancelled_as_it_gets_a_slot_gives_it_on() -> None:
+    async def work() -> None:
+        slots = Slots()
+        holders = Holders(slots)
+        holders.start(2)
+        await settle()
+        slots.resize(1)
+        holders.tasks[0].cancel()  # it has the slot, and has not run since
+        await settle()
+        assert (holders.first_numbers, holders.num_holders) == ([1], 1)
+        await cancel(holders)
+
+    run(work())
+
+
+_PRIORITIES = st.lists(st.tuples(st.integers(0, 2), st.integers(-3, 0)), min_size=1, max_size=12)
+
+
+@given(priorities=_PRIORITIES, capacity=st.integers(1, 4), data=st.data())
+def test_slots_go_by_step_then_length_then_order_of_coming(
+    priorities: list[Priority], capacity: int, data: st.DataObject
+) -> None:
+    """Also when some of those that wait are cancelled, and the capacity changes meanwhile."""
+
+    async def work() -> None:
+        slots = Slots()
+        holders = Holders(slots)
+        for priority in priorities:
+            holders.start(1, priority)
+        await settle()
+        numbers = range(len(priorities))
+        cancelled_numbers = data.draw(st.sets(st.sampled_from(numbers)))
+        for number in cancelled_numbers:
+            holders.tasks[number].cancel()
+        await settle()
+        order = sorted(
+            set(numbers) - cancelled_numbers, key=lambda number: (priorities[number], number)
+        )
+        for size in range(1, len(order) + 1):
+            slots.resize(min(size, capacity))
+            await settle()
+            assert holders.first_numbers == order[: len(holders.first_numbers)]
+            assert holders.num_holders <= capacity
+            holders.tasks[holders.first_numbers[-1]].cancel()
+            await settle()
+        assert holders.first_numbers == order
         await cancel(holders)
 
     run(work())

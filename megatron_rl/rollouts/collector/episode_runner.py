@@ -211,6 +211,7 @@ class EpisodeRunner:
                 return generation
             pieces = [] if generation is None else [generation]
             progress.pieces = pieces
+            num_sampled = episode.sampled_tokens + sum(len(piece.output_ids) for piece in pieces)
             try:
                 return await self.engines.generate(
                     token_ids,
@@ -219,6 +220,7 @@ class EpisodeRunner:
                     return_routes=rules.routes is not None,
                     rejected_tokens=rejected_tokens,
                     seed=_response_seed(self._configuration.seed, rollout_id, turn),
+                    priority=request.priority(num_sampled),
                     is_wanted=partial(self._is_announced, request),
                     pieces=pieces,
                     stop=stop,

@@ -18,7 +18,7 @@ import msgspec
 from megatron_rl.config.schema import RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
 from megatron_rl.contracts.group import NEVER_SENT, STALE, Group, RolloutRef
-from megatron_rl.contracts.prompt import Sampling
+from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.credit.group_kinds import kind_of
 from megatron_rl.rollouts.queue.answers import IdleEngines, PauseAnswers, StoredGroups
 from megatron_rl.rollouts.queue.collectors import Collectors
@@ -36,6 +36,7 @@ from megatron_rl.rollouts.wire.messages import (
     GroupDone,
     GroupRequest,
     Partial,
+    Priority,
     Problem,
     Served,
     Store,
@@ -75,6 +76,8 @@ class RolloutQueue:
     on_engine_failure: learns the URL of an engine that failed, and why.
     on_lost_collector: learns the node and the epoch of a collector that is gone, and why.
     on_arrival: gets the answer to each request, and the seconds since it was submitted.
+    expected_tokens: returns how many tokens a rollout of a prompt probably has, 0 if that is not
+    known. Asked for each request that does not say it.
     abort: aborts a request, given an engine's URL and the request id. None: expired requests are
     not aborted. abort_seconds: how long `RolloutQueue.abort` waits for engines.
     log: writes a line for the user.
@@ -96,6 +99,8 @@ class RolloutQueue:
         self.on_engine_failure: Callable[[str, str], None] | None = None
         self.on_lost_collector: Callable[[int, int, str], None] | None = None
         self.on_arrival: Callable[[GroupDone, float], None] | None = None
+        self.expected_tokens: Callable[[Prompt], int] | None = None
+        self._orders_by_length = settings.order == "longest"
         self._max_staleness = settings.max_staleness
         self._version = 0
         self._roster = EngineRoster()
@@ -181,8 +186,17 @@ class RolloutQueue:
         if start is not None and start.is_finished:
             # Its rest may be in the checkpoint, too: nobody begins with it before it is requested
             request = msgspec.structs.replace(request, extension=None)
-        entry = GroupEntry(request, start, self._ledger.next_attempt)
+        entry = GroupEntry(self._in_place(request), start, self._ledger.next_attempt)
         self._ledger.add(entry, GroupState.WAITING)
+
+    def _in_place(self, request: GroupRequest) -> GroupRequest:
+        """Return a request with what decides its place: nothing with rollout.order=submission."""
+        if not self._orders_by_length:
+            return msgspec.structs.replace(request, step=0, expected_tokens=0)
+        if request.expected_tokens or self.expected_tokens is None:
+            return request
+        expected_tokens = min(self.expected_tokens(request.prompt), request.sampling.max_new_tokens)
+        return msgspec.structs.replace(request, expected_tokens=expected_tokens)
 
     def restore(self, groups: SavedGroups) -> None:
         """Continue the groups of a checkpoint once they are submitted, instead of new ones."""
@@ -519,7 +533,8 @@ class RolloutQueue:
 
     def _send_requests(self) -> None:
         """Send the requests that wait to nodes. They wait on if there is none."""
-        for entry in self._in_order(GroupState.WAITING):
+        waiting = sorted(self._ledger.in_states(GroupState.WAITING), key=_place_of)
+        for entry in waiting:
             nodes = self._roster.nodes_to_request_from(self.connected_nodes)
             if not nodes:
                 return
@@ -773,6 +788,11 @@ def _unexpected_message(node: int, message: Event) -> CollectorFailed:
     )
 
 
+def _place_of(entry: GroupEntry) -> tuple[Priority, int]:
+    """Return the place of a group among those that wait: the smallest goes first."""
+    return entry.request.priority(), entry.number
+
+
 def _ids_of(request: GroupRequest) -> list[str]:
     """Return the ids under which a collector may work on a request: the rest may have another."""
     if request.extension is None:
@@ -781,7 +801,13 @@ def _ids_of(request: GroupRequest) -> list[str]:
 
 
 def _require_same(begun_request: GroupRequest, request: GroupRequest) -> None:
-    """Raise ValueError unless the rest of a group is requested as a collector has begun with it."""
+    """Raise ValueError unless the rest of a group is requested as a collector has begun with it.
+
+    It has its place in the order already.
+    """
+    request = msgspec.structs.replace(
+        request, step=begun_request.step, expected_tokens=begun_request.expected_tokens
+    )
     if begun_request != request:
         raise ValueError(
             f"group {request.group_id}: its collector samples {begun_request.num_samples} "

@@ -67,6 +67,7 @@ class StepSampling:
                 first_sample=request.first_sample,
                 sampling=sampling,
                 extension=request.extension,
+                step=self.step,
             )
             for part_id, request in requests_by_id.items()
         ]

@@ -23,6 +23,8 @@ from sglang_bridge.engine import Engine
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 # The environment variable that passes the run's key to a collector
 RUN_KEY_VARIABLE = "MEGATRON_RL_RUN_KEY"
+# See `GroupRequest.priority`
+Priority = tuple[int, int]
 # Reasons in `Group.rejections`
 ENGINE_FAILURE = "engine"  # no engine answered the request
 EXPIRED = "expired"  # the engine sent nothing usable before the deadline
@@ -60,6 +62,10 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     extension: the collector samples the rest of the group by itself, if this rule says so. None: it
     does not. attempt: larger than in earlier requests with its id. The answer repeats it.
     start: what a checkpoint has of the group. saved: where its rollouts are, in their order.
+    step: that needs it, 0 for an evaluation. expected_tokens: of each rollout, 0 if that is not
+    known. Both decide the order of requests, and nothing else: see `priority`.
+
+    Raises ValueError for expected tokens below 0 or above `sampling.max_new_tokens`.
     """
 
     group_id: str
@@ -72,6 +78,24 @@ class GroupRequest(msgspec.Struct, frozen=True, kw_only=True, tag="generate"):
     start: Group | None = None
     saved: tuple[SavedRollout, ...] = ()
     extension: Extension | None = None
+    step: Count = 0
+    expected_tokens: Count = 0
+
+    def __post_init__(self) -> None:
+        if self.expected_tokens not in range(self.sampling.max_new_tokens + 1):
+            raise ValueError(
+                f"group {self.group_id}: expected_tokens={self.expected_tokens} must be a whole "
+                f"number from 0 to max_new_tokens={self.sampling.max_new_tokens}. Leave it out if "
+                "it is not known"
+            )
+
+    def priority(self, num_sampled: int = 0) -> Priority:
+        """Return the priority of a rollout with so many sampled tokens. The smallest goes first.
+
+        Earlier steps go before later ones, and in a step the longest expected rest goes first.
+        Requests without expected tokens come last in their step.
+        """
+        return (self.step, -max(0, self.expected_tokens - num_sampled))
 
     def rest(self) -> GroupRequest:
         """Return the request for the rest of the group. Raises ValueError without `extension`."""

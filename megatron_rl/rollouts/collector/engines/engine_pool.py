@@ -18,7 +18,7 @@ from megatron_rl.rollouts.collector.engines.gate import Gate
 from megatron_rl.rollouts.collector.engines.members import Members
 from megatron_rl.rollouts.collector.engines.partial_response import PartialResponse
 from megatron_rl.rollouts.collector.engines.response_sampler import ResponseSampler
-from megatron_rl.rollouts.wire.messages import AbortRequest, FromCollector
+from megatron_rl.rollouts.wire.messages import AbortRequest, FromCollector, Priority
 from megatron_rl.rollouts.wire.repetition import RepetitionStop
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.engine import Engine
@@ -146,6 +146,7 @@ class EnginePool:
         return_routes: bool,
         rejected_tokens: Counter[str],
         seed: int | None = None,
+        priority: Priority = (0, 0),
         is_wanted: Callable[[], bool] = lambda: True,
         pieces: list[Generation] | None = None,
         stop: RepetitionStop | None = None,
@@ -159,6 +160,7 @@ class EnginePool:
 
         rid: GROUP/ROLLOUT. rejected_tokens: receives the tokens of responses that cannot be used,
         by the reason. The tokens of a request without a reply are unknown.
+        priority: among the responses that wait for a slot. It changes no token.
         is_wanted: if it returns False, nothing more is sent, and this waits until it is cancelled.
         pieces: the sampled part of the response. It receives further pieces as they arrive.
         stop: cuts a response off that repeats itself. Its finish reason is then LENGTH.
@@ -172,6 +174,7 @@ class EnginePool:
             self._members,
             self._gate,
             rid=rid,
+            priority=priority,
             return_routes=return_routes,
             seed=seed,
             is_wanted=is_wanted,

@@ -12,6 +12,7 @@ from dataclasses import replace
 from megatron_rl.rollouts.collector.engines.gate import Gate
 from megatron_rl.rollouts.collector.engines.members import EngineRemoved, Member, Members
 from megatron_rl.rollouts.collector.engines.partial_response import PartialResponse
+from megatron_rl.rollouts.wire.messages import Priority
 from megatron_rl.rollouts.wire.repetition import RepetitionStop
 from sglang_bridge.client import may_succeed_elsewhere
 from sglang_bridge.errors import RequestFailed
@@ -94,7 +95,7 @@ class ResponseSampler:
     """Samples one response.
 
     response: receives the pieces as they arrive.
-    rid: GROUP/ROLLOUT. rejected_tokens: as of `_Attempts`.
+    rid: GROUP/ROLLOUT. priority: of its slot. rejected_tokens: as of `_Attempts`.
     is_wanted: if it returns False, nothing more is sent.
     stop: cuts a response off that repeats itself. threads: measure its repetition.
     """
@@ -106,6 +107,7 @@ class ResponseSampler:
         gate: Gate,
         *,
         rid: str,
+        priority: Priority,
         return_routes: bool,
         seed: int | None,
         is_wanted: Callable[[], bool],
@@ -118,6 +120,7 @@ class ResponseSampler:
         self._gate = gate
         self._rid = rid
         self._group = rid.rpartition("/")[0]
+        self._priority = priority
         self._return_routes = return_routes
         self._seed = seed
         self._is_wanted = is_wanted
@@ -128,7 +131,8 @@ class ResponseSampler:
     async def sample(self) -> Generation:
         """Sample the response to its end. Raises `EngineError` and `GenerationRejected`.
 
-        It is requested piece by piece, until it is complete or repeats itself.
+        It is requested piece by piece, until it is complete or repeats itself. It keeps its slot
+        meanwhile, so that no piece waits behind other responses.
 
         A response that nobody wants has no end: this waits until it is cancelled. An environment in
         another process may go on for some time after its cancellation, and an exception could make
@@ -139,7 +143,7 @@ class ResponseSampler:
             # A response from a checkpoint may end here, and needs no slot
             if await self._repeats_itself():
                 return self._cut_off()
-            async with self._members.slots:
+            async with self._members.slots.hold(self._priority):
                 while not response.is_complete:
                     piece = await self._next_piece()
                     if self._is_cut(piece):
