@@ -1,4 +1,4 @@
-"""Tests that need Transformer Engine and no GPU: make te-rehearsal runs them.
+"""Tests that need Transformer Engine and no GPU, in the environment of `make te-rehearsal`.
 
 Elsewhere they are not collected. One process has one pretended GPU.
 """

@@ -108,6 +108,14 @@ def test_a_function_without_stand_in_is_named(rehearsal: Any) -> None:
         sys.modules["transformer_engine_torch"].silu(torch.ones(1), None)
 
 
+def test_the_table_of_calls_names_the_version(rehearsal: Any) -> None:
+    import transformer_engine
+
+    from tests.lab.te_rehearsal.report import call_table
+
+    assert f"Transformer Engine {transformer_engine.__version__}," in call_table(rehearsal.calls)[0]
+
+
 @pytest.mark.parametrize("key", ["num_attention_heads", "moe_ffn_hidden_size", "qk_norm"])
 def test_models_that_differ_are_reported(
     rehearsal: Any, tiny: Path, machine: Any, key: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import textwrap
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from importlib.metadata import version
 from pathlib import Path
 
 from tests.lab.te_rehearsal.compiled.call_log import CallLog
@@ -51,8 +52,14 @@ class Report:
 
 
 def call_table(log: CallLog) -> list[str]:
-    """Return the table of functions that were called, in Markdown."""
-    lines = ["| compiled function | answer | calls |", "|---|---|---|"]
+    """Return the table of functions that were called, in Markdown, with the versions."""
+    lines = [
+        f"Transformer Engine {version('transformer_engine')}, "
+        f"Megatron-Core {version('megatron-core')}, torch {version('torch')}:",
+        "",
+        "| compiled function | answer | calls |",
+        "|---|---|---|",
+    ]
     for name in log.functions:
         if log.counts[name]:
             lines.append(f"| `{name}` | {log.kind(name)} | {log.counts[name]} |")

@@ -2,5 +2,5 @@
 
 from no_device import fill
 
-__version__ = "2.11.0"
+__version__ = "2.17.1"
 __getattr__ = fill(__name__)
