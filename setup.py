@@ -14,9 +14,12 @@ setup(
     python_requires=">=3.12",
     packages=packages,
     package_dir={"espo_kernels": "kernels/espo_kernels"},
-    # torchrun imports it when it starts
+    # torchrun imports the first when it starts, and every process of an engine the second
     entry_points={
-        "torchrun.handlers": ["espo_megatron_rl = megatron_rl.run.supervision.torchrun_end:install"]
+        "torchrun.handlers": [
+            "espo_megatron_rl = megatron_rl.run.supervision.torchrun_end:install"
+        ],
+        "sglang.srt.plugins": ["narrow_routes = sglang_bridge.plugin.narrow_routes:register"],
     },
     include_package_data=False,
     package_data={

@@ -19,6 +19,7 @@ import msgspec
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.keys import RunKeys
+from sglang_bridge.plugin import narrow_routes
 
 # "retract" returns running requests to the queue, and they are recomputed under the new weights.
 # "abort" would lose them. "in_place" would keep the cache that the old weights computed, and the
@@ -89,6 +90,16 @@ class AdminClient:
     def server_info(self) -> dict[str, Any]:
         """The server's resolved settings and live state."""
         return self._get_json("/server_info")
+
+    def narrows_routes(self) -> bool:
+        """True if the server sends experts of routes as one or two bytes."""
+        states = self.server_info().get("internal_states")  # one for each replica
+        if not isinstance(states, list) or not states:
+            return False
+        return all(
+            isinstance(state, dict) and state.get(narrow_routes.STATE_KEY) is True
+            for state in states
+        )
 
     def generated_tokens(self) -> int | None:
         """The tokens of all requests that have ended since the server's start.

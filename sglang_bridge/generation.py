@@ -19,6 +19,12 @@ _MAX_ROUNDING = 1e-3
 # Nats. Sampled tokens are far more likely. Engines write float32's lowest number for probability 0.
 _MIN_LOGPROB = -1e4
 _ROUTES_KEY = b'"routed_experts"'
+# SGLang sends int32. With the plugin of the bridge it sends the narrowest type of a reply.
+_ROUTE_TYPES: tuple[np.dtype[np.integer[Any]], ...] = (
+    np.dtype("<i4"),
+    np.dtype("u1"),
+    np.dtype("<u2"),
+)
 _OPENING = re.compile(rb'\s*:\s*"')
 
 
@@ -259,22 +265,23 @@ def _decode_routes(
             "routes_encoding", f"routed_experts is not base64: {error}"
         ) from error
     layers, topk = shape
-    num_bytes = num_inputs * layers * topk * 4
-    if len(raw) != num_bytes:
-        raise GenerationRejected(
-            "routes_length",
-            f"{len(raw)} bytes of routes, expected {num_bytes} for {num_inputs} inputs x "
-            f"{layers} layers x top-{topk}",
-        )
-    return _narrow(np.frombuffer(raw, np.dtype("<i4")).reshape(num_inputs, layers, topk))
+    num_experts = num_inputs * layers * topk
+    for dtype in _ROUTE_TYPES:
+        if len(raw) == num_experts * dtype.itemsize:
+            return _narrow(np.frombuffer(raw, dtype).reshape(num_inputs, layers, topk))
+    raise GenerationRejected(
+        "routes_length",
+        f"{len(raw)} bytes of routes, expected 1, 2 or 4 for each of {num_experts} experts: "
+        f"{num_inputs} inputs x {layers} layers x top-{topk}",
+    )
 
 
-def _narrow(routes: npt.NDArray[np.int32]) -> npt.NDArray[np.integer[Any]]:
+def _narrow(routes: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:
     """Return routes in the smallest type that holds them: a response may wait for a long time.
 
     Numbers that are no experts are not changed, so that a later check finds them.
     """
-    if not routes.size or routes.min() < 0:
+    if routes.dtype.itemsize == 1 or not routes.size or routes.min() < 0:
         return routes
     return routes.astype(np.min_scalar_type(routes.max()))
 

@@ -2,8 +2,10 @@
 //
 // Autograd asks the device of every tensor for its stream, and torch asks the hooks whether there
 // is CUDA. Both answers are constants here: one device, one stream, and events that have happened.
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <torch/library.h>
 
 namespace {
 
@@ -41,5 +43,16 @@ struct CUDAHooks : at::CUDAHooksInterface {
 using at::CUDAHooksRegistry;
 using at::RegistererCUDAHooksRegistry;
 C10_REGISTER_CLASS_WITH_PRIORITY(CUDAHooksRegistry, CUDAHooks, c10::REGISTRY_PREFERRED, CUDAHooks);
+
+// A CUDA build has one kernel for RMSNorm, which keeps less than the operations of which a CPU build
+// composes it. Both builds compose it here, so that they predict the same memory. Nothing has
+// kernels for the key below: only composition is left.
+void compose(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::AutogradHPU), stack);
+}
+
+TORCH_LIBRARY_IMPL(aten, AutogradCUDA, m) {
+  m.impl("_fused_rms_norm", torch::CppFunction::makeFromBoxedFunction<&compose>());
+}
 
 }  // namespace

@@ -52,6 +52,7 @@ from sglang_bridge.deltas.weight_copy import WeightCopy
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.keys import RunKeys, create_keys, read_keys
+from sglang_bridge.plugin import narrow_routes
 from sglang_bridge.server.readiness import require_external_engines, require_settings
 from sglang_bridge.weights.part import RankPart
 
@@ -130,6 +131,8 @@ class Engines:
         queue = RolloutQueue(hub, self._template.rollout, abort=self._abort_request, log=log)
         queue.configure(dict.fromkeys(nodes, self._template))
         members = self._open_members(engines)
+        if self._template.routes is not None:
+            name_wide_routes([self._open_admin(engine) for engine in engines], log)
         weights = self._open_sync(members, log)
         self._stack.callback(weights.close)
         token_counter = TokenCounter([self._open_admin(engine) for engine in engines], log)
@@ -290,6 +293,21 @@ class Engines:
     def _abort_request(self, url: str, rid: str) -> None:
         """Abort one request. Collectors do not hold the key for this."""
         AdminClient(Engine(url=url), self._keys, timeout=_ABORT_SECONDS).abort(rid)
+
+
+def name_wide_routes(engines: Sequence[AdminClient], log: Callable[[str], None]) -> None:
+    """Write which engines send four bytes for each expert of a route, and what that costs."""
+    wide = []
+    for engine in engines:
+        with contextlib.suppress(RequestFailed):  # other parts of the run notice it
+            if not engine.narrows_routes():
+                wide.append(engine.url)
+    if wide:
+        log(
+            f"{', '.join(wide)}: the plugin narrow_routes does not run there, so that routes take "
+            "four times the bytes; install this package beside SGLang and start the server with "
+            f"{narrow_routes.VARIABLE}=1"
+        )
 
 
 def name_external_engines(settings: EngineSettings) -> str:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from sglang_bridge.addresses import interface_of
+from sglang_bridge.plugin import narrow_routes
 from sglang_bridge.server.nccl import nccl_environment
 from sglang_bridge.server.quantization import format_override
 from sglang_bridge.settings import (
@@ -124,6 +125,7 @@ def build_environment(
         "HF_HUB_OFFLINE": "1",
         "SGLANG_TIMEOUT_KEEP_ALIVE": str(MANAGED_KEEP_ALIVE_SECONDS),
         "PYTHONUNBUFFERED": "1",
+        narrow_routes.VARIABLE: parent.get(narrow_routes.VARIABLE, "1"),
     }
     search = [str(Path(__file__).parents[2])]
     if place.device == "cpu":

@@ -5,9 +5,16 @@ import dataclasses
 import pytest
 
 from megatron_rl.config.schema import EngineSettings
-from megatron_rl.engines.engines import collector_template, name_external_engines
+from megatron_rl.engines.engines import (
+    collector_template,
+    name_external_engines,
+    name_wide_routes,
+)
 from megatron_rl.engines.server_places import server_places
 from megatron_rl.models.families import read_shape
+from sglang_bridge.admin import AdminClient
+from sglang_bridge.engine import Engine
+from sglang_bridge.errors import RequestFailed
 from sglang_bridge.keys import create_keys
 from tests.support.configurations import configuration_of
 from tests.support.engine_rollouts import ONLY_RANK
@@ -40,6 +47,31 @@ def test_a_wait_names_the_engines_or_the_file_that_lists_them() -> None:
     assert name_external_engines(EngineSettings(urls=urls)) == ", ".join(urls)
     settings = EngineSettings(urls="engines.txt")
     assert name_external_engines(settings) == "the engines in engines.txt"
+
+
+class EngineWithPlugin(AdminClient):
+    """An engine that says whether it has the plugin. None: it does not answer."""
+
+    def __init__(self, url: str, narrows: bool | None) -> None:
+        super().__init__(Engine(url=url), create_keys())
+        self._narrows = narrows
+
+    def narrows_routes(self) -> bool:
+        if self._narrows is None:
+            raise RequestFailed("no answer")
+        return self._narrows
+
+
+def test_engines_that_send_wide_routes_are_named_once_with_the_remedy() -> None:
+    lines: list[str] = []
+    states = (False, True, None, False)
+    engines = [EngineWithPlugin(f"http://10.0.0.{i}:1", state) for i, state in enumerate(states)]
+    name_wide_routes(engines, lines.append)
+    (line,) = lines
+    assert line.startswith("http://10.0.0.0:1, http://10.0.0.3:1: the plugin narrow_routes")
+    assert "SGLANG_BRIDGE_NARROW_ROUTES=1" in line
+    name_wide_routes(engines[1:3], lines.append)
+    assert len(lines) == 1
 
 
 def test_nodes_that_share_engines_hold_equal_parts_of_each(

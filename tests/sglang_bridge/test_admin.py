@@ -16,6 +16,7 @@ from sglang_bridge.admin import CACHE_TAGS, WEIGHT_TAGS, AdminClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.keys import RunKeys
+from sglang_bridge.plugin.narrow_routes import STATE_KEY
 
 ANSWERS: dict[str, tuple[int, bytes]] = {
     "/ready": (200, b""),
@@ -213,6 +214,28 @@ def test_a_reply_that_is_no_object_is_a_failed_request(
     monkeypatch.setitem(ANSWERS, path, (200, garbage))
     with pytest.raises(RequestFailed, match=f"{path} is no JSON object"):
         getattr(admin, method)()
+
+
+@pytest.mark.parametrize(
+    ("states", "narrows"),
+    [
+        ([{STATE_KEY: True}], True),
+        ([{STATE_KEY: True}, {STATE_KEY: True}], True),
+        ([{STATE_KEY: True}, {}], False),  # one replica did not load the plugin
+        ([{STATE_KEY: "yes"}], False),
+        ([{}], False),
+        ([], False),
+        (["text"], False),
+        ({STATE_KEY: True}, False),
+        (None, False),
+    ],
+)
+def test_every_replica_must_say_that_it_narrows_routes(
+    states: object, narrows: bool, admin: AdminClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    info = json.dumps({"internal_states": states}).encode()
+    monkeypatch.setitem(ANSWERS, "/server_info", (200, info))
+    assert admin.narrows_routes() is narrows
 
 
 def test_a_reply_of_many_brackets_is_a_failed_request(

@@ -302,6 +302,19 @@ def test_decoded_routes_take_the_smallest_type(last_expert: int, dtype: type) ->
     assert np.array_equal(decoded_routes, routes)
 
 
+@pytest.mark.parametrize("dtype", ["u1", "<u2", "<i4"])
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**31 - 1))
+def test_the_width_of_an_expert_follows_from_the_number_of_bytes(
+    dtype: str, response: int, layers: int, topk: int, seed: int
+) -> None:
+    rows = PROMPT + response - 1
+    routes = np.random.default_rng(seed).integers(0, 256, (rows, layers, topk)).astype(dtype)
+    content = reply(response, routed_experts=base64.b64encode(routes.tobytes()).decode())
+    decoded_routes = decode(content, (layers, topk)).routes
+    assert decoded_routes is not None and decoded_routes.dtype == np.uint8
+    assert np.array_equal(decoded_routes, routes)
+
+
 @pytest.mark.parametrize("expert", [-1, -(2**31), 2**31 - 1, 65536])
 def test_numbers_that_are_no_experts_stay_as_they_are(expert: int) -> None:
     routes = np.zeros((PROMPT + 1, LAYERS, TOPK), "<i4")
