@@ -66,7 +66,8 @@ def test_routes_take_a_quarter_of_the_bytes_and_say_the_same(
     assert on.admin().narrows_routes() is True
     assert off.admin().narrows_routes() is False
     for prompt in PROMPTS:
-        narrow_body, wide_body = reply(on, prompt), reply(off, prompt)
+        narrow_body = reply(on, prompt)
+        wide_body = reply(off, prompt)
         assert 4 * route_bytes(narrow_body) == route_bytes(wide_body)
         narrow, wide = (
             decode_generation(body, num_prompt_tokens=len(prompt), route_shape=(LAYERS, TOP_K))

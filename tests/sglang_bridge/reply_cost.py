@@ -32,7 +32,9 @@ from megatron_rl.rollouts.wire.codec import encode
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.request import Sampling
 
-LAYERS, TOPK, EXPERTS = 94, 8, 128
+LAYERS = 94
+TOPK = 8
+EXPERTS = 128
 SHAPE = RouteShape(
     moe_layers=tuple(range(LAYERS)), num_hidden_layers=LAYERS, num_experts=EXPERTS, topk=TOPK
 )
@@ -86,9 +88,11 @@ async def measure(url: str, tokens: int, replies: int) -> dict[str, float]:
                 return len(encode(rollout))
 
             before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            cpu, loop = time.process_time(), time.thread_time()
+            cpu_before = time.process_time()
+            loop_before = time.thread_time()
             await asyncio.gather(*map(receive, range(replies)))
-            cpu, loop = time.process_time() - cpu, time.thread_time() - loop
+            cpu = time.process_time() - cpu_before
+            loop = time.thread_time() - loop_before
             peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return {"cpu": cpu / replies * 1e3, "loop": loop / replies * 1e3, "memory": peak * 1024}
 

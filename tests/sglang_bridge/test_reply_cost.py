@@ -25,12 +25,14 @@ def cost(dtype: str, tokens: int, replies: int) -> dict[str, float]:
 
 
 def test_a_long_reply_takes_a_quarter_of_the_bytes_and_less_time() -> None:
-    wide, narrow = cost("int32", 8192, 1), cost("uint8", 8192, 1)
+    wide = cost("int32", 8192, 1)
+    narrow = cost("uint8", 8192, 1)
     assert narrow["bytes"] <= 0.26 * wide["bytes"]
     assert narrow["cpu"] <= 0.6 * wide["cpu"], (narrow, wide)
     assert narrow["loop"] <= 0.8 * wide["loop"], (narrow, wide)
 
 
 def test_long_replies_at_the_same_time_take_half_of_the_memory() -> None:
-    wide, narrow = cost("int32", 32768, 4), cost("uint8", 32768, 4)
+    wide = cost("int32", 32768, 4)
+    narrow = cost("uint8", 32768, 4)
     assert narrow["memory"] <= 0.5 * wide["memory"], (narrow, wide)
