@@ -3,14 +3,14 @@
 The first line is a header. Each further line is the rate of one prompt:
 
     {"data": {"source": "jsonl", "sha256": "..."}, "model": "...", "reward": {...}, ...}
-    {"id": "train:1", "correct": 3, "samples": 16}
+    {"id": "train:1", "correct": 3, "samples": 16, "mean_tokens": 812.5}
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -46,15 +46,17 @@ class Header(msgspec.Struct, frozen=True, kw_only=True):
     format: int = _FORMAT
 
 
-class PassRate(msgspec.Struct, frozen=True, kw_only=True):
+class PassRate(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Pass rate of one prompt: `correct` of `samples` judged responses have correctness 1.
 
     `samples` is less than the number of sampled responses if some have no verdict. It may be 0.
+    mean_tokens: of the responses. None: the file does not say it, or there is no response.
     """
 
     id: str
     correct: Count
     samples: Count
+    mean_tokens: Annotated[float, msgspec.Meta(ge=0, le=1e9)] | None = None
 
     def __post_init__(self) -> None:
         if self.correct > self.samples:

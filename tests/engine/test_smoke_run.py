@@ -47,6 +47,7 @@ NAMES = {
     "eval/questions",
     "eval/rejected",
     "eval/version",
+    "lengths/known",
     "mismatch/ess",
     "mismatch/icepop_masked",
     "mismatch/k3_kl",

@@ -92,12 +92,16 @@ class Accuracy:
         return f"{accuracy}, reward {self.reward:.3f} ± {self.reward_half_width:.3f}"
 
 
+def _ignore(groups: Sequence[Group]) -> None:
+    """Do nothing."""
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """Samples and scores responses to prompts.
 
     stop_token_ids: tokens that end a response.
-    idle: called regularly while rollouts are running.
+    idle: called regularly while rollouts are running. observe: called with all groups.
     """
 
     queue: RolloutQueue
@@ -106,6 +110,7 @@ class Evaluation:
     rollout: RolloutSettings
     stop_token_ids: tuple[int, ...]
     idle: Callable[[], None]
+    observe: Callable[[Sequence[Group]], None] = _ignore
 
     def measure(self, label: str) -> Accuracy:
         """Sample responses to every prompt and score them.
@@ -148,7 +153,9 @@ class Evaluation:
             # A checkpoint may follow. It stores no responses of an evaluation
             self.queue.drop(list(index_by_id))
             raise
-        return sorted(groups, key=lambda group: index_by_id[group.group_id])
+        groups.sort(key=lambda group: index_by_id[group.group_id])
+        self.observe(groups)
+        return groups
 
 
 def accuracy_of(

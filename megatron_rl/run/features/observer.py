@@ -12,6 +12,7 @@ import msgspec
 from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.commands import Command, Train
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.contracts.group import Group
 from megatron_rl.run.loop.step_parts import StepParts
 from megatron_rl.run.loop.trained_step import TrainedStep
 from megatron_rl.training.dispatcher import CommandTable
@@ -45,6 +46,12 @@ class Observer:
 
     def after_bad_responses(self, step: int, failure: Exception) -> None:
         """Take a batch with too many NaN. step: the engines had weights from before, or newer."""
+
+    def after_sampling(self, groups: Sequence[Group], values: dict[str, float]) -> None:
+        """Take all groups of a step or an evaluation, in the order of their requests.
+
+        Those of a step come before `after_train`. values: of an evaluation, nobody reads them.
+        """
 
     def after_train(self, trained_step: TrainedStep, values: dict[str, float]) -> None:
         """Take a step that is trained, while its rollouts are held. May end the run by raising."""
@@ -138,6 +145,10 @@ class Observers(Observer):
     def after_bad_responses(self, step: int, failure: Exception) -> None:
         for observer in self._observers:
             observer.after_bad_responses(step, failure)
+
+    def after_sampling(self, groups: Sequence[Group], values: dict[str, float]) -> None:
+        for observer in self._observers:
+            observer.after_sampling(groups, values)
 
     def after_train(self, trained_step: TrainedStep, values: dict[str, float]) -> None:
         for observer in self._observers:

@@ -78,6 +78,7 @@ class Leader:
         num_new_tokens, failure = self.sampling.pause(watch)
         trained_step = TrainedStep(batch, credit, plan, outcome)
         values |= batch.metrics() | credit.metrics() | self.sampling.metrics(batch)
+        self.observers.after_sampling(batch.all_groups, values)
         with watch.section("account"):
             values |= trained_step.metrics()
             if failure is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 
 from megatron_rl.contracts.group import Group
 from megatron_rl.contracts.prompt import Prompt
@@ -92,7 +93,7 @@ class PassRateProfile:
 
 
 def rate_of(group: Group) -> PassRate:
-    """Return the pass rate of one prompt.
+    """Return the pass rate of one prompt, and the mean tokens of its responses.
 
     A response passes when its correctness is 1. Lost responses, and those without a verdict, do
     not count.
@@ -103,7 +104,13 @@ def rate_of(group: Group) -> PassRate:
         if rollout.verdict.correctness is not None
     ]
     passes = sum(value == 1.0 for value in correctness)
-    return PassRate(id=group.prompt.id, correct=passes, samples=len(correctness))
+    lengths = [rollout.num_generated for rollout in group.rollouts]
+    return PassRate(
+        id=group.prompt.id,
+        correct=passes,
+        samples=len(correctness),
+        mean_tokens=fmean(lengths) if lengths else None,
+    )
 
 
 def metrics(rates: Sequence[PassRate]) -> dict[str, float]:

@@ -30,6 +30,7 @@ class RecordingLeader(Leader):
         """Sample and record. Adds the metrics of the step to `values`."""
         watch = Stopwatch()
         batch = self._record_batch(step, watch)
+        self.observers.after_sampling(batch.all_groups, values)
         with watch.section("account"):
             values |= batch.metrics() | self.parts.credit.assign(batch.groups).metrics()
             values |= account_of_recording(

@@ -120,7 +120,15 @@ def _step_parts(parts: LoopParts, c: Configuration) -> StepParts:
     stop_token_ids = setup.stop_token_ids
     prompts = setup.run_data.training_prompts
     prompts.set_pass_rate_range(c.data.pass_rate_range)
-    evaluation = Evaluation(queue, prompts.held_out, c.eval, c.rollout, stop_token_ids, parts.idle)
+    evaluation = Evaluation(
+        queue,
+        prompts.held_out,
+        c.eval,
+        c.rollout,
+        stop_token_ids,
+        parts.idle,
+        observe=lambda groups: parts.observers.after_sampling(groups, {}),
+    )
     selector = open_selector(prompts, c.rollout, c.selection, seed=c.seed)
     return StepParts(
         rollouts=RolloutSampler(queue, c.rollout, selector, stop_token_ids, parts.idle),

@@ -109,6 +109,7 @@ def test_every_prompt_gets_a_rate(tmp_path: Path) -> None:
     _, rates = read_file(tmp_path / "rates.jsonl")
     counts = [(rate.id, rate.correct, rate.samples) for rate in rates]
     assert counts == [("a", 10, 10), ("b", 5, 10), ("c", 0, 9)]
+    assert {rate.mean_tokens for rate in rates} == {4.0}
     assert values["profile/pass_rate"] == pytest.approx(0.5)
     for kind in ("mixed", "all_correct", "all_incorrect"):
         assert values[f"profile/{kind}"] == pytest.approx(1 / 3)

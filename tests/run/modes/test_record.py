@@ -16,6 +16,7 @@ from megatron_rl.rollouts.recording.format import batch_directory
 from megatron_rl.rollouts.recording.reader import check_batch
 from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.wire.store import RolloutStore
+from megatron_rl.run.features.observer import Observers
 from megatron_rl.run.modes.record import RecordingLeader, record_rollouts
 from megatron_rl.training import batch_recording
 from megatron_rl.training.worker import LostRollouts
@@ -106,7 +107,7 @@ def record_step(tmp_path: Path, parts: Parts, run: Callable[[Record], Any]) -> d
     unused: dict[str, Any] = dict.fromkeys(field.name for field in fields(RecordingLeader))
     stand_ins: dict[str, Any] = {
         "parts": SimpleNamespace(rollouts=parts, credit=credit),
-        "observers": SimpleNamespace(after_quiet=lambda *_: None, after_step=lambda *_: None),
+        "observers": Observers(),
         "records": SimpleNamespace(
             directory=SimpleNamespace(path=tmp_path), progress=Progress(1, is_enabled=False)
         ),
