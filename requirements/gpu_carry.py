@@ -47,7 +47,6 @@ SGLANG_EXTRAS = (
     "sglang/benchmark",
     "jedi/third_party",
 )
-SGLANG_EXTRA_LIBRARIES = ("_multimodal", "_bench", "_grpc")
 # Installed in the environment that checks the archives: what the other machine has
 MACHINE_PACKAGES = (
     "torch",
@@ -166,9 +165,9 @@ class Builder:
         site = self._install(wheels, "engine")
         for name in SGLANG_EXTRAS:
             shutil.rmtree(site / name, ignore_errors=True)
-        for library in (site / "sglang/srt/rust_extensions").glob("*.so"):
-            if library.name.startswith(SGLANG_EXTRA_LIBRARIES):
-                library.unlink()
+        # In Rust: servers that a run does not start, images, and a cache built for another torch
+        for library in (site / "sglang").rglob("*.so"):
+            library.unlink()
         return site
 
     def transformer_engine(self) -> Path:
