@@ -163,6 +163,9 @@ class RewardSettings(Section):
     answer: Literal["last_number", "last_line", "boxed"] = "last_number"
     # The longest time that scoring one response may take. Beyond it the reward is missing.
     timeout_s: Seconds = 10.0
+    # Processes of a user-defined scorer on each node. Each constructs the scorer, and calls go to
+    # the least busy one.
+    processes: Annotated[int, Ge(1), Le(256)] = 1
     # The constructor arguments of a user-defined scorer.
     options: Options = field(default_factory=dict)
 

@@ -90,10 +90,11 @@ def identity_of(settings: DataSettings) -> dict[str, Any]:
 def judge_of(settings: RewardSettings | EnvironmentSettings) -> dict[str, Any]:
     """Return the settings that decide a response's correctness, as JSON would return them.
 
-    Timeouts are not part of it.
+    Timeouts and the number of processes are not part of it.
     """
     values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
-    del values["timeout_s"]
+    for key in ("timeout_s", "processes"):
+        values.pop(key, None)
     return values
 
 

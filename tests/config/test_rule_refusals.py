@@ -126,6 +126,7 @@ METHOD = [
     (f"algo.fractions=[{SIXTEEN}]", f"algo.fractions={[0.01] * 16}", "at most 15"),
     ("reward.options.weight=2", "reward.options={'weight': 2}", "exact_match"),
     ("reward.name=json:X reward.answer=boxed", "reward.answer=boxed", "exact_match"),
+    ("reward.processes=2", "reward.processes=2", "runs in the collector"),
     ("environment=demonstration", "algo.name=espo", "compared"),
     (
         "environment=demonstration environment.options.tool=abacus",

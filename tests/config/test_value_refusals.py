@@ -211,6 +211,8 @@ LIMITS = [
     ("parallel.timeout_s=1e300", "parallel.timeout_s=1e+300", "at most 1000000"),
     ("engine.start_timeout_s=1e9", "engine.start_timeout_s=1000000000.0", "at most 1000000"),
     ("train.total_steps=1" + 20 * "0", "train.total_steps=1" + 20 * "0", "at most 2147"),
+    ("reward.processes=0", "reward.processes=0", "at least 1"),
+    ("reward.processes=300", "reward.processes=300", "at most 256"),
     ("engine.count=5000", "engine.count=5000", "at most 1024"),
     (
         "rollout.samples_per_prompt=100000000",

@@ -53,6 +53,10 @@ def _check_plugins(c: Configuration) -> Iterator[BrokenRule]:
     if ":" in c.reward.name and c.reward.answer != RewardSettings.answer:
         rule = f"Only exact_match reads this key, and reward.name={c.reward.name}"
         yield BrokenRule("reward.answer", rule, "Remove it")
+    if ":" not in c.reward.name and c.reward.processes > 1:
+        rule = f"reward.name={c.reward.name} runs in the collector, without a process of its own"
+        remedy = "Remove it, or use a user-defined scorer"
+        yield BrokenRule("reward.processes", rule, remedy)
 
 
 def _check_algorithm(c: Configuration) -> Iterator[BrokenRule]:

@@ -37,6 +37,8 @@ class RemoteClass:
 
     name: key and name of the class, such as `reward.name=my_reward:Judge`. open_timeout_s: seconds
     for the constructor. report: sends a warning to rank 0.
+
+    num_calls: the calls that have begun and not ended.
     """
 
     def __init__(
@@ -52,6 +54,7 @@ class RemoteClass:
         self._open_timeout_s = open_timeout_s
         self._report = report
         self._lifeline = Lifeline()
+        self.num_calls = 0
         self._num_warnings = 0
         self._tasks: set[asyncio.Task[Any]] = set()
         self._processes: set[ServingProcess] = set()
@@ -75,6 +78,13 @@ class RemoteClass:
         subject: what the call works on, for warnings.
         Raises `Failure`. Cancelling this cancels the call.
         """
+        self.num_calls += 1
+        try:
+            return await self._run(open_attempt, subject)
+        finally:
+            self.num_calls -= 1
+
+    async def _run(self, open_attempt: Callable[[], Attempt], subject: str) -> Outcome[Any]:
         num_losses = 0
         is_alone = False
         while True:

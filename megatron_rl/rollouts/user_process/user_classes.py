@@ -76,10 +76,13 @@ class EnvironmentInProcess:
 
 
 class ScorerInProcess:
-    """Calls a user-defined scorer."""
+    """Calls a user-defined scorer, which may be open in several processes.
 
-    def __init__(self, remote_class: RemoteClass) -> None:
-        self._remote_class = remote_class
+    A call goes to the one that makes the fewest calls.
+    """
+
+    def __init__(self, *remote_classes: RemoteClass) -> None:
+        self._remote_classes = remote_classes
 
     async def score(
         self, prompt: Prompt, text: str, finish_reason: FinishReason, *, subject: str
@@ -89,7 +92,8 @@ class ScorerInProcess:
         def open_attempt() -> ScoreAttempt:
             return ScoreAttempt(prompt, text, finish_reason)
 
-        return await self._remote_class.run(open_attempt, subject=subject)
+        remote_class = min(self._remote_classes, key=lambda remote: remote.num_calls)
+        return await remote_class.run(open_attempt, subject=subject)
 
 
 class UserClasses:
@@ -125,7 +129,9 @@ class UserClasses:
     def _start_scorer(self, settings: RewardSettings) -> ScorerCalls:
         if ":" not in settings.name:
             return ScorerInThisProcess(open_scorer(settings), timeout_s=settings.timeout_s)
-        return ScorerInProcess(self._start(f"reward.name={settings.name}", reward=settings))
+        name = f"reward.name={settings.name}"
+        processes = range(settings.processes)
+        return ScorerInProcess(*(self._start(name, reward=settings) for _ in processes))
 
     def _start_environment(self, settings: EnvironmentSettings) -> EnvironmentCalls:
         if ":" not in settings.name:
@@ -134,7 +140,7 @@ class UserClasses:
         return EnvironmentInProcess(self._start(name, environment=settings))
 
     def _wait_until_open(self) -> tuple[str, ...]:
-        """Wait for both classes, and return the roles of a user-defined environment."""
+        """Wait for all processes, and return the roles of a user-defined environment."""
         roles = [remote_class.wait_until_open() for remote_class in self._remote_classes]
         return tuple(role for names in roles for role in names)
 

@@ -98,7 +98,7 @@ def test_an_interrupted_profile_does_not_continue_under_another_judge(
 ) -> None:
     base = ["experiment=smoke", "mode=profile", f"data.pass_rates={tmp_path}/rates.jsonl"]
     open_rates(configuration_of(base))
-    open_rates(configuration_of([*base, "reward.timeout_s=7"]))
+    open_rates(configuration_of([*base, "reward.timeout_s=7", "reward.processes=1"]))
     with pytest.raises(PromptDataError, match=rf"other settings \({section}\)"):
         open_rates(configuration_of([*base, *override.split()]))
 
