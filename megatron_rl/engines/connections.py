@@ -67,6 +67,10 @@ class EngineConnections:
         """Free the rollouts of delivered groups."""
         self.queue.drop(group_ids)
 
+    def send_waiting(self) -> None:
+        """Send engines all requests that wait for one."""
+        self.queue.send_waiting()
+
     def count_in_flight(self) -> int:
         """Return the number of rollouts to train on whose group has not arrived."""
         return self.queue.count_in_flight()

@@ -30,7 +30,8 @@ from megatron_rl.records.past_run import flat_settings
 from megatron_rl.records.run_directory import to_yaml
 from megatron_rl.rewards import Scorer, open_answer_reader, open_scorer
 from megatron_rl.rollouts.collector.collector import Collector
-from megatron_rl.rollouts.wire.messages import FromCollector, GroupRequest
+from megatron_rl.rollouts.wire.messages import GroupRequest
+from tests.support.collectors import Outbox
 from tests.support.configurations import configuration_of
 from tests.support.fake_engine import configuration, fake_engine, reply, serving
 from tests.support.scripted_model import EOS, PROMPT
@@ -190,7 +191,7 @@ def replies(settings: dict[str, Any], count: int) -> list[str]:
 
     async def run() -> list[str]:
         async with fake_engine(lambda n, body: reply(body, "046")) as url:
-            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+            outbox = Outbox()
             configure = msgspec.structs.replace(configuration(), **settings)
             collector = Collector(0, configure, outbox.put)
             await collector.handle(serving(url))

@@ -19,6 +19,7 @@ from megatron_rl.rollouts.wire.messages import (
     Problem,
 )
 from megatron_rl.rollouts.wire.rejections import UserClassFailed, count_unusable
+from tests.support.collectors import Outbox
 from tests.support.fake_engine import configuration, fake_engine, reply, serving
 from tests.support.scripted_model import EOS, PROMPT
 
@@ -110,7 +111,7 @@ def collect(
 
     async def run() -> list[FromCollector]:
         async with fake_engine(lambda n, body: reply(body, "046" if n else "047")) as url:
-            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+            outbox = Outbox()
             settings = msgspec.structs.replace(
                 configuration(),
                 rollout=RolloutSettings(max_new_tokens=16),

@@ -22,6 +22,7 @@ from megatron_rl.rollouts.wire.messages import (
     GroupDone,
     GroupRequest,
 )
+from tests.support.collectors import Outbox
 from tests.support.fake_engine import Reply, configuration, reply, serving
 from tests.support.scripted_model import EOS, PROMPT
 
@@ -89,7 +90,7 @@ def run(check: Check, environment: EnvironmentSettings | None = None) -> None:
     async def open_and_check() -> None:
         engine = AbortableEngine()
         async with engine.serve() as url:
-            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+            outbox = Outbox()
 
             async def send(message: FromCollector) -> None:
                 if isinstance(message, AbortRequest):

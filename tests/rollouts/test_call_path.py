@@ -15,9 +15,10 @@ from megatron_rl.rollouts.collector.collector import Collector
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.steps.rollout_batch import RolloutBatch
 from megatron_rl.rollouts.steps.sampler import RolloutSampler
-from megatron_rl.rollouts.wire.messages import FromCollector, GroupRequest, ToCollector
+from megatron_rl.rollouts.wire.messages import GroupRequest, ToCollector
 from tests.rollouts.test_collector import request
 from tests.support.answers import make_pool
+from tests.support.collectors import Outbox
 from tests.support.fake_engine import Reply, configuration, fake_engine, reply, serving
 from tests.support.leaders import ScriptedParts, lead
 from tests.support.scripted_hub import ScriptedHub
@@ -101,7 +102,7 @@ async def path_in_the_collector() -> list[str]:
         return reply(body, "4")
 
     async with fake_engine(answer) as url:
-        outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+        outbox = Outbox()
         collector = Collector(0, configuration(), outbox.put)
         await collector.handle(serving(url))
         await collector.handle(request(1))

@@ -16,6 +16,7 @@ from megatron_rl.contracts.rollout import FinishReason, Role
 from megatron_rl.rollouts.collector.collector import Collector
 from megatron_rl.rollouts.wire.messages import (
     AbortRequest,
+    Alive,
     Configure,
     Drop,
     EngineLeftOut,
@@ -26,6 +27,7 @@ from megatron_rl.rollouts.wire.messages import (
     Served,
 )
 from megatron_rl.rollouts.wire.store import RolloutGone, read_rollout
+from tests.support.collectors import Outbox
 from tests.support.fake_engine import (
     Answer,
     Reply,
@@ -65,7 +67,7 @@ def collect(
 
     async def run() -> None:
         async with fake_engine(answer, seconds=seconds) as url:
-            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+            outbox = Outbox()
             settings: Configure = msgspec.structs.replace(configuration(environment), **changes)
             collector = Collector(0, settings, outbox.put)
             await collector.handle(serving(url))
@@ -145,7 +147,7 @@ def test_tokens_of_a_reply_that_is_sampled_again_are_counted() -> None:
             fake_engine(invalid) as bad_url,
             fake_engine(lambda n, body: reply(body, "046")) as good_url,
         ):
-            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+            outbox = Outbox()
             collector = Collector(0, configuration(), outbox.put)
             await collector.handle(serving(bad_url, good_url))
             await collector.handle(request(1))
@@ -277,7 +279,7 @@ def test_requests_of_a_silent_engine_are_aborted_and_go_to_the_next_one() -> Non
             fake_engine(lambda n, body: None) as url,
             fake_engine(lambda n, body: reply(body, "046")) as next_url,
         ):
-            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+            outbox = Outbox()
             settings = EngineSettings(request_timeout_s=0.1)
             collector = Collector(
                 0, msgspec.structs.replace(configuration(), engine=settings), outbox.put
@@ -304,7 +306,7 @@ def test_responses_of_another_version_than_rank_0_has_set_are_not_used() -> None
             fake_engine(lambda n, body: reply(body, "047", weight_version="2")) as stale_url,
             fake_engine(lambda n, body: reply(body, "046")) as url,
         ):
-            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+            outbox = Outbox()
             collector = Collector(0, configuration(), outbox.put)
             await collector.handle(serving(stale_url, url, version=3))
             await collector.handle(request(2))
@@ -501,7 +503,7 @@ def test_messages_that_come_twice_change_nothing() -> None:
 
     async def run() -> list[FromCollector]:
         async with fake_engine(answer, seconds=0.5) as url:
-            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+            outbox = Outbox()
             collector = Collector(0, configuration(), outbox.put)
             await collector.handle(serving(url, version=3))
             await collector.handle(request(1))
@@ -521,3 +523,30 @@ def test_messages_that_come_twice_change_nothing() -> None:
     assert isinstance(done, GroupDone) and len(done.group.rollouts) == 1
     assert num_requests == 1, "the engine stayed as it was"
     assert all(isinstance(answer, Served) and answer.number == 1 for answer in answers)
+
+
+def test_a_collector_reports_how_many_rollouts_need_an_engine() -> None:
+    """The second response ends once the end of the first one is reported, and so on."""
+    reports = [asyncio.Event() for _ in range(2)]
+
+    async def late(n: int, body: Reply) -> Reply:
+        await reports[n - 1].wait()
+        return reply(body, "046")
+
+    def answer(n: int, body: Reply) -> Awaitable[Reply] | Reply:
+        return late(n, body) if n else reply(body, "046")
+
+    async def run() -> None:
+        async with fake_engine(answer) as url:
+            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+            collector = Collector(0, configuration(), outbox.put)
+            await collector.handle(serving(url))
+            await collector.handle(msgspec.structs.replace(request(3), attempt=7))
+            for report, demand in zip(reports, (2, 1), strict=True):
+                assert await asyncio.wait_for(outbox.get(), 30) == Alive({"g": (7, demand)})
+                report.set()
+            message = await asyncio.wait_for(outbox.get(), 30)
+            assert isinstance(message, GroupDone) and len(message.group.rollouts) == 3
+            await collector.close()
+
+    asyncio.run(run())

@@ -16,6 +16,7 @@ from megatron_rl.rollouts.wire.messages import (
     GroupRequest,
     extension_id,
 )
+from tests.support.collectors import Outbox
 from tests.support.fake_engine import Reply, configuration, fake_engine, reply, serving
 from tests.support.scripted_model import EOS, PROMPT
 
@@ -49,7 +50,7 @@ def collect(engine: RecordingEngine, *requests: GroupRequest, count: int) -> lis
 
     async def run() -> list[FromCollector]:
         async with fake_engine(engine) as url:
-            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+            outbox = Outbox()
             collector = Collector(0, configuration(), outbox.put)
             await collector.handle(serving(url))
             for request in requests:
@@ -112,7 +113,7 @@ def test_the_rest_of_a_group_can_be_withdrawn() -> None:
 
     async def run() -> None:
         async with fake_engine(engine, seconds=0.3) as url:
-            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+            outbox = Outbox()
             collector = Collector(0, configuration(), outbox.put)
             await collector.handle(serving(url))
             await collector.handle(probe())

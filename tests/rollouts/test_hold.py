@@ -23,6 +23,7 @@ from megatron_rl.rollouts.wire.messages import (
 )
 from sglang_bridge.engine import Engine
 from sglang_bridge.generation import FinishReason, Generation, VersionSpan
+from tests.support.collectors import Outbox
 from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine, hold, serving
 from tests.support.scripted_model import EOS, PROMPT, TOKENIZER
 
@@ -278,7 +279,7 @@ def test_aborted_tokens_without_routes_are_sampled_again() -> None:
 def test_a_hold_does_not_wait_for_requests_that_were_withdrawn() -> None:
     async def run() -> None:
         async with fake_engine(lambda n, body: None) as url:
-            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+            outbox = Outbox()
             collector = Collector(0, configuration(), outbox.put)
             await collector.handle(serving(url))
             await collector.handle(

@@ -17,7 +17,8 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.environments.environment import Environment
 from megatron_rl.environments.episode import Episode
 from megatron_rl.rollouts.collector.collector import Collector
-from megatron_rl.rollouts.wire.messages import FromCollector, GroupDone, GroupRequest
+from megatron_rl.rollouts.wire.messages import GroupDone, GroupRequest
+from tests.support.collectors import Outbox
 from tests.support.fake_engine import Reply, configuration, fake_engine, routes, serving
 from tests.support.scripted_model import EOS, PROMPT
 
@@ -65,7 +66,7 @@ def collect(engine: FailingEngine, settings: RolloutSettings, environment: str) 
     """Sample a group of two."""
 
     async def run() -> GroupDone:
-        outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+        outbox = Outbox()
         async with fake_engine(engine, seconds=0.0) as url:
             base = configuration(environment=EnvironmentSettings(name=environment))
             collector = Collector(0, msgspec.structs.replace(base, rollout=settings), outbox.put)

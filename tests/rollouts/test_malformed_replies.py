@@ -23,9 +23,10 @@ from megatron_rl.contracts.routes import RouteError, RouteShape
 from megatron_rl.environments.episode import Episode, EpisodeRules
 from megatron_rl.environments.rollout_builder import RolloutRejected
 from megatron_rl.rollouts.collector.collector import Collector
-from megatron_rl.rollouts.wire.messages import Drop, FromCollector, GroupDone, GroupRequest
+from megatron_rl.rollouts.wire.messages import Drop, GroupDone, GroupRequest
 from megatron_rl.rollouts.wire.store import read_rollout
 from sglang_bridge.generation import Generation, GenerationRejected, decode_generation
+from tests.support.collectors import Outbox
 from tests.support.fake_engine import LAYERS, TOPK, configuration, fake_engine, serving
 from tests.support.scripted_model import EOS, PROMPT, TOKENIZER
 
@@ -345,7 +346,7 @@ class CollectorBench:
         self.body = b""
         self.count = 0
         self._loop = asyncio.new_event_loop()
-        self._outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+        self._outbox = Outbox()
         self._engine = fake_engine(lambda n, request: self.body, seconds=0.0)
         self._url = self._loop.run_until_complete(self._engine.__aenter__())
         self._collector = Collector(0, configuration(), self._outbox.put)

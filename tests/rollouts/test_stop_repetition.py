@@ -27,6 +27,7 @@ from megatron_rl.rollouts.wire.repetition import RepetitionStop, repetition
 from megatron_rl.rollouts.wire.store import read_rollout
 from sglang_bridge.engine import Engine
 from sglang_bridge.generation import Generation, VersionSpan
+from tests.support.collectors import Outbox
 from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine, serving
 from tests.support.saved_groups import save_group
 from tests.support.scripted_model import EOS, PROMPT
@@ -239,7 +240,7 @@ def collect(
 
     async def run() -> FromCollector:
         async with fake_engine(engine, seconds=0.0) as url:
-            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+            outbox = Outbox()
             collector_settings = msgspec.structs.replace(configuration(), rollout=settings)
             collector = Collector(0, collector_settings, outbox.put)
             await collector.handle(serving(url, version=3))

@@ -10,6 +10,7 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rollouts.collector.collector import Collector
 from megatron_rl.rollouts.wire.messages import FromCollector, GroupDone, GroupRequest
+from tests.support.collectors import Outbox
 from tests.support.fake_engine import Reply, configuration, fake_engine, reply, serving
 from tests.support.scripted_model import EOS, PROMPT
 
@@ -22,7 +23,7 @@ def truncated_then_complete(n: int, body: Reply) -> Reply:
 def test_a_truncated_response_is_trained_only_if_configured(train_truncated: bool) -> None:
     async def run() -> FromCollector:
         async with fake_engine(truncated_then_complete) as url:
-            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+            outbox = Outbox()
             rollout = RolloutSettings(max_new_tokens=16, train_truncated=train_truncated)
             collector = Collector(
                 0, msgspec.structs.replace(configuration(), rollout=rollout), outbox.put

@@ -12,6 +12,7 @@ from megatron_rl.rollouts.wire import codec
 from megatron_rl.rollouts.wire.messages import Drop, FromCollector, GroupDone
 from megatron_rl.rollouts.wire.store import read_rollout
 from tests.rollouts.test_abort_groups import request
+from tests.support.collectors import Outbox
 from tests.support.fake_engine import configuration, fake_engine, reply, serving
 from tests.support.rollouts import assert_equal
 
@@ -39,7 +40,7 @@ class Encoder:
 
 async def collect(encoder: Encoder) -> list[FromCollector]:
     """Request groups a and b, and a again. Compare their rollouts with those that were encoded."""
-    outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+    outbox = Outbox()
     async with fake_engine(lambda n, body: reply(body, "046")) as url:
         collector = Collector(0, configuration(), outbox.put)
         await collector.handle(serving(url, version=3))

@@ -375,3 +375,15 @@ def test_tokens_of_a_step_whose_sync_was_aborted_are_compared_after_a_resume(
     with fails(ExitCode.REQUEUE):
         lead(ScriptedParts(), tmp_path, steps=9, checkpoints=manager, on_update=on_update)
     assert ranks.states[0].position.features["token_audit"] == {"uncompared_tokens": 8}
+
+
+@pytest.mark.parametrize(("staleness", "num_flushes"), [(0, 0), (1, 2)])
+def test_requests_that_wait_are_sent_before_a_step_trains_if_later_steps_are_open(
+    tmp_path: Path, staleness: int, num_flushes: int
+) -> None:
+    parts = ScriptedParts()
+    on_train: list[int] = []
+    parts.on_train = lambda step: on_train.append(parts.num_flushes - step)
+    lead(parts, tmp_path, steps=2, max_staleness=staleness)
+    assert parts.num_flushes == num_flushes
+    assert on_train == ([0, 0] if staleness else [-1, -2])

@@ -1,5 +1,7 @@
 """A collector's connection to the hub, driven by a test."""
 
+import asyncio
+
 import msgspec
 import zmq
 
@@ -74,6 +76,14 @@ class Peer:
     def close(self, *, linger_seconds: float = 0) -> None:
         """Disconnect. linger_seconds: time to deliver pending messages."""
         self._socket.close(int(linger_seconds * 1000))
+
+
+class Outbox(asyncio.Queue[FromCollector]):
+    """The messages of a collector to rank 0, without those about its demand."""
+
+    async def put(self, item: FromCollector) -> None:
+        if not isinstance(item, Alive):
+            await super().put(item)
 
 
 def request(name: str, num_samples: int = 2, *, evaluation: bool = False) -> GroupRequest:

@@ -91,6 +91,7 @@ class ScriptedParts:
     train_versions: list[int | None] = field(default_factory=list, init=False)
     audits: list[int] = field(default_factory=list, init=False)
     num_refreshes: int = field(default=0, init=False)
+    num_flushes: int = field(default=0, init=False)
     audit_obstacle = ""
     # The timeline asks the queue to tell it about arrivals
     queue: SimpleNamespace = field(default_factory=SimpleNamespace, init=False)
@@ -150,6 +151,9 @@ class ScriptedParts:
 
     def refresh(self) -> None:
         self.num_refreshes += 1
+
+    def send_waiting(self) -> None:
+        self.num_flushes += 1
 
     def count_in_flight(self) -> int:
         return 5

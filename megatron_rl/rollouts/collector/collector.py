@@ -9,6 +9,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 
 import msgspec
 
@@ -44,6 +45,10 @@ from megatron_rl.rollouts.wire.store import GroupWriter, RolloutStore, make_roll
 _ALIVE_INTERVAL_SECONDS = 1.0
 # The event loop's own pool may be full of a scorer's blocking calls, so this process has another.
 _THREADS = 4
+# Rank 0 learns of changes of the demand once there are so many for each slot. The wait lets it
+# learn of many at once.
+_CHANGES_PER_SLOT = 1 / 16
+_DEMAND_SECONDS = 0.05
 _CHANGE_SECONDS = 0.01  # about the time in which a thread adds a response
 
 _log = logging.getLogger(__name__)
@@ -77,6 +82,10 @@ class Collector:
         self._shape = configuration.routes
         self._vocab_size = configuration.vocab_size
         self._running: dict[str, _RunningGroup] = {}  # by group id
+        # Since the last report: how often the demand has changed, and of which groups
+        self._num_changes = 0
+        self._changed_ids: set[str] = set()
+        self._is_reporting = False
 
     async def handle(self, message: ToCollector) -> bool:
         """Process one message and return False if the collector has to end."""
@@ -110,6 +119,7 @@ class Collector:
             request.sampling,
             range(request.first_sample, request.first_sample + request.num_samples),
             start=request.start,
+            on_demand=partial(self._note_demand, group_id),
         )
         self._runner.announce(request)
         task = self._start(self._answer(request, progress))
@@ -143,6 +153,29 @@ class Collector:
         await self._send(
             Dropped(group_id=request.group_id, generated_tokens=num_tokens, attempt=request.attempt)
         )
+
+    def _note_demand(self, group_id: str) -> None:
+        """Note that a group needs engines for more or fewer rollouts, and report it in time."""
+        self._changed_ids.add(group_id)
+        self._num_changes += 1
+        is_due = self._num_changes >= _CHANGES_PER_SLOT * self._runner.engines.num_slots
+        if is_due and not self._is_reporting:
+            self._is_reporting = True
+            self._start(self._report_demand())
+
+    async def _report_demand(self) -> None:
+        """Report how many rollouts need engines, of the groups where that has changed."""
+        await asyncio.sleep(_DEMAND_SECONDS)
+        groups = [self._running[id_] for id_ in self._changed_ids if id_ in self._running]
+        self._changed_ids.clear()
+        self._num_changes = 0
+        self._is_reporting = False
+        demand = {
+            group.request.group_id: (group.request.attempt, group.progress.demand)
+            for group in groups
+        }
+        if demand:
+            await self._send(Alive(demand))
 
     def _start(self, coroutine: Coroutine[None, None, None]) -> asyncio.Task[None]:
         """Run a coroutine until it ends or the collector closes."""

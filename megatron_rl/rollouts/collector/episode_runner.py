@@ -142,6 +142,7 @@ class EpisodeRunner:
         outcome = await self._user_classes.environment.play(
             open_attempt, is_evaluation=request.evaluation, subject=subject
         )
+        progress.demand(wants_slot=False)
         *lost_episodes, episode = episodes
         episode.rejected_tokens += _tokens_of(lost_episodes)
         episode.rejected_tokens += Counter({NOT_RESTORED: progress.drop_stored()})
@@ -211,6 +212,7 @@ class EpisodeRunner:
                 return generation
             pieces = [] if generation is None else [generation]
             progress.pieces = pieces
+            progress.demand(wants_slot=True)
             num_sampled = episode.sampled_tokens + sum(len(piece.output_ids) for piece in pieces)
             try:
                 return await self.engines.generate(
@@ -231,6 +233,7 @@ class EpisodeRunner:
                 raise
             finally:
                 progress.pieces = []  # the episode has them
+                progress.demand(wants_slot=False)
 
         episode = Episode(
             request.prompt,

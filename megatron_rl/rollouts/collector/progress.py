@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_rl.contracts.group import Group, RolloutRef, Verdict
@@ -55,6 +55,10 @@ class RejectedRollout:
     environment_error: str = ""
 
 
+def _ignore() -> None:
+    """Do nothing."""
+
+
 @dataclass(eq=False)
 class EpisodeProgress:
     """The state of one rollout.
@@ -63,6 +67,8 @@ class EpisodeProgress:
     episode: the episode while it is played, None before it begins. stop: ends responses that repeat
     themselves. pieces: parts of the response that is being sampled. outcome: None until it is
     scored or rejected.
+    wants_slot: False while it needs no engine, as between two responses and at its end.
+    on_demand: called when that changes.
     """
 
     stored_responses: deque[StoredResponse] = field(default_factory=deque)
@@ -70,6 +76,14 @@ class EpisodeProgress:
     stop: RepetitionStop | None = None
     pieces: list[Generation] = field(default_factory=list)
     outcome: ScoredRollout | RejectedRollout | None = None
+    wants_slot: bool = True
+    on_demand: Callable[[], None] = _ignore
+
+    def demand(self, *, wants_slot: bool) -> None:
+        """Note whether it needs an engine."""
+        if wants_slot != self.wants_slot:
+            self.wants_slot = wants_slot
+            self.on_demand()
 
     @property
     def is_changing(self) -> bool:
@@ -130,6 +144,7 @@ class GroupProgress:
     indices: sample indices of its request. start: what a checkpoint had of it, None without one.
     `restore` has to follow then.
     first_results: the finished rollouts of `start`. episodes: the others, by sample index.
+    on_demand: called when an episode needs an engine, or needs none any more.
     """
 
     def __init__(
@@ -139,6 +154,7 @@ class GroupProgress:
         indices: Iterable[int],
         *,
         start: Group | None = None,
+        on_demand: Callable[[], None] = _ignore,
     ) -> None:
         self._prompt = prompt
         self._sampling = sampling
@@ -149,7 +165,7 @@ class GroupProgress:
         self._start = start
         if start is not None:
             indices = (*start.open_samples, *(ref.sample_index for ref in start.rollouts))
-        self.episodes = {index: EpisodeProgress() for index in indices}
+        self.episodes = {index: EpisodeProgress(on_demand=on_demand) for index in indices}
 
     @property
     def is_changing(self) -> bool:
@@ -159,6 +175,11 @@ class GroupProgress:
         """
         is_restored = self._start is None
         return not is_restored or any(p.is_changing for p in self.episodes.values())
+
+    @property
+    def demand(self) -> int:
+        """The number of rollouts that have a slot of an engine or wait for one."""
+        return sum(progress.wants_slot for progress in self.episodes.values())
 
     @property
     def outcomes(self) -> list[ScoredRollout | RejectedRollout]:

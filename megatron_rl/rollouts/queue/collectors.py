@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 from megatron_rl.rollouts.queue.engine_roster import EngineRoster
 from megatron_rl.rollouts.queue.hub import CollectorHub
-from megatron_rl.rollouts.wire.messages import Configure, Serve, Stop, ToCollector
+from megatron_rl.rollouts.wire.messages import (
+    QUEUE_PER_SLOT,
+    Configure,
+    Serve,
+    Stop,
+    ToCollector,
+)
 from sglang_bridge.engine import Engine
 
 
@@ -32,6 +39,12 @@ class Collectors:
     def configure(self, configurations: Mapping[int, Configure]) -> None:
         """Set the configuration of each node's collector, also for later connections."""
         self._configurations = configurations
+
+    def slots_per_engine(self, node: int) -> float:
+        """Return how many requests an engine of a node may have, infinite if that is unknown."""
+        if node not in self._configurations:
+            return math.inf
+        return QUEUE_PER_SLOT * self._configurations[node].engine.max_running_requests
 
     def set_version(self, version: int) -> None:
         """Set the version of the weights whose responses are used."""

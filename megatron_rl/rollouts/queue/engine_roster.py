@@ -71,11 +71,22 @@ class EngineRoster:
         return has_failures
 
     def choose_node(self, nodes: Sequence[int], loads: Counter[int]) -> int:
-        """Return the node with the fewest open rollouts for each rank of its engines.
+        """Return the node whose engines have the smallest load for each of their ranks.
 
-        nodes: at least one node that may get a request. loads: open rollouts by node.
+        nodes: at least one node that may get a request. loads: rollouts that need an engine, by
+        node.
         """
         return min(nodes, key=lambda node: (loads[node] / max(self._num_ranks[node], 1), node))
+
+    def num_engines(self, node: int) -> int:
+        """Return how many engines a node's collector sends requests to, at least 1.
+
+        These are its own, or those of other nodes while it has none. An environment that needs no
+        engine gets requests, too.
+        """
+        engines = [engine for engine in self.engines_for(node) if engine.url not in self.left_out]
+        num_own = sum(engine.node == node for engine in engines)
+        return num_own or len(engines) or 1
 
     def nodes_to_request_from(self, nodes: Sequence[int]) -> list[int]:
         """Return the nodes that may get requests, of the given ones.

@@ -203,7 +203,7 @@ class CollectorHub:
         except msgspec.MsgspecError as error:
             self.disconnect(node, epoch, f"sent an invalid message ({error})")
             return None
-        if not isinstance(message, Alive):
+        if message != Alive():
             self._inbox.append((node, message))
         return node
 

@@ -19,7 +19,7 @@ from megatron_rl.rollouts.wire.messages import GroupRequest
 class GroupState(Enum):
     """State of a group."""
 
-    WAITING = "it waits for a collector"
+    WAITING = "it waits for a node with room"
     RUNNING = "a collector samples it"
     ABORTING = "its collector is to sample nothing more, and has not answered"
     ARRIVED = "it is complete, and nobody has taken it"
@@ -40,7 +40,7 @@ LEGAL_MOVES: Mapping[GroupState, Mapping[GroupState, str]] = {
         _State.SAVED: "a resumed run has it in a batch that was sampled before the checkpoint",
     },
     _State.WAITING: {
-        _State.RUNNING: "a collector gets the request",
+        _State.RUNNING: "the collector of a node with room gets the request",
         _State.GONE: "nobody needs it any more, and no collector has it",
     },
     _State.RUNNING: {
@@ -75,6 +75,7 @@ class GroupEntry:
     state: `GroupLedger.move` changes it. number: counts the requests. since: when it was requested,
     on the monotonic clock.
     node, epoch: of the collector that samples it or holds its rollouts.
+    demand: its rollouts that have a slot of an engine or wait for one, as far as is known.
     is_submitted: False for the rest of a group that nobody has asked for: its collector has begun
     with it.
     group: the answer, from its arrival on. arrival: counts the answers.
@@ -90,6 +91,7 @@ class GroupEntry:
     since: float = field(default_factory=lambda: time.monotonic())
     node: int | None = None
     epoch: int = 0
+    demand: int = 0
     is_submitted: bool = True
     group: Group | None = None
     arrival: int = 0
@@ -114,7 +116,8 @@ class GroupEntry:
 class GroupLedger:
     """The groups that were requested and are not released.
 
-    loads: open rollouts by node. num_arrived: answers so far, also the number of the next one.
+    loads: rollouts that need an engine, by node. num_arrived: answers so far, also the number of
+    the next one.
     next_attempt: the attempt of new requests. It is larger than in all requests whose answer may
     come late.
     """
@@ -173,6 +176,12 @@ class GroupLedger:
         entry.node = node
         self.move(entry, GroupState.RUNNING)
 
+    def set_demand(self, entry: GroupEntry, demand: int) -> None:
+        """Set how many rollouts of a group that a collector samples need an engine."""
+        assert entry.node is not None
+        self.loads[entry.node] += demand - entry.demand
+        entry.demand = demand
+
     def offer_again(self, entry: GroupEntry) -> None:
         """Let one that waits for groups look at an arrived group again."""
         self._arrivals.pop(entry.arrival)
@@ -191,8 +200,7 @@ class GroupLedger:
         """Undo what the present state of a group means. next_state: where it goes."""
         self._by_state[entry.state].pop(entry.id, None)
         if entry.state in _LOADING_STATES and next_state not in _LOADING_STATES:
-            assert entry.node is not None
-            self.loads[entry.node] -= entry.request.num_samples
+            self.set_demand(entry, 0)
         if entry.is_open and next_state in (GroupState.WAITING, GroupState.GONE):
             # An answer to this attempt may be on its way
             self.next_attempt = max(self.next_attempt, entry.attempt + 1)
@@ -209,8 +217,7 @@ class GroupLedger:
             return
         self._by_state[entry.state][entry.id] = entry
         if entry.state is GroupState.RUNNING:
-            assert entry.node is not None
-            self.loads[entry.node] += entry.request.num_samples
+            self.set_demand(entry, _first_demand(entry))
         if entry.state is GroupState.ARRIVED:
             self._note_arrival(entry)
 
@@ -218,3 +225,10 @@ class GroupLedger:
         entry.arrival = self.num_arrived
         self._arrivals[entry.arrival] = entry
         self.num_arrived += 1
+
+
+def _first_demand(entry: GroupEntry) -> int:
+    """Return how many rollouts of a group need an engine when a collector gets it."""
+    if entry.start is None:
+        return entry.request.num_samples
+    return len(entry.start.group.open_samples)

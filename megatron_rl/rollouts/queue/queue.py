@@ -29,6 +29,7 @@ from megatron_rl.rollouts.queue.saved_groups import NOTHING_SAVED, SavedGroup, S
 from megatron_rl.rollouts.queue.waiting import Wait, never
 from megatron_rl.rollouts.wire.messages import (
     AbortRequest,
+    Alive,
     Configure,
     Drop,
     Dropped,
@@ -67,9 +68,10 @@ class HoldTimedOut(Failure):
 class RolloutQueue:
     """Distributes group requests over the collectors of all nodes.
 
-    Each request goes to the node with the fewest open rollouts for each rank of its engines. It
-    waits while no collector is connected. If the last engine of a node leaves, its collector
-    continues its responses on engines of other nodes.
+    Each request goes to a node whose engines have room for it, and the smallest load for each of
+    their ranks. It waits here while there is none, in its place among the others. `send_waiting`
+    sends all of them at once. If the last engine of a node leaves, its collector continues its
+    responses on engines of other nodes.
 
     num_repeated: requests that were sent again, because their collector was gone, or because what a
     checkpoint had of them did not fit.
@@ -128,6 +130,7 @@ class RolloutQueue:
         self._roster.set_engines(engines)
         self._collectors.send_state()
         self._move_stuck_requests()
+        self._send_requests()
 
     def set_version(self, version: int) -> None:
         """Set the version of the trainer's weights, which the engines hold now."""
@@ -283,6 +286,7 @@ class RolloutQueue:
             self._ledger.move(entry, GroupState.GONE)
         for node, ids in ids_by_node.items():
             self._collectors.send(node, Drop(tuple(ids)))
+        self._send_requests()
 
     def _with_begun_rests(self, group_ids: Iterable[str]) -> list[GroupEntry]:
         """Return the entries of groups, and of their rest where nobody has asked for it."""
@@ -531,11 +535,20 @@ class RolloutQueue:
 
     # Where requests go
 
-    def _send_requests(self) -> None:
-        """Send the requests that wait to nodes. They wait on if there is none."""
-        waiting = sorted(self._ledger.in_states(GroupState.WAITING), key=_place_of)
-        for entry in waiting:
-            nodes = self._roster.nodes_to_request_from(self.connected_nodes)
+    def send_waiting(self) -> None:
+        """Send all requests that wait, also to nodes without room.
+
+        Nobody sends them later while this process does something else than wait for groups.
+        """
+        self._send_requests(needs_room=False)
+
+    def _send_requests(self, *, needs_room: bool = True) -> None:
+        """Send the requests that wait to nodes, in their order, as far as these have room."""
+        waiting = list(self._ledger.in_states(GroupState.WAITING))
+        if not waiting or not self._nodes_to_send_to(needs_room=needs_room):
+            return
+        for entry in sorted(waiting, key=_place_of):
+            nodes = self._nodes_to_send_to(needs_room=needs_room)
             if not nodes:
                 return
             node = self._roster.choose_node(nodes, self._ledger.loads)
@@ -549,6 +562,15 @@ class RolloutQueue:
             )
             self._collectors.send(node, request)
 
+    def _nodes_to_send_to(self, *, needs_room: bool) -> list[int]:
+        nodes = self._roster.nodes_to_request_from(self.connected_nodes)
+        return [node for node in nodes if not needs_room or self._has_room(node)]
+
+    def _has_room(self, node: int) -> bool:
+        """Return True if the engines of a node have slots that no rollout needs."""
+        slots_per_engine = self._collectors.slots_per_engine(node)
+        return self._ledger.loads[node] < slots_per_engine * self._roster.num_engines(node)
+
     def _in_order(self, *states: GroupState) -> list[GroupEntry]:
         """Return the entries in these states, in the order of their requests."""
         return sorted(self._ledger.in_states(*states), key=lambda entry: entry.number)
@@ -558,22 +580,24 @@ class RolloutQueue:
         nodes = self._roster.nodes_to_request_from(self.connected_nodes)
         for node in self.connected_nodes:
             is_stuck = node not in nodes and not self._roster.engines_for(node)
-            if is_stuck and self._ledger.loads[node]:
+            if is_stuck and self._requests_of(node):
                 self._move_requests(node)
 
     def _move_requests(self, node: int) -> None:
         """Take the requests of a collector away, and send them to others."""
-        entries = self._in_order(GroupState.RUNNING, GroupState.ABORTING)
-        ids = [id_ for e in entries if e.node == node for id_ in _ids_of(e.request)]
+        ids = [id_ for entry in self._requests_of(node) for id_ in _ids_of(entry.request)]
         self._collectors.send(node, Drop(tuple(ids)))
         self._detach(node)
         self._send_requests()
 
+    def _requests_of(self, node: int) -> list[GroupEntry]:
+        """Return the requests that a node's collector has not answered."""
+        entries = self._in_order(GroupState.RUNNING, GroupState.ABORTING)
+        return [entry for entry in entries if entry.node == node]
+
     def _detach(self, node: int) -> None:
         """Take its requests away from a collector. They wait for another one."""
-        for entry in self._in_order(GroupState.RUNNING, GroupState.ABORTING):
-            if entry.node != node:
-                continue
+        for entry in self._requests_of(node):
             if entry.state is GroupState.ABORTING:
                 self._ledger.move(entry, GroupState.GONE)
                 continue
@@ -607,6 +631,7 @@ class RolloutQueue:
         while message is not None:
             self._handle(*message)
             message = self._hub.poll(0)
+        self._send_requests()
 
     def _handle_events(self) -> None:
         """Handle what has arrived. Groups wait for `as_completed`. Raises `CollectorFailed`."""
@@ -614,9 +639,7 @@ class RolloutQueue:
 
     def _handle(self, node: int, message: Event) -> None:
         """Process a message. Raises `CollectorFailed`."""
-        epochs = self._collectors.epochs
-        if isinstance(message, GroupDone | Served) and node in epochs:
-            self._idle_engines.note(node, epochs[node], message.engines_idle)
+        self._note_idle_engines(node, message)
         match message:
             case CollectorConnected(epoch):
                 self._welcome(node, epoch)
@@ -631,12 +654,26 @@ class RolloutQueue:
                 self._handle_problem(node, message)
             case Served():
                 self._pause.take(node, message)
+            case Alive():
+                self._take_demand(node, message)
             case Partial():
                 self._take_partial(node, message)
             case GroupDone() | Dropped():
                 self._handle_answer(node, message)
             case _:
                 raise _unexpected_message(node, message)
+
+    def _note_idle_engines(self, node: int, message: Event) -> None:
+        epochs = self._collectors.epochs
+        if isinstance(message, GroupDone | Served) and node in epochs:
+            self._idle_engines.note(node, epochs[node], message.engines_idle)
+
+    def _take_demand(self, node: int, message: Alive) -> None:
+        """Note how many rollouts of groups need an engine. Those of earlier attempts come late."""
+        for entry in self._ledger.find(message.demand):
+            attempt, demand = message.demand[entry.id]
+            if entry.is_with(node, attempt):
+                self._ledger.set_demand(entry, demand)
 
     def _handle_problem(self, node: int, problem: Problem) -> None:
         """Write a warning, or raise `CollectorFailed`."""
@@ -762,13 +799,17 @@ class RolloutQueue:
         open_entries = self._in_order(*OPEN_STATES)
         oldest = open_entries[0]
         left_out = len(self._roster.left_out)
+        num_waiting = sum(entry.state is GroupState.WAITING for entry in open_entries)
         place = "waits for a collector"
         if oldest.node is not None:
             place = f"requested from node {oldest.node}"
+        elif self.connected_nodes:
+            place = "waits for a node with room"
         return (
             f"waiting for rollouts: {num_arrived} of {num_arrived + len(open_entries)} groups "
             f"arrived in {seconds:.0f} s; group {oldest.id}, {place}, has taken "
             f"{time.monotonic() - oldest.since:.0f} s"
+            + (f"; {num_waiting} group(s) wait for a node" if num_waiting else "")
             + (f"; {left_out} engine(s) get no requests" if left_out else "")
         )
 

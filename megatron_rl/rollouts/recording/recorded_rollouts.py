@@ -330,6 +330,9 @@ class RecordedRollouts:
     def refresh(self) -> None:
         """Do nothing: no engine fails or joins."""
 
+    def send_waiting(self) -> None:
+        """Do nothing: no request waits."""
+
     def count_in_flight(self) -> int:
         """Return 0: the batches are there."""
         return 0

@@ -23,6 +23,8 @@ from sglang_bridge.engine import Engine
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 # The environment variable that passes the run's key to a collector
 RUN_KEY_VARIABLE = "MEGATRON_RL_RUN_KEY"
+# Requests in flight for each that an engine can run at a time, so that the next one is waiting
+QUEUE_PER_SLOT = 2
 # See `GroupRequest.priority`
 Priority = tuple[int, int]
 # Reasons in `Group.rejections`
@@ -154,7 +156,13 @@ class Stop(msgspec.Struct, frozen=True, tag="stop"):
 
 
 class Alive(msgspec.Struct, frozen=True, tag="alive"):
-    """Heartbeat of a collector. The first one reports that it has connected."""
+    """Heartbeat of a collector. The first one reports that it has connected.
+
+    demand: by id of groups where it has changed: the attempt of the request, and how many rollouts
+    have a slot of an engine or wait for one.
+    """
+
+    demand: dict[str, tuple[Count, Count]] = {}
 
 
 class GroupDone(msgspec.Struct, frozen=True, kw_only=True, tag="group"):

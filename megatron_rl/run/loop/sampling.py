@@ -79,6 +79,7 @@ class Sampling:
                 batch = self._steps_ahead.take(step, source)
             self._steps_ahead.begin_next(step, last_step, source)
             if self._steps_ahead.is_used:
+                self._holder.send_waiting()
                 self._num_in_flight = self._holder.count_in_flight()
         self._weights.sleep(watch)
         return batch
@@ -91,6 +92,7 @@ class Sampling:
             self._weights.send_again()
             with self._bad_responses_observed(step):
                 batch = self._parts.rollouts.sample_again(step, batch, rollout_ids)
+            self._holder.send_waiting()
         self._weights.sleep(watch)
         return batch
 

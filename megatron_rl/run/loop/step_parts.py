@@ -54,6 +54,10 @@ class RolloutHolder(Protocol):
         """Return False while nothing samples rollouts."""
         ...
 
+    def send_waiting(self) -> None:
+        """Send engines all requests that wait for one: nobody sends them while a step trains."""
+        ...
+
     def count_in_flight(self) -> int:
         """Return the number of rollouts to train on that are being sampled or scored."""
         ...

@@ -27,6 +27,7 @@ from megatron_rl.rollouts.wire.messages import (
     Store,
 )
 from megatron_rl.rollouts.wire.store import RolloutGone, RolloutStore, read_rollout
+from tests.support.collectors import Outbox
 from tests.support.fake_engine import LAYERS, TOPK, Reply, configuration, fake_engine, serving
 from tests.support.rollouts import assert_equal
 from tests.support.saved_groups import save_group
@@ -99,7 +100,7 @@ class Desk:
     """A collector and what it sends."""
 
     def __init__(self, url: str, environment: EnvironmentSettings | None = None) -> None:
-        self.outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+        self.outbox = Outbox()
         self.collector = Collector(0, configuration(environment), self.outbox.put)
         self._url = url
 

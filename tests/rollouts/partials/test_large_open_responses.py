@@ -31,6 +31,7 @@ from megatron_rl.rollouts.wire.messages import (
 )
 from megatron_rl.rollouts.wire.store import read_rollout
 from sglang_bridge.generation import FinishReason, Generation, VersionSpan
+from tests.support.collectors import Outbox
 from tests.support.fake_engine import configuration
 from tests.support.rollouts import assert_equal
 from tests.support.saved_groups import save_group
@@ -125,7 +126,7 @@ async def opened(
     engines: OpenResponses, request: GroupRequest, num_experts: int
 ) -> AsyncIterator[tuple[Collector, "asyncio.Queue[FromCollector]"]]:
     """A collector that samples a group, once all responses are open."""
-    outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+    outbox = Outbox()
     collector = await asyncio.to_thread(Collector, 0, large_configuration(num_experts), outbox.put)
     async with short_steps():
         await collector.handle(request)
@@ -225,6 +226,7 @@ def test_open_groups_that_exceed_a_message_together_arrive(
                 for n in range(40)
             ]
         )
+        queue.send_waiting()
         groups = queue.store_partials(timeout_seconds=20)
     finally:
         stop.set()

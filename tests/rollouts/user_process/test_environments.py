@@ -18,8 +18,9 @@ from megatron_rl.rollouts.collector.collector import Collector
 from megatron_rl.rollouts.user_process import user_classes
 from megatron_rl.rollouts.user_process.attempts import EpisodeAttempt
 from megatron_rl.rollouts.user_process.messages import RespondAction, WithdrawAction
-from megatron_rl.rollouts.wire.messages import FromCollector, GroupDone, GroupRequest, Problem
+from megatron_rl.rollouts.wire.messages import GroupDone, GroupRequest, Problem
 from megatron_rl.rollouts.wire.store import read_rollout
+from tests.support.collectors import Outbox
 from tests.support.fake_engine import Answer, Reply, configuration, fake_engine, reply, serving
 from tests.support.scripted_model import EOS, PROMPT
 
@@ -178,7 +179,7 @@ def collect(
 
     async def run() -> tuple[Group, list[Rollout]]:
         async with fake_engine(answer, seconds=seconds) as url:
-            outbox: asyncio.Queue[FromCollector] = asyncio.Queue()
+            outbox = Outbox()
             environment = EnvironmentSettings(name=f"own_environments:{name}", timeout_s=timeout_s)
             settings = msgspec.structs.replace(
                 configuration(environment),

@@ -18,15 +18,18 @@ from megatron_rl.rollouts.collector.engines.gate import Gate
 from megatron_rl.rollouts.collector.engines.members import Members
 from megatron_rl.rollouts.collector.engines.partial_response import PartialResponse
 from megatron_rl.rollouts.collector.engines.response_sampler import ResponseSampler
-from megatron_rl.rollouts.wire.messages import AbortRequest, FromCollector, Priority
+from megatron_rl.rollouts.wire.messages import (
+    QUEUE_PER_SLOT,
+    AbortRequest,
+    FromCollector,
+    Priority,
+)
 from megatron_rl.rollouts.wire.repetition import RepetitionStop
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.generation import Generation
 from sglang_bridge.settings import DEFAULT_KEEP_ALIVE_SECONDS, MANAGED_KEEP_ALIVE_SECONDS
 
-# Requests in flight for each that an engine can run at a time, so that the next one is waiting.
-QUEUE_PER_SLOT = 2
 # Of the deadline of a request, for each token of the longest response. A loaded engine takes up to
 # some hundredths of a second for a token.
 TOKEN_SECONDS = 0.1
@@ -79,6 +82,11 @@ class EnginePool:
         num_slots = QUEUE_PER_SLOT * settings.max_running_requests
         self._members = Members(node, self._open_client, num_slots, report)
         self._gate = Gate(self._abort)
+
+    @property
+    def num_slots(self) -> int:
+        """The number of requests that may be in flight."""
+        return self._members.slots.capacity
 
     @property
     def num_sampled(self) -> int:

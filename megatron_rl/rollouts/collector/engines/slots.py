@@ -14,21 +14,22 @@ from megatron_rl.rollouts.wire.messages import Priority
 class Slots:
     """Bounds the requests in flight. It starts with no slot, and can grow and shrink.
 
-    Holders keep their slots when the capacity shrinks. Fewer slots are then given out again.
+    capacity: how many there are. Holders keep their slots when it shrinks. Fewer slots are then
+    given out again.
 
     Those that wait get slots by their priority, the smallest first, and with the same priority in
     the order in which they have come.
     """
 
     def __init__(self) -> None:
-        self._capacity = 0
+        self.capacity = 0
         self._num_held = 0
         self._waiters: list[tuple[Priority, int, asyncio.Future[None]]] = []  # a heap
         self._numbers = itertools.count()
 
     def resize(self, capacity: int) -> None:
         """Change the capacity: at once for free slots, and later for slots that are held."""
-        self._capacity = capacity
+        self.capacity = capacity
         self._give_out()
 
     @contextlib.asynccontextmanager
@@ -48,7 +49,7 @@ class Slots:
 
     def _give_out(self) -> None:
         """Give free slots to those that wait."""
-        while self._num_held < self._capacity and self._waiters:
+        while self._num_held < self.capacity and self._waiters:
             *_, turn = heapq.heappop(self._waiters)
             if not turn.done():
                 turn.set_result(None)
