@@ -48,7 +48,7 @@ _THREADS = 4
 # Rank 0 learns of changes of the demand once there are so many for each slot. The wait lets it
 # learn of many at once.
 _CHANGES_PER_SLOT = 1 / 16
-_DEMAND_SECONDS = 0.05
+_DEMAND_SECONDS = 0.01
 _CHANGE_SECONDS = 0.01  # about the time in which a thread adds a response
 
 _log = logging.getLogger(__name__)
