@@ -8,12 +8,13 @@ from math import gcd
 import torch
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from sglang_bridge.cpu_shim.small_products import least_rows
+
 # A row's sums must not depend on the other rows, because the trainer has other rows
-# (`docs/on_policy.md`). The products inside therefore take at least `_QUERY_ROWS` rows of queries
+# (`docs/on_policy.md`). The products inside therefore take at least `least_rows` rows of queries
 # and whole vectors of `_KEY_VECTOR` keys, where masked keys add zeros. Over more keys than
 # `_MAX_UNSPLIT_KEYS`, MKL splits the sum by their number, and only sequences of the same padded
 # length share a chunk.
-_QUERY_ROWS = 4
 _KEY_VECTOR = 16
 _MAX_UNSPLIT_KEYS = 192
 
@@ -42,7 +43,8 @@ def paged_attention(
     output = query.new_empty(query.shape[0], query.shape[1], value_cache.shape[-1])
     first_query = num_queries.cumsum(0) - num_queries
     # Each query step gives a row for every query head of a key-value head.
-    step_multiple = _QUERY_ROWS // gcd(_QUERY_ROWS, query.shape[1] // key_cache.shape[1])
+    query_rows = least_rows(query.shape[2])
+    step_multiple = query_rows // gcd(query_rows, query.shape[1] // key_cache.shape[1])
     for chunk in _chunks(num_keys, num_queries, max_keys, max_pairs):
         keys = num_keys[chunk, None]
         queries = num_queries[chunk, None]

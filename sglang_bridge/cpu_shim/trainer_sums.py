@@ -1,7 +1,7 @@
 """Computes a CPU engine's sums in Megatron's order, so that both get the same float32 numbers.
 
-MKL adds up a product of one to three rows differently from a product of more rows. A row's result
-would depend on the number of rows beside it, so products of few rows are padded. SGLang also
+MKL adds up a product of few rows differently from a product of more rows. A row's result would
+depend on the number of rows beside it, so products of few rows are padded. SGLang also
 applies the experts' weights in another place than Megatron does. `docs/on_policy.md` lists what is
 equal, and what is not.
 """
@@ -15,15 +15,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-MIN_ROWS = 4
+from sglang_bridge.cpu_shim.small_products import pad_rows
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """x [rows, in] @ weight [out, in]ᵀ, where a row's result does not depend on the other rows."""
-    rows = x.shape[0]
-    if x.ndim != 2 or rows == 0 or rows >= MIN_ROWS:
+    if x.ndim != 2:
         return F.linear(x, weight, bias)
-    return F.linear(F.pad(x, (0, 0, 0, MIN_ROWS - rows)), weight, bias)[:rows]
+    return F.linear(pad_rows(x), weight, bias)[: len(x)]
 
 
 def experts(
@@ -86,12 +85,11 @@ def replace_lm_head(logits_processor: Any) -> None:
     original = processor._compute_lm_head
 
     def compute(self: Any, hidden_states: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
-        rows = hidden_states.shape[0]
-        if not 0 < rows < MIN_ROWS:
+        padded_states = pad_rows(hidden_states)
+        if padded_states is hidden_states:
             return original(self, hidden_states, *rest, **options)
         options.pop("out", None)
-        padded_states = F.pad(hidden_states, (0, 0, 0, MIN_ROWS - rows))
-        return original(self, padded_states, *rest, **options)[:rows]
+        return original(self, padded_states, *rest, **options)[: len(hidden_states)]
 
     processor._compute_lm_head = compute
 

@@ -9,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from tests.support.comparable import assert_same_weights, metrics_of_any_engines
-from tests.support.exactness import EXACT, EXACT_IN_SMALL_BATCHES
+from tests.support.exactness import EXACT
 from tests.support.jobs import kill, process_tree, start_job, wait_for_step
 
 STEPS = 4
@@ -47,39 +47,22 @@ def settings_of(dtype: str, *, staleness: int = 0, on_update: str = "wait") -> t
     )
 
 
-def digest(folder: Path, dtype: str, *, arrays_only: bool = False) -> str:
+def digest(folder: Path, *, arrays_only: bool = False) -> str:
     """Return the SHA-256 of what a run has recorded, without times.
 
-    It is of the arrays, because the header of a file has its keys in any order. dtype: of the run,
-    which says whether log-probabilities repeat. arrays_only: leave out what describes the rollouts,
-    such as the weight versions of their tokens.
+    It is of the arrays, because the header of a file has its keys in any order. arrays_only: leave
+    out what describes the rollouts, such as the weight versions of their tokens.
     """
     digest = hashlib.sha256()
     for file in sorted(folder.rglob("*")):
         if file.suffix == ".safetensors":
-            arrays = load_file(file)
-            if not have_same_logprobs(dtype):
-                del arrays["logprobs"]
-            for name, array in sorted(arrays.items()):
+            for name, array in sorted(load_file(file).items()):
                 digest.update(f"{name} {array.dtype} {array.shape}".encode())
                 digest.update(array.tobytes())
         elif file.suffix == ".jsonl" and not arrays_only:
             for line in file.read_text().splitlines():
                 digest.update(json.dumps(without_times(json.loads(line))).encode())
     return digest.hexdigest()
-
-
-def have_same_logprobs(dtype: str) -> bool:
-    """Return True if the log-probabilities of two runs have the same bits."""
-    return dtype == "bfloat16" or EXACT_IN_SMALL_BATCHES
-
-
-def comparable_metrics(run: Path, dtype: str) -> list[dict[str, Any]]:
-    """Return the metrics that two runs share."""
-    records = metrics_of_any_engines(run)
-    if have_same_logprobs(dtype):
-        return records
-    return [{k: v for k, v in r.items() if not k.startswith("mismatch/")} for r in records]
 
 
 def without_times(group: dict[str, Any]) -> dict[str, Any]:
@@ -106,9 +89,9 @@ def test_a_run_records_and_trains_the_same_in_both_orders(
         tmp_path / "longest", *settings, "rollout.order=longest", f"engine.count={engines}"
     )
     assert list((first_run / "rollouts").glob("step-*/*.safetensors"))
-    assert digest(first_run / "rollouts", dtype) == digest(other_run / "rollouts", dtype)
+    assert digest(first_run / "rollouts") == digest(other_run / "rollouts")
     assert_same_weights(first_run, other_run, STEPS)
-    assert comparable_metrics(first_run, dtype) == comparable_metrics(other_run, dtype)
+    assert metrics_of_any_engines(first_run) == metrics_of_any_engines(other_run)
 
 
 @pytest.mark.nightly
@@ -123,7 +106,7 @@ def test_a_recording_is_the_same_in_both_orders(tmp_path: Path, dtype: str, engi
         f"engine.count={engines}",
     )
     digests = {
-        digest(run_whole(tmp_path / order, *settings, f"rollout.order={order}") / "recorded", dtype)
+        digest(run_whole(tmp_path / order, *settings, f"rollout.order={order}") / "recorded")
         for order in ("longest", "submission")
     }
     assert len(digests) == 1
@@ -142,7 +125,7 @@ def test_interrupted_responses_are_the_same_in_both_orders(tmp_path: Path, dtype
         run_whole(tmp_path / order, *settings, f"rollout.order={order}", f"engine.count={count}")
         for order, count in (("longest", 2), ("submission", 1))
     ]
-    assert len({digest(run / "rollouts", dtype, arrays_only=True) for run in runs}) == 1
+    assert len({digest(run / "rollouts", arrays_only=True) for run in runs}) == 1
     for run in runs:
         records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         assert all(record["account/unaccounted"] == 0.0 for record in records[1:])
@@ -162,5 +145,5 @@ def test_a_killed_run_resumes_bit_for_bit_in_the_other_order(
     wait_for_step(root / "job", 3, job)
     kill(job, process_tree(job))
     killed_run = run_whole(root, *settings, "rollout.order=longest", "run.resume=auto")
-    assert digest(whole / "rollouts", dtype) == digest(killed_run / "rollouts", dtype)
+    assert digest(whole / "rollouts") == digest(killed_run / "rollouts")
     assert_same_weights(whole, killed_run, STEPS)

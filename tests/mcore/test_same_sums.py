@@ -46,11 +46,14 @@ def one_thread() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("columns", [8, 48, 128])
-@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 17])
-def test_row_of_a_product_does_not_depend_on_the_number_of_rows(rows: int, columns: int) -> None:
+@pytest.mark.parametrize("width", [16, 64, 96, 128, 192, 256, 512, 768, 2048])
+@pytest.mark.parametrize("rows", [1, 2, 3, 4, 5, 8, 12, 15, 17])
+def test_row_of_a_product_does_not_depend_on_the_number_of_rows(
+    rows: int, width: int, columns: int
+) -> None:
     generator = torch.Generator().manual_seed(rows)
-    x = torch.randn(500, 64, generator=generator)
-    weight = torch.randn(columns, 64, generator=generator)
+    x = torch.randn(500, width, generator=generator)
+    weight = torch.randn(columns, width, generator=generator)
     assert_same(linear(x[:rows], weight), linear(x, weight)[:rows])
 
 

@@ -6,31 +6,33 @@ MKL chooses its kernels by the processor.
 import torch
 from torch.nn.functional import linear
 
+from sglang_bridge.cpu_shim.small_products import least_rows
 
-def _has_same_rows_in_all_sizes(num_inputs: int) -> bool:
-    """Return True if products of four or more rows equal those rows of a larger product.
+_WIDTHS = (16, 64, 96, 128, 192, 256, 512, 1024)
+
+
+def _has_same_rows_in_all_sizes(width: int) -> bool:
+    """Return True if products of `least_rows` or more rows equal those rows of a larger product.
 
     The CPU engine relies on this property.
     """
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(700, num_inputs, generator=generator)
-    weight = torch.randn(128, num_inputs, generator=generator)
+    x = torch.randn(300, width, generator=generator)
+    weight = torch.randn(128, width, generator=generator)
+    product = linear(x, weight)
+    sizes = (*range(least_rows(width), 18), 33, 130)
+    return all(torch.equal(linear(x[:rows], weight), product[:rows]) for rows in sizes)
+
+
+def _is_exact() -> bool:
+    if torch.backends.cpu.get_cpu_capability() != "AVX512" or not torch.backends.mkl.is_available():
+        return False
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    product = linear(x, weight)
-    is_same = all(
-        torch.equal(linear(x[:rows], weight), product[:rows])
-        for rows in (4, 5, 7, 16, 33, 130, 512)
-    )
-    torch.set_num_threads(num_threads)
-    return is_same
+    try:
+        return all(map(_has_same_rows_in_all_sizes, _WIDTHS))
+    finally:
+        torch.set_num_threads(num_threads)
 
 
-EXACT = (
-    torch.backends.cpu.get_cpu_capability() == "AVX512"
-    and torch.backends.mkl.is_available()
-    and _has_same_rows_in_all_sizes(64)
-)
-# The same for the layers of the tiny models with most inputs. Without it, float32 log-probabilities
-# of few requests at a time have other last bits.
-EXACT_IN_SMALL_BATCHES = EXACT and _has_same_rows_in_all_sizes(128)
+EXACT = _is_exact()
