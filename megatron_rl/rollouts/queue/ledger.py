@@ -130,6 +130,7 @@ class GroupLedger:
         self.num_arrived = 0
         self._num_added = 0
         self.loads = Counter[int]()
+        self._loads_by_step: dict[int, Counter[int]] = {}  # by node, then by step
         self.next_attempt = 0
 
     def __contains__(self, group_id: str) -> bool:
@@ -179,8 +180,18 @@ class GroupLedger:
     def set_demand(self, entry: GroupEntry, demand: int) -> None:
         """Set how many rollouts of a group that a collector samples need an engine."""
         assert entry.node is not None
-        self.loads[entry.node] += demand - entry.demand
+        change = demand - entry.demand
         entry.demand = demand
+        self.loads[entry.node] += change
+        loads = self._loads_by_step.setdefault(entry.node, Counter())
+        loads[entry.request.step] += change
+        if not loads[entry.request.step]:
+            del loads[entry.request.step]
+
+    def load_up_to(self, node: int, step: int) -> int:
+        """Return how many rollouts of a node need an engine before later steps do."""
+        loads = self._loads_by_step.get(node, Counter[int]())
+        return sum(load for other_step, load in loads.items() if other_step <= step)
 
     def offer_again(self, entry: GroupEntry) -> None:
         """Let one that waits for groups look at an arrived group again."""

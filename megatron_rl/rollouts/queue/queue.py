@@ -545,10 +545,10 @@ class RolloutQueue:
     def _send_requests(self, *, needs_room: bool = True) -> None:
         """Send the requests that wait to nodes, in their order, as far as these have room."""
         waiting = list(self._ledger.in_states(GroupState.WAITING))
-        if not waiting or not self._nodes_to_send_to(needs_room=needs_room):
+        if not waiting or not self._nodes_for(min(waiting, key=_place_of), needs_room=needs_room):
             return
         for entry in sorted(waiting, key=_place_of):
-            nodes = self._nodes_to_send_to(needs_room=needs_room)
+            nodes = self._nodes_for(entry, needs_room=needs_room)
             if not nodes:
                 return
             node = self._roster.choose_node(nodes, self._ledger.loads)
@@ -562,14 +562,18 @@ class RolloutQueue:
             )
             self._collectors.send(node, request)
 
-    def _nodes_to_send_to(self, *, needs_room: bool) -> list[int]:
+    def _nodes_for(self, entry: GroupEntry, *, needs_room: bool) -> list[int]:
+        """Return the nodes that may get a group, those with room for it if it needs some."""
         nodes = self._roster.nodes_to_request_from(self.connected_nodes)
-        return [node for node in nodes if not needs_room or self._has_room(node)]
+        return [node for node in nodes if not needs_room or self._has_room(node, entry)]
 
-    def _has_room(self, node: int) -> bool:
-        """Return True if the engines of a node have slots that no rollout needs."""
-        slots_per_engine = self._collectors.slots_per_engine(node)
-        return self._ledger.loads[node] < slots_per_engine * self._roster.num_engines(node)
+    def _has_room(self, node: int, entry: GroupEntry) -> bool:
+        """Return True if the engines of a node have slots that go to no rollout before the group's.
+
+        Rollouts of later steps take no room: the collector gives slots to earlier ones first.
+        """
+        num_slots = self._collectors.slots_per_engine(node) * self._roster.num_engines(node)
+        return self._ledger.load_up_to(node, entry.request.step) < num_slots
 
     def _in_order(self, *states: GroupState) -> list[GroupEntry]:
         """Return the entries in these states, in the order of their requests."""

@@ -2,6 +2,7 @@
 
 from collections import Counter
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -125,3 +126,18 @@ def test_a_group_is_added_once() -> None:
     with pytest.raises(RuntimeError, match="group a is there already"):
         add(ledger, "a", GroupState.RUNNING)
     assert ledger.loads[0] == request("a").num_samples
+
+
+def test_the_load_of_a_step_counts_with_those_of_later_ones() -> None:
+    ledger = GroupLedger()
+    entries = [GroupEntry(msgspec.structs.replace(request(f"g{s}", s), step=s)) for s in (1, 2, 3)]
+    for entry in entries:
+        ledger.add(entry, GroupState.WAITING)
+        ledger.assign(entry, 0)
+    assert [ledger.load_up_to(0, step) for step in range(5)] == [0, 1, 3, 6, 6]
+    ledger.set_demand(entries[1], 1)
+    assert [ledger.load_up_to(0, step) for step in range(4)] == [0, 1, 2, 5]
+    assert (ledger.loads[0], ledger.load_up_to(1, 9)) == (5, 0)
+    for entry in entries:
+        ledger.move(entry, GroupState.GONE)
+    assert (ledger.loads[0], ledger.load_up_to(0, 9)) == (0, 0)

@@ -126,6 +126,23 @@ def test_what_waits_is_sent_before_rank_0_does_something_else() -> None:
     assert [len(ids_at(hub, node)) for node in (0, 1)] == [5, 4]
 
 
+def test_groups_of_later_steps_take_no_room() -> None:
+    """So an evaluation does not wait for steps that were sent ahead."""
+    hub = make_hub(1)
+    queue = open_queue(hub, ENGINES[:1])
+    later_requests = [msgspec.structs.replace(r, step=2) for r in requests(9)]
+    queue.submit(later_requests)
+    queue.send_waiting()
+    assert len(ids_at(hub, 0)) == 9
+    hub.endless_ids |= {f"eval-{index}" for index in range(4)}
+    queue.submit([request(f"eval-{index}", evaluation=True) for index in range(4)])
+    assert ids_at(hub, 0)[9:] == ["eval-0", "eval-1"], "they fill the slots, and others wait"
+    report(queue, hub, 0, Alive({"eval-1": (0, 0)}))
+    assert ids_at(hub, 0)[11:] == ["eval-2"]
+    report(queue, hub, 0, Alive({f"g{index}": (0, 0) for index in range(9)}))
+    assert ids_at(hub, 0)[12:] == []
+
+
 def test_dropped_and_aborted_groups_that_wait_reach_no_collector() -> None:
     hub = make_hub(1)
     queue = open_queue(hub, ENGINES[:1])
