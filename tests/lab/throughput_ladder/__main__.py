@@ -1,0 +1,167 @@
+"""Measure what order, narrow routes and overlapped rewards bring, with two real engines each.
+
+Start it in the root of the repository. Nothing else should use the cores:
+
+    python -m tests.lab.throughput_ladder                # minutes
+    python -m tests.lab.throughput_ladder --spread 0     # the control: all lengths are the same
+
+Each seed is a step with other prompts and lengths. In each round, each step is sampled and scored
+on all rungs, one after the other. The lengths are forced. Every rung has the parts of the rungs
+before it, except that the last two have different orders.
+
+Output: a Markdown table. `speed-up` is the seconds of the baseline over those of the rung, in the
+same round with the same seed: the mean, and the half width of its interval of 95 %. Both rungs of a
+ratio sample the same tokens, log-probabilities and routes, bit for bit, or the command ends with
+code 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from statistics import fmean, stdev
+
+import pytest
+
+from megatron_rl.models.families import read_shape
+from megatron_rl.rollouts.collector.engines.engine_pool import RequestForm
+from sglang_bridge.engine import Engine
+from sglang_bridge.keys import RunKeys, create_keys
+from sglang_bridge.plugin import narrow_routes
+from tests.lab.throughput_ladder.rungs import (
+    BASELINE,
+    RUNGS,
+    Engines,
+    StepResult,
+    forced_lengths,
+    opened_scorer,
+    run_step,
+)
+from tests.lab.throughput_ladder.workload import Workload
+from tests.support.engines import running_engine
+from tests.support.policies import TWO_DIGIT_ADDITION
+
+# Student's t at 97.5 % by degrees of freedom; beyond them 2 is close enough.
+_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)
+
+Results = dict[str, list[StepResult]]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print the table and return the exit code."""
+    options = parse_arguments(arguments)
+    keys = create_keys()
+    with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack:
+        stack.enter_context(forced_lengths())
+        engines = _start_engines(stack, Path(logs), keys, options)
+        results = asyncio.run(_measure(engines, keys, options))
+    digests = {tuple(result.digest for result in steps) for steps in results.values()}
+    if len(digests) > 1:
+        print("the rungs have sampled different responses", file=sys.stderr)
+        return 1
+    print("\n".join(table(results)))
+    return 0
+
+
+def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Parse the command line. A mistake ends the program with code 2."""
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.lab.throughput_ladder",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--seeds", type=int, default=3, help="steps with other lengths; default: 3")
+    parser.add_argument("--rounds", type=int, default=3, help="of all steps; default: 3")
+    parser.add_argument("--spread", type=float, default=1.2, help="of log lengths; default: 1.2")
+    parser.add_argument("--prompts", type=int, default=16, help="of a step; default: 16")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
+    parser.add_argument("--max-running", type=int, default=8, help="of an engine; default: 8")
+    parser.add_argument(
+        "--scoring-ms", type=float, default=6.0, help="CPU time of a response; default: 6"
+    )
+    parser.add_argument("--scorers", type=int, default=1, help="its processes; default: 1")
+    options = parser.parse_args(arguments)
+    for name in ("seeds", "rounds", "prompts", "max_running", "scorers"):
+        if getattr(options, name) < 1:
+            parser.error(f"--{name.replace('_', '-')}={getattr(options, name)}: at least 1")
+    if options.seeds * options.rounds < 2:
+        parser.error("one step has no interval: give more --seeds or --rounds")
+    return options
+
+
+def table(results: Results) -> Iterator[str]:
+    """Yield the lines of the table."""
+    yield "| rung | seconds of a step | speed-up |"
+    yield "|---|---|---|"
+    baseline = results[BASELINE.name]
+    for name, steps in results.items():
+        seconds = fmean(step.seconds for step in steps)
+        ratios = [base.seconds / step.seconds for base, step in zip(baseline, steps, strict=True)]
+        yield f"| {name} | {seconds:.2f} | {fmean(ratios):.2f} ± {half_width(ratios):.2f} |"
+
+
+def half_width(values: Sequence[float]) -> float:
+    """Return half of the interval of 95 % of the mean."""
+    freedom = len(values) - 1
+    factor = _T[freedom - 1] if freedom <= len(_T) else 2.0
+    return float(factor * stdev(values) / len(values) ** 0.5)
+
+
+def _start_engines(
+    stack: contextlib.ExitStack, logs: Path, keys: RunKeys, options: argparse.Namespace
+) -> Engines:
+    engines: dict[str, list[Engine]] = {"1": [], "0": []}
+    for value, group in engines.items():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(narrow_routes.VARIABLE, value)
+            for index in range(2):
+                folder = logs / f"{value}-{index}"
+                folder.mkdir()
+                engine = running_engine(
+                    TWO_DIGIT_ADDITION,
+                    folder,
+                    max_running_requests=options.max_running,
+                    dtype=options.dtype,
+                    keys=keys,
+                )
+                group.append(stack.enter_context(engine).engine)
+    return Engines(narrow=engines["1"], wide=engines["0"])
+
+
+async def _measure(engines: Engines, keys: RunKeys, options: argparse.Namespace) -> Results:
+    shape = read_shape(TWO_DIGIT_ADDITION)
+    workload = Workload(prompts=options.prompts, spread=options.spread)
+    form = RequestForm(
+        api_key=keys.api_key,
+        longest_response=workload.cap,
+        route_shape=(shape.num_layers, shape.route_shape.topk),
+        vocab_size=shape.vocab_size,
+    )
+    results: Results = defaultdict(list)
+    async with opened_scorer(options.scoring_ms / 1e3, options.scorers) as rewards:
+        # The first round lets engines compile and fill their caches
+        for round_index in range(options.rounds + 1):
+            for seed in range(options.seeds):
+                responses = workload.responses(seed)
+                for rung in RUNGS:
+                    result = await run_step(
+                        rung, engines, responses, form, rewards, options.max_running
+                    )
+                    if round_index:
+                        results[rung.name].append(result)
+                        line = f"round {round_index}, seed {seed}, {rung.name}: "
+                        print(f"{line}{result.seconds:.2f} s", file=sys.stderr, flush=True)
+    return dict(results)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""The responses of a step: their prompts, their forced lengths, and what is expected of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+
+@dataclass(frozen=True, kw_only=True)
+class Response:
+    """A response that will have `length` tokens.
+
+    token_ids: its prompt. history: what a prompt's responses of the epoch before let expect.
+    """
+
+    prompt: int
+    sample: int
+    token_ids: Sequence[int]
+    length: int
+    history: int
+
+    @property
+    def name(self) -> str:
+        return f"{self.prompt}/{self.sample}"
+
+    @property
+    def seed(self) -> int:
+        """The seed of its tokens, the same in every rung."""
+        return 1000 * self.prompt + self.sample + 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class Workload:
+    """Lognormal lengths, which end at a cap.
+
+    spread: standard deviation of the logarithm; 0 makes all lengths the median.
+    between_prompts: share of its variance that the responses to one prompt have in common.
+    """
+
+    prompts: int = 16
+    samples: int = 8
+    median: float = 40.0
+    spread: float = 1.2
+    between_prompts: float = 0.7
+    cap: int = 600
+    vocab_size: int = 16
+
+    def responses(self, seed: int) -> list[Response]:
+        """Return the responses of a step in the order of its prompts."""
+        random = np.random.default_rng(seed)
+        common = random.standard_normal((self.prompts, 1))
+        earlier_epoch = self._lengths(common, random)
+        lengths = self._lengths(common, random)
+        history = np.exp(np.log(earlier_epoch).mean(1))
+        prompts = random.integers(3, self.vocab_size, (self.prompts, 12))
+        return [
+            Response(
+                prompt=prompt,
+                sample=sample,
+                token_ids=prompts[prompt].tolist(),
+                length=int(lengths[prompt, sample]),
+                history=round(history[prompt]),
+            )
+            for prompt in range(self.prompts)
+            for sample in range(self.samples)
+        ]
+
+    def _lengths(
+        self, common: np.ndarray[tuple[int, ...], np.dtype[np.float64]], random: np.random.Generator
+    ) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
+        single = random.standard_normal((self.prompts, self.samples))
+        mixture = math.sqrt(self.between_prompts) * common
+        mixture = mixture + math.sqrt(1 - self.between_prompts) * single
+        tokens = np.rint(self.median * np.exp(self.spread * mixture))
+        return np.clip(tokens, 1, self.cap)
