@@ -40,9 +40,9 @@ from tests.lab.throughput_ladder.rungs import (
     RUNGS,
     Engines,
     StepResult,
-    forced_lengths,
-    opened_scorer,
+    force_lengths,
     run_step,
+    working_scorer,
 )
 from tests.lab.throughput_ladder.workload import Workload
 from tests.support.engines import running_engine
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parse_arguments(arguments)
     keys = create_keys()
     with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack:
-        stack.enter_context(forced_lengths())
+        stack.enter_context(force_lengths())
         engines = _start_engines(stack, Path(logs), keys, options)
         results = asyncio.run(_measure(engines, keys, options))
     digests = {tuple(result.digest for result in steps) for steps in results.values()}
@@ -146,7 +146,7 @@ async def _measure(engines: Engines, keys: RunKeys, options: argparse.Namespace)
         vocab_size=shape.vocab_size,
     )
     results: Results = defaultdict(list)
-    async with opened_scorer(options.scoring_ms / 1e3, options.scorers) as rewards:
+    async with working_scorer(options.scoring_ms / 1e3, options.scorers) as rewards:
         # The first round lets engines compile and fill their caches
         for round_index in range(options.rounds + 1):
             for seed in range(options.seeds):

@@ -147,7 +147,7 @@ async def _ignore(message: FromCollector) -> None:
 
 
 @contextlib.asynccontextmanager
-async def opened_scorer(seconds: float, processes: int) -> AsyncIterator[RewardRunner]:
+async def working_scorer(seconds: float, processes: int) -> AsyncIterator[RewardRunner]:
     """Open a scorer that works for so long on each response."""
     settings = RewardSettings(name=SCORER, options={"seconds": seconds})
     opening = OpenClass(search_path=tuple(sys.path), reward=settings, grace_s=5.0)
@@ -162,14 +162,14 @@ async def opened_scorer(seconds: float, processes: int) -> AsyncIterator[RewardR
 
 
 @contextlib.contextmanager
-def forced_lengths() -> Iterator[None]:
+def force_lengths() -> Iterator[None]:
     """Let every request of this process end at `max_new_tokens` alone."""
 
     def encode(*arguments: Any, **options: Any) -> bytes:
         body = encode_request(*arguments, **options)
-        forced = body.replace(b'"ignore_eos":false', b'"ignore_eos":true')
-        assert forced != body
-        return forced
+        longest = body.replace(b'"ignore_eos":false', b'"ignore_eos":true')
+        assert longest != body
+        return longest
 
     with patch("sglang_bridge.client.encode_request", encode):
         yield

@@ -49,7 +49,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def opened_scorer() -> AsyncIterator[RewardRunner]:
+async def two_processes() -> AsyncIterator[RewardRunner]:
     """A scorer in `PROCESSES` processes. None is left at the end."""
 
     async def report(message: FromCollector) -> None: ...
@@ -73,7 +73,7 @@ async def score(runner: RewardRunner, seconds: float) -> int:
 
 def test_calls_at_the_same_time_are_divided_equally() -> None:
     async def run() -> list[int]:
-        async with opened_scorer() as runner:
+        async with two_processes() as runner:
             return await asyncio.gather(*(score(runner, 0.5) for _ in range(8)))
 
     assert sorted(Counter(asyncio.run(run())).values()) == [4, 4]
@@ -83,7 +83,7 @@ def test_a_long_call_delays_no_other() -> None:
     """Calls go to the process that makes the fewest."""
 
     async def run() -> tuple[int, set[int]]:
-        async with opened_scorer() as runner:
+        async with two_processes() as runner:
             long_call = asyncio.create_task(score(runner, 3.0))
             await asyncio.sleep(0)
             others = {await score(runner, 0.0) for _ in range(5)}
@@ -96,15 +96,15 @@ def test_a_long_call_delays_no_other() -> None:
 
 def test_a_lost_process_costs_no_verdict_and_not_the_other_process() -> None:
     async def run() -> tuple[set[int], set[int], int]:
-        async with opened_scorer() as runner:
+        async with two_processes() as runner:
             before = set(await asyncio.gather(score(runner, 0.2), score(runner, 0.2)))
             calls = [asyncio.create_task(score(runner, 2.0)) for _ in range(4)]
             await asyncio.sleep(1.0)
-            lost = min(before)
-            os.kill(lost, signal.SIGKILL)
-            return before, set(await asyncio.gather(*calls)), lost
+            victim = min(before)
+            os.kill(victim, signal.SIGKILL)
+            return before, set(await asyncio.gather(*calls)), victim
 
-    before, after, lost = asyncio.run(run())
-    (kept,) = before - {lost}
-    assert kept in after and lost not in after
+    before, after, victim = asyncio.run(run())
+    (kept,) = before - {victim}
+    assert kept in after and victim not in after
     assert len(after) == PROCESSES
