@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
+from megatron_rl.rollouts.wire.messages import Priority
 from tests.lab.run_time.simulation.engine import EngineSpeed, Piece, Response, SimulatedEngine
 
 # Requests in flight for each that an engine can run at a time, as in rollouts/collector/engines.
@@ -34,8 +36,9 @@ class Machines:
     """The engines and the trainer.
 
     engines: their number. node_engines: engines of a node; the last node may have fewer.
-    max_running: responses that an engine runs at a time. slowdowns: of the first step, the second
-    one and so on. After the last of them, the first one follows.
+    max_running: responses that an engine runs at a time. binds_late: a group waits for a node with
+    room, as in rollouts/queue. Otherwise it goes to a node at once. slowdowns: of the first step,
+    the second one and so on. After the last of them, the first one follows.
 
     Raises ValueError for values outside of their limits.
     """
@@ -44,6 +47,7 @@ class Machines:
     engines: int = 1
     node_engines: int = 8
     max_running: int = 256
+    binds_late: bool = True
     slowdowns: Sequence[Slowdown] = (Slowdown(),)
 
     def __post_init__(self) -> None:
@@ -74,15 +78,24 @@ class Group:
     def __post_init__(self) -> None:
         self.num_open = len(self.responses)
 
+    @property
+    def step(self) -> int:
+        return self.responses[0].key[0]
+
+    @property
+    def priority(self) -> Priority:
+        """The place of its first response."""
+        return min(response.priority for response in self.responses)
+
 
 class SimulatedNode:
     """A node: what its collector does with requests, as in rollouts/collector/engines.
 
-    Slots bound the requests in flight, and are given out in the order of the requests. Requests
-    reach the engines one after the other, each that with the fewest requests in flight. All times
-    are on the clock of the engines.
+    Slots bound the requests in flight, and are given out by priority, then in the order of the
+    requests. Requests reach the engines one after the other, each that with the fewest requests in
+    flight. All times are on the clock of the engines.
 
-    load: responses of groups that are not complete. next_arrival: when the next request reaches an
+    loads: responses that are not complete, by step. next_arrival: when the next request reaches an
     engine, infinite without one.
     """
 
@@ -90,11 +103,13 @@ class SimulatedNode:
         self, engines: Sequence[SimulatedEngine], slots_per_engine: int, speed: EngineSpeed
     ) -> None:
         self.engines = engines
-        self.load = 0
+        self.loads = Counter[int]()
         self.version = 0
         self._speed = speed
-        self._free_slots = slots_per_engine * len(engines)
-        self._waiters: deque[Response] = deque()  # they wait for a slot
+        self._num_slots = slots_per_engine * len(engines)
+        self._free_slots = self._num_slots
+        self._waiters: list[tuple[Priority, int, Response]] = []  # a heap: they wait for a slot
+        self._numbers = itertools.count()
         # Requests on their way to an engine, with the time of their arrival
         self._way: deque[tuple[float, Response]] = deque()
         self._last_arrival = -math.inf
@@ -106,12 +121,21 @@ class SimulatedNode:
     def next_arrival(self) -> float:
         return self._way[0][0] if self._way else math.inf
 
+    @property
+    def load(self) -> float:
+        """The responses that are not complete, for each engine."""
+        return self.loads.total() / len(self.engines)
+
+    def has_room(self, step: int) -> bool:
+        """True if it has slots that go to no response of this or an earlier step."""
+        return sum(n for other, n in self.loads.items() if other <= step) < self._num_slots
+
     def accept(self, group: Group) -> None:
         """Take the requests for a group."""
-        self.load += len(group.responses)
+        self.loads[group.step] += len(group.responses)
         for response in group.responses:
             self._groups[response] = group
-            self._waiters.append(response)
+            heapq.heappush(self._waiters, (response.priority, next(self._numbers), response))
 
     def finish(self, engine: SimulatedEngine, time: float) -> None:
         """End passes of an engine, and the pieces that end with them. time: since the start."""
@@ -123,7 +147,7 @@ class SimulatedNode:
         """Send what has a slot, hand engines what has arrived, and let them work."""
         while self._is_open and self._free_slots and self._waiters:
             self._free_slots -= 1
-            self._send(self._waiters.popleft(), now)
+            self._send(heapq.heappop(self._waiters)[-1], now)
         while self.next_arrival <= now + SAME_TIME:
             self._hand_over(self._way.popleft()[1])
         for engine in self.engines:
@@ -166,8 +190,7 @@ class SimulatedNode:
         response.end = time
         group = self._groups.pop(response)
         group.num_open -= 1
-        if not group.num_open:
-            self.load -= len(group.responses)
+        self.loads[group.step] -= 1
 
     def _hand_over(self, response: Response) -> None:
         engine = min(self.engines, key=lambda engine: engine.in_flight)
@@ -184,6 +207,9 @@ class Cluster:
         self.now = 0.0
         self._nodes = machines.open_nodes()
         self._engines = [(node, engine) for node in self._nodes for engine in node.engines]
+        self._binds_late = machines.binds_late
+        self._waiting: list[tuple[Priority, int, Group]] = []  # a heap: they wait for a node
+        self._numbers = itertools.count()
         self._slowdowns = itertools.cycle(machines.slowdowns)
         # The clock of engines advances less while the trainer slows them down
         self._engine_now = 0.0
@@ -195,10 +221,20 @@ class Cluster:
         return [engine for _, engine in self._engines]
 
     def request(self, groups: Iterable[Group]) -> None:
-        """Send each group to the node with the fewest responses that are not there."""
+        """Let groups wait for a node."""
         for group in groups:
-            node = min(self._nodes, key=lambda node: node.load)
-            node.accept(group)
+            heapq.heappush(self._waiting, (group.priority, next(self._numbers), group))
+        self._bind(needs_room=self._binds_late)
+
+    def _bind(self, *, needs_room: bool) -> None:
+        """Send groups to the nodes with the smallest load, as far as these have room."""
+        while self._waiting:
+            group = self._waiting[0][-1]
+            nodes = [node for node in self._nodes if not needs_room or node.has_room(group.step)]
+            if not nodes:
+                return
+            heapq.heappop(self._waiting)
+            min(nodes, key=lambda node: node.load).accept(group)
 
     def wait(self, is_over: Callable[[], bool]) -> None:
         """Let time pass until a condition holds. Raises RuntimeError if nothing can change it."""
@@ -208,9 +244,15 @@ class Cluster:
             if event == math.inf:
                 raise RuntimeError("the run waits for responses, and nothing samples them")
             self._pass_until_event(event)
+            self._bind(needs_room=True)
+            self._dispatch()
 
     def train(self, seconds: float) -> None:
-        """Train a step for so many seconds of a trainer that nothing slows down."""
+        """Train a step for so many seconds of a trainer that nothing slows down.
+
+        Nothing waits for a node meanwhile: rank 0 could not send it.
+        """
+        self._bind(needs_room=False)
         self._dispatch()
         slowdown = next(self._slowdowns)
         self._engine_slowness = 1.0 + slowdown.engine

@@ -8,6 +8,8 @@ import math
 from collections import Counter, deque
 from dataclasses import dataclass, field
 
+from megatron_rl.rollouts.wire.messages import Priority
+
 _ROUNDING = 1e-6  # of a pass
 
 
@@ -46,13 +48,15 @@ class EngineSpeed:
 class Response:
     """A response of a simulated run.
 
-    key: step, prompt and sample. length: tokens at its end. num_tokens: those so far. by_version:
-    the same, by the version of the weights. end: seconds since the start of the run, NaN before it.
+    key: step, prompt and sample. length: tokens at its end. expected: tokens that the run expects,
+    0 if it does not know. num_tokens: those so far. by_version: the same, by the version of the
+    weights. end: seconds since the start of the run, NaN before it.
     """
 
     key: tuple[int, int, int]
     prompt_tokens: int
     length: int
+    expected: int = 0
     num_tokens: int = 0
     by_version: Counter[int] = field(default_factory=Counter)
     end: float = math.nan
@@ -61,6 +65,11 @@ class Response:
         """Add tokens that a version has sampled."""
         self.num_tokens += tokens
         self.by_version[version] += tokens
+
+    @property
+    def priority(self) -> Priority:
+        """Its place among the responses that wait, as in `GroupRequest.priority`."""
+        return (self.key[0], -max(0, self.expected - self.num_tokens))
 
     @property
     def is_complete(self) -> bool:

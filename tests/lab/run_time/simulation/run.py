@@ -186,10 +186,14 @@ class _SimulatedSource:
 
     def begin_step(self, step: int) -> None:
         groups = []
-        for index, lengths in enumerate(self.workload.lengths(step)):
+        lengths = self.workload.lengths(step)
+        expected = self.workload.expected(step)
+        for index, pairs in enumerate(map(zip, lengths, expected)):
             responses = [
-                Response((step, index, sample), self.workload.prompt_tokens, length)
-                for sample, length in enumerate(lengths)
+                Response(
+                    (step, index, sample), self.workload.prompt_tokens, length, expected_tokens
+                )
+                for sample, (length, tokens) in enumerate(pairs)
             ]
             groups.append(Group(responses))
         self._open.append(step)
