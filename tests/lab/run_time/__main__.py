@@ -4,6 +4,7 @@ Start it in the root of the repository:
 
     python -m tests.lab.run_time clusters             # the table of docs/results/ahead.md, minutes
     python -m tests.lab.run_time clusters --small     # seconds
+    python -m tests.lab.run_time orders               # the table of docs/measurements.md, minutes
     python -m tests.lab.run_time measure --out runs/run_time      # 10 to 20 minutes a round
     python -m tests.lab.run_time fit --runs runs/A runs/B --held-out runs/C
     python -m tests.lab.run_time ahead --out runs/ahead           # about 5 minutes a round
@@ -35,6 +36,7 @@ from tests.lab.run_time.clusters import SMALL, Scenario, assumption_table, clust
 from tests.lab.run_time.fit import fit
 from tests.lab.run_time.measured_run import FIRST_STEP, MeasuredRun, read_run
 from tests.lab.run_time.measurement import measure
+from tests.lab.run_time.orders import order_table
 from tests.lab.run_time.side_by_side import measure_rounds, rounds_table
 from tests.lab.run_time.validation import compare, comparison_table, constant_table
 
@@ -69,6 +71,8 @@ def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     commands = parser.add_subparsers(dest="command", required=True)
     clusters = commands.add_parser("clusters", help="what sampling ahead brings on clusters")
     clusters.add_argument("--small", action="store_true", help="a small one, in seconds")
+    orders = commands.add_parser("orders", help="what order and binding bring on clusters")
+    orders.add_argument("--small", action="store_true", help="a small one, in seconds")
     fitting = commands.add_parser("fit", help="fit constants to runs, and predict others")
     fitting.add_argument("--runs", type=Path, nargs="+", required=True, metavar="DIR")
     fitting.add_argument("--held-out", type=Path, nargs="*", default=[], metavar="DIR")
@@ -96,6 +100,8 @@ def _lines(options: argparse.Namespace) -> Iterator[str]:
             yield from assumption_table(scenario)
             yield ""
             yield from cluster_table(scenario)
+        case "orders":
+            yield from order_table(SMALL if options.small else Scenario())
         case "fit":
             runs = [read_run(directory) for directory in options.runs]
             others = [read_run(directory) for directory in options.held_out]

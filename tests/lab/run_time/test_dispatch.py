@@ -107,3 +107,52 @@ def test_requests_that_are_sent_again_do_not_queue_behind_those_that_were_interr
 def test_a_wait_for_nothing_is_an_error() -> None:
     with pytest.raises(RuntimeError, match="nothing samples them"):
         Cluster(Machines(speed=EngineSpeed())).wait(lambda: False)
+
+
+def with_expectation(index: int, *lengths: int, step: int = 1, expectation: int = 0) -> Group:
+    responses = [Response((step, index, i), 1, n, expectation) for i, n in enumerate(lengths)]
+    return Group(responses)
+
+
+def test_the_longest_expected_response_of_the_earliest_step_gets_a_slot_first() -> None:
+    machines = Machines(speed=EngineSpeed(step=1.0), max_running=1)
+    groups = [
+        with_expectation(0, 1, 1, expectation=1),
+        with_expectation(1, 1, step=2, expectation=99),
+        with_expectation(2, 1, expectation=9),
+        with_expectation(3, 1),  # nothing is known of it
+    ]
+    sample(machines, *groups)
+    ends = [group.responses[0].end for group in groups]
+    # The first two were submitted while two slots were free
+    assert sorted(ends[1:], key=float) == [ends[2], ends[3], ends[1]]
+
+
+def test_a_group_waits_for_a_node_with_room() -> None:
+    """Both nodes have two slots. The second is free long before the first."""
+    lengths = [(9, 9), (1, 1), (5, 5)]
+    ends = {}
+    for binds_late in (True, False):
+        machines = Machines(
+            speed=EngineSpeed(step=1.0),
+            engines=2,
+            node_engines=1,
+            max_running=1,
+            binds_late=binds_late,
+        )
+        groups = [make_group(index, *group) for index, group in enumerate(lengths)]
+        ends[binds_late] = sample(machines, *groups).now
+    # Early binding gives the third group to the first node, because both have two responses
+    assert ends == {True: 18, False: 28}
+
+
+def test_groups_of_later_steps_take_no_room() -> None:
+    """Both slots go to the later step. The other group has the next one all the same."""
+    cluster = Cluster(Machines(speed=EngineSpeed(step=1.0), max_running=1))
+    later_group = with_expectation(0, 9, 9, 9, 9, step=2)
+    cluster.request([later_group])
+    cluster.train(1.0)
+    earlier_group = with_expectation(1, 1, step=1)
+    cluster.request([earlier_group])
+    cluster.wait(lambda: not earlier_group.num_open)
+    assert earlier_group.responses[0].end == 9 + 9 + 1

@@ -18,7 +18,7 @@ from megatron_rl.records.past_run import RunUnreadable
 from megatron_rl.records.run_directory import to_yaml
 from megatron_rl.records.timeline.spans import TIMELINE_FILE, Lane, Timeline
 from tests.lab.run_time import __main__ as command
-from tests.lab.run_time import clusters, measurement
+from tests.lab.run_time import clusters, measurement, orders
 from tests.lab.run_time.clusters import SMALL, cluster_table, measure_gain, sampling_seconds
 from tests.lab.run_time.fit import (
     PROMPT_TOKENS,
@@ -419,6 +419,16 @@ def test_cluster_table_has_every_way(capsys: pytest.CaptureFixture[str]) -> None
     rows = [line for line in lines if " x, " in line]
     assert len(rows) == len(SMALL.spreads) * len(clusters.WAYS)
     assert lines[0] == "| assumption | value | kind |"
+
+
+def test_true_lengths_and_late_binding_cost_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["orders", "--small"]) == ExitCode.OK
+    rows = [line.split("|")[4:-1] for line in capsys.readouterr().out.splitlines()[2:]]
+    assert len(rows) == 2 * len(orders.WAVES) * len(SMALL.spreads)
+    for cells in rows:
+        nothing_late, *_, truth_late = (float(cell.split()[0]) for cell in cells)
+        assert nothing_late >= 0.99
+        assert truth_late > 1.0
 
 
 def test_gains_stay_within_what_a_trainer_allows() -> None:

@@ -138,8 +138,8 @@ async def _run(
 
 
 def _priority(order: Order, response: Response) -> Priority:
-    expected = {Order.SUBMISSION: 0, Order.HISTORY: response.history, Order.TRUTH: response.length}
-    return (1, -expected[order])
+    tokens = {Order.SUBMISSION: 0, Order.HISTORY: response.history, Order.TRUTH: response.length}
+    return (1, -tokens[order])
 
 
 async def _ignore(message: FromCollector) -> None:

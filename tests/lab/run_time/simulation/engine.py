@@ -48,15 +48,15 @@ class EngineSpeed:
 class Response:
     """A response of a simulated run.
 
-    key: step, prompt and sample. length: tokens at its end. expected: tokens that the run expects,
-    0 if it does not know. num_tokens: those so far. by_version: the same, by the version of the
-    weights. end: seconds since the start of the run, NaN before it.
+    key: step, prompt and sample. length: tokens at its end. expectation: tokens that the run
+    expects, 0 if it does not know. num_tokens: those so far. by_version: the same, by the version
+    of the weights. end: seconds since the start of the run, NaN before it.
     """
 
     key: tuple[int, int, int]
     prompt_tokens: int
     length: int
-    expected: int = 0
+    expectation: int = 0
     num_tokens: int = 0
     by_version: Counter[int] = field(default_factory=Counter)
     end: float = math.nan
@@ -69,7 +69,7 @@ class Response:
     @property
     def priority(self) -> Priority:
         """Its place among the responses that wait, as in `GroupRequest.priority`."""
-        return (self.key[0], -max(0, self.expected - self.num_tokens))
+        return (self.key[0], -max(0, self.expectation - self.num_tokens))
 
     @property
     def is_complete(self) -> bool:

@@ -28,7 +28,7 @@ class Workload(Protocol):
         """Return the lengths of a step's responses by prompt. step: from 1 on."""
         ...
 
-    def expected(self, step: int) -> GroupLengths:
+    def expectations(self, step: int) -> GroupLengths:
         """Return what a run expects of these lengths, 0 where it knows nothing."""
         ...
 
@@ -65,17 +65,17 @@ class LogNormalLengths:
     def lengths(self, step: int) -> GroupLengths:
         return self._draw(step)[0].astype(int).tolist()
 
-    def expected(self, step: int) -> GroupLengths:
+    def expectations(self, step: int) -> GroupLengths:
         lengths, others = self._draw(step)
         match self.knowledge:
             case "nothing":
-                expected = np.zeros_like(lengths)
+                tokens = np.zeros_like(lengths)
             case "history":
                 means = np.exp(np.log(others).mean(1, keepdims=True))
-                expected = np.broadcast_to(np.rint(means), lengths.shape)
+                tokens = np.broadcast_to(np.rint(means), lengths.shape)
             case "truth":
-                expected = lengths
-        return expected.astype(int).tolist()
+                tokens = lengths
+        return tokens.astype(int).tolist()
 
     def _draw(self, step: int) -> tuple[_Tokens, _Tokens]:
         """Return the lengths of a step by prompt, and those of other responses to the prompts."""
@@ -110,5 +110,5 @@ class TraceLengths:
     def lengths(self, step: int) -> GroupLengths:
         return self.steps[(step - 1) % len(self.steps)]
 
-    def expected(self, step: int) -> GroupLengths:
+    def expectations(self, step: int) -> GroupLengths:
         return [[0] * len(group) for group in self.lengths(step)]

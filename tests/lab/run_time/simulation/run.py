@@ -186,14 +186,16 @@ class _SimulatedSource:
 
     def begin_step(self, step: int) -> None:
         groups = []
-        lengths = self.workload.lengths(step)
-        expected = self.workload.expected(step)
-        for index, pairs in enumerate(map(zip, lengths, expected)):
+        expectations = self.workload.expectations(step)
+        for index, lengths in enumerate(self.workload.lengths(step)):
             responses = [
                 Response(
-                    (step, index, sample), self.workload.prompt_tokens, length, expected_tokens
+                    (step, index, sample),
+                    self.workload.prompt_tokens,
+                    length,
+                    expectations[index][sample],
                 )
-                for sample, (length, tokens) in enumerate(pairs)
+                for sample, length in enumerate(lengths)
             ]
             groups.append(Group(responses))
         self._open.append(step)
