@@ -7,13 +7,14 @@ servers that the bridge starts, or that you start with `SGLANG_BRIDGE_NARROW_ROU
 from __future__ import annotations
 
 import os
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch
 
 VARIABLE = "SGLANG_BRIDGE_NARROW_ROUTES"
-# The key of a server's internal state that says that its scheduler has the plugin.
+# The key of a server's internal state that says whether its scheduler narrows routes.
 STATE_KEY = "sglang_bridge_narrow_routes"
 _CAPTURER = "sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer.get_topk"
 _STATE = (
@@ -52,5 +53,13 @@ def narrow(rows: torch.Tensor | None, *_: Any, **__: Any) -> torch.Tensor | None
 
 
 def _declare(reply: Any, *_: Any, **__: Any) -> Any:
-    reply.internal_state[STATE_KEY] = True
+    reply.internal_state[STATE_KEY] = _is_hooked()
     return reply
+
+
+def _is_hooked() -> bool:
+    """Return False if SGLang could not hook `narrow`: then it has only logged that."""
+    try:
+        return hasattr(pkgutil.resolve_name(_CAPTURER), "__wrapped__")
+    except (ImportError, AttributeError):
+        return False

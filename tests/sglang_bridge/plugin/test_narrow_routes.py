@@ -1,5 +1,6 @@
 """Routes leave an engine in the narrowest type that holds their experts."""
 
+import os
 import subprocess
 import sys
 
@@ -52,3 +53,48 @@ def test_nothing_happens_in_servers_that_the_bridge_did_not_start(value: str) ->
         "assert 'sglang' not in sys.modules and 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], env={VARIABLE: value}, check=True, timeout=60)
+
+
+STAND_INS = """
+import sys
+from types import ModuleType, SimpleNamespace
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang_bridge.plugin.narrow_routes import STATE_KEY, register
+
+INTERNAL_STATE = "sglang.srt.managers.scheduler_components.internal_state"
+
+class SchedulerInternalStateController:
+    def get_internal_state(self):
+        return SimpleNamespace(internal_state={})
+
+class RoutedExpertsCapturer:
+    pass
+
+setattr(RoutedExpertsCapturer, sys.argv[1], lambda self: None)
+
+def stand_in(name, member):
+    module = sys.modules[name] = ModuleType(name)
+    setattr(module, member.__name__, member)
+
+stand_in(INTERNAL_STATE, SchedulerInternalStateController)
+stand_in("sglang.srt.state_capturer.routed_experts", RoutedExpertsCapturer)
+register()
+HookRegistry.apply_hooks()
+print(SchedulerInternalStateController().get_internal_state().internal_state[STATE_KEY])
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "word"), [("get_topk", "True"), ("get_routes_of_another_version", "False")]
+)
+def test_an_engine_says_that_it_narrows_only_if_its_version_has_what_is_hooked(
+    name: str, word: str
+) -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", STAND_INS, name],
+        env=os.environ | {VARIABLE: "1"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.stdout.splitlines()[-1:] == [word], result.stderr[-2000:]
