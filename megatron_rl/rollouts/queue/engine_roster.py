@@ -19,7 +19,7 @@ class EngineRoster:
 
     def __init__(self) -> None:
         self._engines: dict[str, Engine] = {}  # by URL
-        self._num_ranks: Counter[int] = Counter()  # of the engines of each node that has some
+        self._own_engines: dict[int, list[Engine]] = {}  # by node that has some
         # The node of a collector, and an engine of another node that failed for it
         self._unreachable: set[tuple[int, str]] = set()
         self.left_out: set[str] = set()
@@ -33,9 +33,9 @@ class EngineRoster:
         self._unreachable = {pair for pair in self._unreachable if pair[1] in unchanged_urls}
         self.left_out &= unchanged_urls
         self._engines = new_engines
-        self._num_ranks = Counter()
+        self._own_engines = {}
         for engine in new_engines.values():
-            self._num_ranks[engine.node] += engine.tp
+            self._own_engines.setdefault(engine.node, []).append(engine)
 
     @property
     def engines(self) -> tuple[Engine, ...]:
@@ -76,7 +76,12 @@ class EngineRoster:
         nodes: at least one node that may get a request. loads: rollouts that need an engine, by
         node.
         """
-        return min(nodes, key=lambda node: (loads[node] / max(self._num_ranks[node], 1), node))
+
+        def load(node: int) -> float:
+            num_ranks = sum(engine.tp for engine in self._own_engines.get(node, ()))
+            return loads[node] / max(num_ranks, 1)
+
+        return min(nodes, key=lambda node: (load(node), node))
 
     def num_engines(self, node: int) -> int:
         """Return how many engines a node's collector sends requests to, at least 1.
@@ -84,9 +89,12 @@ class EngineRoster:
         These are its own, or those of other nodes while it has none. An environment that needs no
         engine gets requests, too.
         """
-        engines = [engine for engine in self.engines_for(node) if engine.url not in self.left_out]
-        num_own = sum(engine.node == node for engine in engines)
-        return num_own or len(engines) or 1
+        own_engines = self._own_engines.get(node, ())
+        return self._count(own_engines) or self._count(self.engines_for(node)) or 1
+
+    def _count(self, engines: Iterable[Engine]) -> int:
+        """Return how many of these engines have not failed."""
+        return sum(engine.url not in self.left_out for engine in engines)
 
     def nodes_to_request_from(self, nodes: Sequence[int]) -> list[int]:
         """Return the nodes that may get requests, of the given ones.
@@ -94,5 +102,5 @@ class EngineRoster:
         These are the nodes that have engines. If there is none: nodes that can use other engines.
         If no node can use an engine, it returns all nodes: some environments need no engine.
         """
-        own_nodes = [node for node in nodes if node in self._num_ranks]
+        own_nodes = [node for node in nodes if node in self._own_engines]
         return own_nodes or [node for node in nodes if self.engines_for(node)] or list(nodes)

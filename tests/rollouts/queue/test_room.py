@@ -1,5 +1,7 @@
 """Requests wait at rank 0 until a node has room for them."""
 
+import cProfile
+import itertools
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -183,6 +185,22 @@ def test_engines_that_leave_and_join_change_the_room() -> None:
     queue.set_engines([])
     queue.drop(ids_at(hub, 0))
     assert len(ids_at(hub, 0)) == 2, "an environment may need no engine"
+
+
+def calls_to_submit(engines_per_node: int) -> int:
+    """Return how many function calls it takes to send requests to 20 nodes."""
+    hub = make_hub(20)
+    places = itertools.product(hub.nodes, range(engines_per_node))
+    engines = [Engine(url=f"http://engine-{node}-{index}", node=node) for node, index in places]
+    queue = open_queue(hub, engines)
+    profile = cProfile.Profile()
+    profile.runcall(queue.submit, requests(20))
+    assert len(hub.collectors[19].running) == 1
+    return sum(entry.callcount for entry in profile.getstats())
+
+
+def test_a_request_does_not_ask_every_node_about_the_engines_of_all() -> None:
+    assert calls_to_submit(16) < 4 * calls_to_submit(1)
 
 
 @pytest.mark.parametrize("is_connected", [True, False])
