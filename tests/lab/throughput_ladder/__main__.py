@@ -132,7 +132,13 @@ def _start_engines(
                     dtype=options.dtype,
                     keys=keys,
                 )
-                group.append(stack.enter_context(engine).engine)
+                server = stack.enter_context(engine)
+                if server.admin().narrows_routes() != (value == "1"):
+                    raise SystemExit(
+                        f"{server.url}: the plugin narrow_routes does not run there, so that no "
+                        "rung has narrow routes. Run make install, and leave SGLANG_PLUGINS out"
+                    )
+                group.append(server.engine)
     return Engines(narrow=engines["1"], wide=engines["0"])
 
 

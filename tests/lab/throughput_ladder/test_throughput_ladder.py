@@ -62,3 +62,12 @@ def test_all_rungs_sample_the_same(dtype: str, capsys: pytest.CaptureFixture[str
     arguments = ["--seeds=1", "--rounds=2", "--prompts=4", f"--dtype={dtype}", "--scoring-ms=1"]
     assert main(arguments) == 0
     assert len(capsys.readouterr().out.splitlines()) == 2 + len(RUNGS)
+
+
+@pytest.mark.nightly
+@pytest.mark.engine
+@pytest.mark.timeout(300)
+def test_a_ladder_whose_engines_lack_the_plugin_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SGLANG_PLUGINS", "none")
+    with pytest.raises(SystemExit, match="the plugin narrow_routes does not run there"):
+        main(["--seeds=1", "--rounds=2", "--prompts=4"])
