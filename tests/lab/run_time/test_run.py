@@ -254,7 +254,8 @@ def check_tokens(run: SimulatedRun, workload: Workload) -> None:
 def test_wait_is_the_bound_and_none_ahead_is_the_sum(
     workload: TraceLengths, machines: Machines, trainer: TrainerSpeed
 ) -> None:
-    machines = replace(machines, slowdowns=[Slowdown()])
+    # Late binding delays some requests of a step that nothing is sampled ahead of
+    machines = replace(machines, slowdowns=[Slowdown()], binds_late=False)
     alone = simulate(make_settings(0), workload, machines, trainer, NUM_STEPS)
     sampling = [step.taken_at - step.start for step in alone.steps]
     training = [trainer.step + trainer.token * step.tokens for step in alone.steps]
