@@ -131,11 +131,12 @@ class Engines:
         queue = RolloutQueue(hub, self._template.rollout, abort=self._abort_request, log=log)
         queue.configure(dict.fromkeys(nodes, self._template))
         members = self._open_members(engines)
+        admins = [self._open_admin(engine) for engine in engines]
         if self._template.routes is not None:
-            name_wide_routes([self._open_admin(engine) for engine in engines], log)
+            name_wide_routes(admins, log)
         weights = self._open_sync(members, log)
         self._stack.callback(weights.close)
-        token_counter = TokenCounter([self._open_admin(engine) for engine in engines], log)
+        token_counter = TokenCounter(admins, log)
         fleet = Fleet(
             members,
             queue,

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 from megatron_rl.config.schema import RolloutSettings
 from tests.lab.run_time.simulation.cluster import Machines
 from tests.lab.run_time.simulation.engine import EngineSpeed
-from tests.lab.run_time.simulation.lengths import LogNormalLengths
+from tests.lab.run_time.simulation.lengths import Knowledge, LogNormalLengths
 from tests.lab.run_time.simulation.run import SimulatedRun, TrainerSpeed, simulate
 
 OnUpdate = Literal["wait", "resume"]
@@ -49,6 +49,27 @@ class Scenario:
     steps: int = 24
     edge: int = 5
     seeds: int = 3
+
+    def lengths(
+        self,
+        spread: float,
+        seed: int,
+        *,
+        prompts: int | None = None,
+        knowledge: Knowledge = "nothing",
+    ) -> LogNormalLengths:
+        """Return the lengths of its responses. prompts: None means its own number."""
+        return LogNormalLengths(
+            prompts=self.prompts if prompts is None else prompts,
+            samples=self.samples,
+            median=self.median,
+            spread=spread,
+            between_prompts=self.between_prompts,
+            cap=self.cap,
+            prompt_tokens=self.prompt_tokens,
+            seed=seed,
+            knowledge=knowledge,
+        )
 
     @property
     def steady(self) -> range:
@@ -136,16 +157,7 @@ def _simulate(
     training: float,
 ) -> SimulatedRun:
     """Simulate a run. training: the mean seconds of training on a step."""
-    lengths = LogNormalLengths(
-        prompts=scenario.prompts,
-        samples=scenario.samples,
-        median=scenario.median,
-        spread=spread,
-        between_prompts=scenario.between_prompts,
-        cap=scenario.cap,
-        prompt_tokens=scenario.prompt_tokens,
-        seed=seed,
-    )
+    lengths = scenario.lengths(spread, seed)
     tokens = fmean(sum(map(sum, lengths.lengths(step))) for step in scenario.steady)
     return simulate(
         RolloutSettings(

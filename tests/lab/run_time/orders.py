@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from statistics import fmean, stdev
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from megatron_rl.config.schema import RolloutSettings
 from tests.lab.run_time.clusters import SPEED, SYNC_SECONDS, Scenario
 from tests.lab.run_time.simulation.cluster import Machines
-from tests.lab.run_time.simulation.lengths import LogNormalLengths
+from tests.lab.run_time.simulation.lengths import Knowledge
 from tests.lab.run_time.simulation.run import TrainerSpeed, simulate
-
-Knowledge = Literal["nothing", "history", "truth"]
 
 # Responses of a step for each place in an engine
 WAVES = (2, 4)
@@ -62,17 +60,8 @@ def _seconds(
 ) -> float:
     """Return the seconds of a step without training. Nothing is sampled ahead."""
     places = scenario.engines * scenario.max_running
-    lengths = LogNormalLengths(
-        prompts=waves * places // scenario.samples,
-        samples=scenario.samples,
-        median=scenario.median,
-        spread=spread,
-        between_prompts=scenario.between_prompts,
-        cap=scenario.cap,
-        prompt_tokens=scenario.prompt_tokens,
-        seed=seed,
-        knowledge=way.knowledge,
-    )
+    prompts = waves * places // scenario.samples
+    lengths = scenario.lengths(spread, seed, prompts=prompts, knowledge=way.knowledge)
     machines = Machines(
         speed=SPEED,
         engines=scenario.engines,

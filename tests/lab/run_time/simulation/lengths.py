@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 # Tokens of the responses to each prompt of a step
 GroupLengths = Sequence[Sequence[int]]
+Knowledge = Literal["nothing", "history", "truth"]
 _Tokens = npt.NDArray[np.float64]
 
 
@@ -53,7 +54,7 @@ class LogNormalLengths:
     cap: int
     prompt_tokens: int
     seed: int
-    knowledge: Literal["nothing", "history", "truth"] = "nothing"
+    knowledge: Knowledge = "nothing"
 
     def __post_init__(self) -> None:
         counts = (self.prompts, self.samples, self.cap, self.prompt_tokens)
