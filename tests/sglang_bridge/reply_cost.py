@@ -1,11 +1,16 @@
-"""Measures what replies with routes cost their client.
+"""Measures what replies with routes cost a collector, up to the checked and encoded rollout.
 
-    python reply_cost.py DTYPE TOKENS REPLIES
+    python reply_cost.py DTYPE TOKENS REPLIES ROUNDS
 
 A server in another process sends REPLIES replies of TOKENS tokens at the same time, of 94 layers
-with 8 of 128 experts each, whose experts have DTYPE. Prints JSON: bytes of a reply, CPU
-milliseconds of a reply in the process and in its event loop, and the bytes by which the memory of
-the process grew.
+with 8 of 128 experts each, whose experts have DTYPE. Prints JSON:
+
+bytes: of a reply. cpu, loop: milliseconds of processor time for a reply, in the process and in its
+event loop. longest: milliseconds in which the event loop looked at no event. memory: bytes by which
+the process grew. inline_loop, inline_longest: the same without threads beside the event loop.
+
+Each value is the smallest of several rounds, because other programs disturb, and the first round
+also opens the connections. `memory` is the growth in the first round.
 """
 
 from __future__ import annotations
@@ -16,21 +21,25 @@ import contextlib
 import json
 import multiprocessing
 import resource
+import selectors
 import socket
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from functools import partial
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.routes import RouteShape
-from megatron_rl.environments.rollout_builder import RolloutBuilder
+from megatron_rl.environments.episode import Episode, EpisodeRules
+from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.rollouts.wire.codec import encode
 from sglang_bridge.client import GenerateClient
-from sglang_bridge.request import Sampling
 
 LAYERS = 94
 TOPK = 8
@@ -38,6 +47,8 @@ EXPERTS = 128
 SHAPE = RouteShape(
     moe_layers=tuple(range(LAYERS)), num_hidden_layers=LAYERS, num_experts=EXPERTS, topk=TOPK
 )
+ASSETS = Path(__file__).parents[2] / "megatron_rl/models/assets"
+TOKENIZER = Tokenizer.from_directory(str(ASSETS / "qwen3_moe_tiny_two_digit_addition"))
 PROMPT = Prompt(id="p", token_ids=(1,), answer="", task="t")
 
 
@@ -75,29 +86,96 @@ def serve(listener: socket.socket, size: Connection, dtype: str, tokens: int) ->
     asyncio.run(run())
 
 
-async def measure(url: str, tokens: int, replies: int) -> dict[str, float]:
+class TimedSelector(selectors.DefaultSelector):
+    """Notes for how long the event loop worked each time between two looks at its events."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.longest = 0.0
+        self._start = time.perf_counter()
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self.longest = max(self.longest, time.perf_counter() - self._start)
+        events = super().select(timeout)
+        self._start = time.perf_counter()
+        return events
+
+
+class InlineExecutor(Executor):
+    """Runs everything in the thread that submits it."""
+
+    def submit(
+        self, function: Callable[..., Any], /, *arguments: Any, **options: Any
+    ) -> Future[Any]:
+        future = Future[Any]()
+        future.set_result(function(*arguments, **options))
+        return future
+
+
+async def receive_rollouts(
+    client: GenerateClient, tokens: int, replies: int, threads: Executor
+) -> None:
+    """Sample, check and encode rollouts as a collector does."""
     sampling = Sampling(max_new_tokens=tokens, temperature=1.0)
-    with ThreadPoolExecutor(2) as threads:
+    rules = EpisodeRules(sampling=sampling, routes=SHAPE, train_truncated=True)
+    loop = asyncio.get_running_loop()
+
+    async def receive(index: int) -> None:
+        generate = partial(client.generate, rid=str(index))
+        episode = Episode(PROMPT, generate, TOKENIZER, rules, rollout_id="r", threads=threads)
+        await episode.respond()
+        await loop.run_in_executor(threads, encode, episode.rollout())
+
+    await asyncio.gather(*map(receive, range(replies)))
+
+
+async def measure_round(
+    client: GenerateClient, tokens: int, replies: int, threads: Executor, selector: TimedSelector
+) -> dict[str, float]:
+    """Return milliseconds of a reply, and the largest memory of the process so far in bytes."""
+    selector.longest = 0.0
+    cpu = time.process_time()
+    loop = time.thread_time()
+    await receive_rollouts(client, tokens, replies, threads)
+    loop = time.thread_time() - loop
+    cpu = time.process_time() - cpu
+    return {
+        "cpu": cpu / replies * 1e3,
+        "loop": loop / replies * 1e3,
+        "longest": selector.longest * 1e3,
+        "memory": largest_memory(),
+    }
+
+
+def measure(
+    url: str, tokens: int, replies: int, rounds: int, threads: Executor
+) -> dict[str, float]:
+    """Return the smallest values of several rounds. `memory` is the growth in the first one."""
+    selector = TimedSelector()
+
+    async def run() -> list[dict[str, float]]:
         async with GenerateClient(url, route_shape=(LAYERS, TOPK), threads=threads) as client:
+            return [
+                await measure_round(client, tokens, replies, threads, selector)
+                for _ in range(rounds)
+            ]
 
-            async def receive(index: int) -> int:
-                generation = await client.generate([1], sampling, rid=str(index))
-                builder = RolloutBuilder(str(index), PROMPT, 0, SHAPE)
-                builder.sample(generation)
-                rollout = builder.rollout(generation.finish_reason, trainable=True)
-                return len(encode(rollout))
-
-            before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-            cpu_before = time.process_time()
-            loop_before = time.thread_time()
-            await asyncio.gather(*map(receive, range(replies)))
-            cpu = time.process_time() - cpu_before
-            loop = time.thread_time() - loop_before
-            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    return {"cpu": cpu / replies * 1e3, "loop": loop / replies * 1e3, "memory": peak * 1024}
+    before = largest_memory()
+    with (
+        threads,
+        asyncio.Runner(loop_factory=lambda: asyncio.SelectorEventLoop(selector)) as runner,
+    ):
+        costs = runner.run(run())
+    smallest = {name: min(cost[name] for cost in costs) for name in costs[0]}
+    return {**smallest, "memory": smallest["memory"] - before}
 
 
-def main(dtype: str, tokens: int, replies: int) -> dict[str, Any]:
+def largest_memory() -> int:
+    """Return the largest memory of the process so far, in bytes."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def main(dtype: str, tokens: int, replies: int, rounds: int) -> dict[str, Any]:
     here, there = multiprocessing.Pipe()
     listener = socket.create_server(("127.0.0.1", 0))
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -106,11 +184,15 @@ def main(dtype: str, tokens: int, replies: int) -> dict[str, Any]:
     )
     server.start()
     try:
-        return {"bytes": here.recv(), **asyncio.run(measure(url, tokens, replies))}
+        num_bytes = here.recv()
+        costs = measure(url, tokens, replies, rounds, ThreadPoolExecutor(2))
+        inline = measure(url, tokens, replies, rounds, InlineExecutor())
     finally:
         server.terminate()
         server.join(10)
+    inline_costs = {f"inline_{name}": inline[name] for name in ("loop", "longest")}
+    return {"bytes": num_bytes, **costs, **inline_costs}
 
 
 if __name__ == "__main__":
-    print(json.dumps(main(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))))
+    print(json.dumps(main(sys.argv[1], *map(int, sys.argv[2:]))))
