@@ -170,12 +170,9 @@ class AdminClient:
         """Let the engine leave a process group."""
         self._post("/destroy_weights_update_group", {"group_name": name})
 
-    def abort(self, rid: str) -> None:
-        """End every request whose name begins with `rid`.
-
-        The engine answers these requests with the tokens sampled so far.
-        """
-        self._post("/abort_request", {"rid": rid})
+    def abort(self, name: str) -> None:
+        """End the request of this name. The engine answers it with the tokens sampled so far."""
+        self._post("/abort_request", {"rid": name})
 
     def abort_all(self) -> None:
         """End every request. The engine answers each with the tokens sampled so far."""

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
 from dataclasses import replace
+from functools import partial
+from typing import Any
 
 import aiohttp
 
 from sglang_bridge.errors import RequestFailed
-from sglang_bridge.generation import FinishReason, Generation, GenerationRejected, decode_generation
-from sglang_bridge.request import Sampling, encode_request
+from sglang_bridge.generation import FinishReason, Generation, decode_generation
+from sglang_bridge.post import PendingRequest, Post
+from sglang_bridge.reply_stream import Pieces
+from sglang_bridge.request import GenerateRequest, Sampling
 from sglang_bridge.settings import DEFAULT_KEEP_ALIVE_SECONDS
 
 # The answer to an aborted request comes with the engine's next step. It is not waited for longer
@@ -28,14 +33,10 @@ _UNUSED_HEADERS = ("Accept", "Accept-Encoding", "User-Agent")
 _REQUEST_AT_FAULT = frozenset({400, 413, 422})
 # Decoding so many bytes takes less than a millisecond: too little for another thread.
 _SMALL_REPLY_BYTES = 32 * 1024
+# In one HTTP request. More save little, and an engine reads them while it answers nobody.
+_MAX_REQUESTS = 32
 
-# The largest parts of a reply: what is in every one, what each output token adds (its id,
-# log-probability, text and weight version), and each expert of a route as base64.
-_BASE_BYTES = 2**20
-_TOKEN_BYTES = 1024
-_EXPERT_BYTES = 6
-
-Abort = Callable[[str, str], Awaitable[None]]
+Abort = Callable[[str, Sequence[str]], Coroutine[Any, Any, None]]
 
 
 class RequestExpired(RequestFailed):
@@ -44,6 +45,9 @@ class RequestExpired(RequestFailed):
 
 class GenerateClient:
     """Sends requests to one URL, from one event loop. One call of `generate` is one request.
+
+    Requests that are made at the same moment share an HTTP request. Each has its answer as soon as
+    the engine has it.
 
     route_shape: (hidden layers, top-k) of the model, required for requests that return routes.
     vocab_size: token ids must be below it. threads: decode large replies; None means the event
@@ -55,10 +59,10 @@ class GenerateClient:
     server_keep_alive_seconds: the time after which the server closes an idle connection. The client
     closes it long before.
 
-    abort: called with the URL and the name of a request whose deadline has passed. The tokens
-    sampled until then come back with the finish reason ABORT. Without `abort`, when a call is
-    cancelled, and when `close` ends it, the client closes the connection, and the engine aborts the
-    request within seconds.
+    abort: called with the URL and the names of requests that the engine has to end: those whose
+    deadline has passed, and those whose calls are cancelled. The tokens that were sampled until a
+    deadline come back with the finish reason ABORT. When nobody waits for any request of a
+    connection, the client closes it, and the engine ends them within seconds.
     """
 
     def __init__(
@@ -83,7 +87,9 @@ class GenerateClient:
         self._keep_alive_seconds = _SHARE_OF_KEEP_ALIVE * server_keep_alive_seconds
         self._session: aiohttp.ClientSession | None = None
         self._requests = itertools.count()
-        self._answers: set[asyncio.Task[list[bytes]]] = set()  # of requests that run
+        self._unsent_requests: list[PendingRequest] = []
+        self._pending_requests: set[PendingRequest] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self._last_answer = -math.inf
 
     async def generate(
@@ -99,7 +105,7 @@ class GenerateClient:
         """Sample one response.
 
         rid: the request's name in the engine's log. The client appends a number, so that repeated
-        requests differ. seed, first_route_row: see `request.encode_request`.
+        requests differ. seed, first_route_row: see `GenerateRequest`.
 
         Raises `RequestFailed`, `RequestExpired` and `GenerationRejected`.
         """
@@ -107,35 +113,40 @@ class GenerateClient:
             raise ValueError(
                 "return_routes=True: GenerateClient needs route_shape=(hidden layers, top-k)"
             )
-        # The engine refuses a name that it still knows, and an abort ends all names with the same
-        # beginning.
-        name = f"{rid}#{next(self._requests)};"
-        body = encode_request(input_ids, sampling, name, return_routes, seed, first_route_row)
-        num_rows = len(input_ids) + sampling.max_new_tokens - first_route_row
-        max_bytes = self._max_reply_bytes(sampling.max_new_tokens, num_rows if return_routes else 0)
-        answer = asyncio.create_task(self._post(body, name, max_bytes))
-        self._answers.add(answer)
+        request = GenerateRequest(
+            # The engine refuses a name that it still knows
+            name=f"{rid}#{next(self._requests)};",
+            input_ids=input_ids,
+            sampling=sampling,
+            return_routes=return_routes,
+            seed=seed,
+            first_route_row=first_route_row,
+        )
+        pending = self._send(request)
         try:
-            in_time = await self._wait_for_answer(answer)
+            in_time = await self._wait_for_answer(pending.answer)
             if not in_time:
-                await self._abort_request(answer, name)
-            if answer.cancelled():
-                raise RequestFailed(f"{self.url}: the client was closed while {name} waited")
-            pieces = answer.result()
+                await self._abort_request(pending)
+            if pending.answer.cancelled():
+                raise RequestFailed(
+                    f"{self.url}: the client was closed while {request.name} waited"
+                )
+            pieces = pending.answer.result()
         finally:
-            answer.cancel()
-            self._answers.discard(answer)
+            self._leave(pending)
         if in_time:
             self._last_answer = asyncio.get_running_loop().time()
-        generation = await self._decode(
-            pieces,
-            len(input_ids),
-            self._route_shape if return_routes else None,
-            first_route_row,
-        )
+        generation = await self._decode(pieces, request)
         if in_time:
             return generation
-        return self._after_abort(generation, sampling, name, return_routes)
+        return self._after_abort(generation, request)
+
+    async def abort(self, beginning: str) -> None:
+        """Let the engine end the requests that run, if their names begin so."""
+        names = [pending.request.name for pending in self._pending_requests]
+        names = [name for name in names if name.startswith(beginning)]
+        if names and self._abort is not None:
+            await self._abort(self.url, names)
 
     async def is_up(self) -> bool:
         """True if the engine answers and, as far as it knows, generates."""
@@ -148,8 +159,10 @@ class GenerateClient:
 
     async def close(self) -> None:
         """Close the connections. Requests that run fail with `RequestFailed`."""
-        for answer in self._answers:
-            answer.cancel()
+        for pending in self._pending_requests:
+            pending.answer.cancel()
+        for task in self._tasks:
+            task.cancel()
         if self._session is not None:
             await self._session.close()
             self._session = None
@@ -160,7 +173,69 @@ class GenerateClient:
     async def __aexit__(self, *exception: object) -> None:
         await self.close()
 
-    async def _wait_for_answer(self, answer: asyncio.Task[list[bytes]]) -> bool:
+    def _send(self, request: GenerateRequest) -> PendingRequest:
+        """Send a request together with those that are made at the same moment."""
+        loop = asyncio.get_running_loop()
+        pending = PendingRequest(request, loop.create_future())
+        self._pending_requests.add(pending)
+        if not self._unsent_requests:
+            loop.call_soon(self._post_unsent)
+        self._unsent_requests.append(pending)
+        return pending
+
+    def _post_unsent(self) -> None:
+        groups = defaultdict[tuple[bool, int], list[PendingRequest]](list)
+        for pending in self._unsent_requests:
+            if not pending.answer.done():
+                request = pending.request
+                groups[request.return_routes, request.first_route_row].append(pending)
+        self._unsent_requests.clear()
+        for group in groups.values():
+            for pending_requests in itertools.batched(group, _MAX_REQUESTS):
+                self._post(pending_requests)
+
+    def _post(self, pending_requests: Sequence[PendingRequest]) -> None:
+        post = Post(self.url, self._headers, pending_requests, self._route_shape)
+        post.task = self._start(post.run(self._open_session()))
+        post.task.add_done_callback(partial(self._handle_failure, post))
+
+    def _handle_failure(self, post: Post, task: asyncio.Task[None]) -> None:
+        """Fail the requests that still wait when their HTTP request ends."""
+        error = None if task.cancelled() else task.exception()
+        if error is None:
+            return
+        is_fault = isinstance(error, RequestFailed) and not may_succeed_elsewhere(error)
+        for pending in post.waiting_requests:
+            if is_fault and post.has_several:
+                # One of them is at fault, and the engine does not say which
+                self._post([pending])
+            else:
+                pending.answer.set_exception(error)
+
+    def _leave(self, pending: PendingRequest) -> None:
+        """Wait for an answer no longer. The engine ends a request that runs."""
+        self._pending_requests.discard(pending)
+        answer = pending.answer
+        if answer.done():
+            if not answer.cancelled():
+                answer.exception()  # so that asyncio does not report that nobody reads it
+            return
+        answer.cancel()
+        post = pending.post
+        if post is None or post.task is None:
+            return
+        if not post.waiting_requests:
+            post.task.cancel()
+        elif self._abort is not None and not pending.is_aborted:
+            self._start(self._abort(self.url, [pending.request.name]))
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _wait_for_answer(self, answer: asyncio.Future[Pieces]) -> bool:
         """Wait for as long as the engine answers any request.
 
         Returns False once the engine has been silent for the deadline.
@@ -175,21 +250,22 @@ class GenerateClient:
             if answer.done():
                 return True
 
-    async def _abort_request(self, answer: asyncio.Task[list[bytes]], name: str) -> None:
+    async def _abort_request(self, pending: PendingRequest) -> None:
         """Abort a request and wait for its answer.
 
         Raises `RequestExpired` when there is none.
         """
         if self._abort is not None:
-            await self._abort(self.url, name)
-            await asyncio.wait({answer}, timeout=min(_ABORT_SECONDS, self._deadline_seconds))
-            if answer.done():
+            pending.is_aborted = True
+            await self._abort(self.url, [pending.request.name])
+            await asyncio.wait(
+                {pending.answer}, timeout=min(_ABORT_SECONDS, self._deadline_seconds)
+            )
+            if pending.answer.done():
                 return
-        raise self._expiry(name)
+        raise self._expiry(pending.request.name)
 
-    def _after_abort(
-        self, generation: Generation, sampling: Sampling, name: str, return_routes: bool
-    ) -> Generation:
+    def _after_abort(self, generation: Generation, request: GenerateRequest) -> Generation:
         """Return the answer to an aborted request. Raises `RequestExpired` without a token.
 
         If the last token is a stop token, the response is complete: an engine that aborts does not
@@ -198,9 +274,9 @@ class GenerateClient:
         if generation.finish_reason is not FinishReason.ABORT:
             return generation
         if not len(generation.output_ids):
-            raise self._expiry(name)
-        has_routes = generation.routes is not None or not return_routes
-        if has_routes and int(generation.output_ids[-1]) in sampling.stop_token_ids:
+            raise self._expiry(request.name)
+        has_routes = generation.routes is not None or not request.return_routes
+        if has_routes and int(generation.output_ids[-1]) in request.sampling.stop_token_ids:
             return replace(generation, finish_reason=FinishReason.STOP)
         return replace(generation, is_expired=True)
 
@@ -210,66 +286,21 @@ class GenerateClient:
             f"{name} waited; see the engine's log, or raise engine.request_timeout_s"
         )
 
-    async def _decode(
-        self,
-        pieces: list[bytes],
-        num_prompt_tokens: int,
-        shape: tuple[int, int] | None,
-        first_route_row: int,
-    ) -> Generation:
+    async def _decode(self, pieces: Pieces, request: GenerateRequest) -> Generation:
         """Decode a reply: a large one in a thread, because it may have tens of megabytes."""
 
         def decode() -> Generation:
             return decode_generation(
                 b"".join(pieces),
-                num_prompt_tokens=num_prompt_tokens,
-                route_shape=shape,
+                num_prompt_tokens=len(request.input_ids),
+                route_shape=self._route_shape if request.return_routes else None,
                 vocab_size=self._vocab_size,
-                first_route_row=first_route_row,
+                first_route_row=request.first_route_row,
             )
 
         if sum(map(len, pieces)) <= _SMALL_REPLY_BYTES:
             return decode()
         return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
-
-    def _max_reply_bytes(self, num_tokens: int, num_route_rows: int) -> int:
-        """The largest size of a reply with so many output tokens and rows of routes."""
-        row_bytes = _EXPERT_BYTES * math.prod(self._route_shape or (0,))
-        return _BASE_BYTES + _TOKEN_BYTES * num_tokens + row_bytes * num_route_rows
-
-    async def _post(self, request: bytes, name: str, max_bytes: int) -> list[bytes]:
-        """Send a request and return the pieces of the reply's body.
-
-        They are joined where they are decoded, because they may be megabytes. Raises
-        `GenerationRejected` for a reply of more than `max_bytes`, and `RequestFailed`.
-        """
-        pieces: list[bytes] = []
-        num_bytes = 0
-        session = self._open_session()
-        try:
-            async with session.post(
-                f"{self.url}/generate", data=request, headers=self._headers
-            ) as response:
-                async for piece in response.content.iter_any():
-                    pieces.append(piece)
-                    num_bytes += len(piece)
-                    if num_bytes > max_bytes:  # the connection is closed
-                        raise GenerationRejected(
-                            "malformed",
-                            f"{self.url}: the reply to {name} has more than {max_bytes} bytes, the "
-                            "most that its tokens and routes take",
-                        )
-        except aiohttp.ClientError as error:
-            raise RequestFailed(
-                f"{self.url}: {name} lost its connection ({type(error).__name__}: {error})"
-            ) from error
-        if response.status != 200:
-            words = b"".join(pieces)[:500].decode(errors="replace")
-            raise RequestFailed(
-                f"{self.url}: {name} was answered {response.status}: {words}",
-                status=response.status,
-            )
-        return pieces
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:

@@ -14,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 import pybase64
 
+from sglang_bridge.errors import RequestFailed
+
 # Nats that a log-probability may exceed zero by rounding.
 _MAX_ROUNDING = 1e-3
 # Nats. Sampled tokens are far more likely. Engines write float32's lowest number for probability 0.
@@ -88,6 +90,8 @@ _Count = Annotated[int, msgspec.Meta(ge=0)]
 
 class _FinishReason(msgspec.Struct):
     type: str
+    message: str | None = None
+    status_code: int | None = None
 
 
 class _MetaInfo(msgspec.Struct):
@@ -133,7 +137,7 @@ def decode_generation(
     route_shape: (hidden layers, top-k); None if routes were not requested. vocab_size: the model's;
     None accepts any token id. first_route_row: the first input whose routes were requested.
 
-    Raises `GenerationRejected`.
+    Raises `GenerationRejected`, and `RequestFailed` for a reply that is the engine's refusal.
     """
     text, route_base64 = _split_routes(body)
     try:
@@ -160,6 +164,7 @@ def _check(
 ) -> Generation:
     """Check a reply. num_earlier_inputs: those before the first output that must have routes."""
     meta = reply.meta_info
+    _raise_refusal(meta.finish_reason)
     finish_reason = _finish_reason(meta)
     output_ids = _tokens(reply.output_ids, vocab_size)
     is_aborted_without_routes = finish_reason is FinishReason.ABORT and meta.routed_experts is None
@@ -213,6 +218,18 @@ def _tokens(output_ids: list[int], vocab_size: int | None) -> npt.NDArray[np.int
             f"token ids from {min(output_ids)} to {max(output_ids)}: the vocabulary is 0 to {last}",
         )
     return np.asarray(output_ids, np.int32)
+
+
+def _raise_refusal(reason: _FinishReason | None) -> None:
+    """Raise `RequestFailed` if an engine has refused a request whose reply is streamed.
+
+    The status of another reply says so.
+    """
+    status = None if reason is None else reason.status_code
+    if reason is None or status is None or status < 400:
+        return
+    message = (reason.message or "")[:500]
+    raise RequestFailed(f"the engine has refused the request ({status}): {message}", status=status)
 
 
 def _finish_reason(meta: _MetaInfo) -> FinishReason:

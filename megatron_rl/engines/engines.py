@@ -291,9 +291,9 @@ class Engines:
             self._processes.start_collector(address, run_key)
         return hub
 
-    def _abort_request(self, url: str, rid: str) -> None:
+    def _abort_request(self, url: str, name: str) -> None:
         """Abort one request. Collectors do not hold the key for this."""
-        AdminClient(Engine(url=url), self._keys, timeout=_ABORT_SECONDS).abort(rid)
+        AdminClient(Engine(url=url), self._keys, timeout=_ABORT_SECONDS).abort(name)
 
 
 def name_wide_routes(engines: Sequence[AdminClient], log: Callable[[str], None]) -> None:

@@ -18,7 +18,7 @@ from sglang_bridge.admin import AdminClient
 from sglang_bridge.client import GenerateClient
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import EngineError, RequestFailed, WeightMismatch, WeightUpdateFailed
-from sglang_bridge.generation import Generation
+from sglang_bridge.generation import FinishReason, Generation
 from sglang_bridge.keys import RunKeys, create_keys
 from sglang_bridge.server.managed_engine import ManagedEngine
 from sglang_bridge.server.readiness import require_external_engines
@@ -29,6 +29,7 @@ from sglang_bridge.weights.crew import SendReport
 from sglang_bridge.weights.disk import DiskTransport
 from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.expectation import WeightExpectation
+from tests.lab.throughput_ladder.rungs import force_lengths
 from tests.sglang_bridge.tiny_model import EXPERTS, LAYERS, TOP_K, write_tiny_model
 from tests.support.engines import flush_idle_cache, running_engine
 from tests.support.updaters import SoleUpdater, in_units
@@ -165,6 +166,35 @@ def test_cancelled_request_is_aborted(engine: ManagedEngine) -> None:
     asyncio.run(cancel_one())
     # The engine checks for closed connections every four seconds
     flush_idle_cache(engine.admin(), seconds=10.0)
+
+
+def test_the_running_requests_of_a_group_end_with_the_group(engine: ManagedEngine) -> None:
+    """SGLang aborts requests by their whole names alone."""
+
+    async def abort(url: str, names: Sequence[str]) -> None:
+        for name in names:
+            await asyncio.to_thread(engine.admin().abort, name)
+
+    async def scenario() -> list[Generation]:
+        async with GenerateClient(engine.url, api_key=engine.keys.api_key, abort=abort) as client:
+            with force_lengths():
+                requests = [
+                    asyncio.create_task(
+                        client.generate([5, 6], sampling(2000), rid=rid, return_routes=False)
+                    )
+                    for rid in ("g-1/0", "g-1/1", "g-10/0")
+                ]
+                await asyncio.sleep(1.0)
+            await client.abort("g-1/")
+            aborted_generations = await asyncio.wait_for(asyncio.gather(*requests[:2]), 10)
+            assert not requests[2].done()
+            await client.abort("g-10/")
+            return [*aborted_generations, await requests[2]]
+
+    generations = asyncio.run(scenario())
+    assert {generation.finish_reason for generation in generations} == {FinishReason.ABORT}
+    first, second, other = (len(generation.output_ids) for generation in generations)
+    assert 0 < first == second <= other < 2000
 
 
 def test_new_weights_arrive_and_responses_carry_their_version(

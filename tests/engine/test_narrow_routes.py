@@ -12,7 +12,7 @@ import pytest
 
 from sglang_bridge.generation import decode_generation
 from sglang_bridge.plugin.narrow_routes import VARIABLE
-from sglang_bridge.request import Sampling, encode_request
+from sglang_bridge.request import GenerateRequest, Sampling, encode_request
 from sglang_bridge.server.managed_engine import ManagedEngine
 from tests.sglang_bridge.tiny_model import LAYERS, TOP_K, write_tiny_model
 from tests.support.engines import running_engine
@@ -41,8 +41,9 @@ def engines(
 
 def reply(engine: ManagedEngine, prompt: list[int]) -> bytes:
     """Sample a response of 12 tokens. The seed makes it the same in every engine."""
+    sampling = Sampling(max_new_tokens=12, temperature=1.0)
     body = encode_request(
-        prompt, Sampling(max_new_tokens=12, temperature=1.0), "sample", True, seed=len(prompt)
+        GenerateRequest(name="sample", input_ids=prompt, sampling=sampling, seed=len(prompt))
     )
     headers = {
         "Authorization": f"Bearer {engine.keys.api_key}",

@@ -1,8 +1,7 @@
 """A collector that stops sampling a group: its running requests are aborted and counted."""
 
 import asyncio
-import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +14,7 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.rollouts.collector.collector import Collector
 from megatron_rl.rollouts.collector.engines.gate import ABORT_SECONDS
 from megatron_rl.rollouts.wire.messages import (
-    AbortRequest,
+    AbortRequests,
     Drop,
     Dropped,
     FromCollector,
@@ -23,7 +22,7 @@ from megatron_rl.rollouts.wire.messages import (
     GroupRequest,
 )
 from tests.support.collectors import Outbox
-from tests.support.fake_engine import Reply, configuration, reply, serving
+from tests.support.fake_engine import Reply, answer_each, configuration, reply, serving
 from tests.support.scripted_model import EOS, PROMPT
 
 SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
@@ -38,10 +37,10 @@ class AbortableEngine:
     names: list[str] = field(default_factory=list)
     aborts: list[str] = field(default_factory=list)
 
-    def abort(self, beginning: str) -> None:
-        self.aborts.append(beginning)
+    def abort(self, names: Sequence[str]) -> None:
+        self.aborts.extend(names)
         for name, (request, answer) in self.waiting.items():
-            if name.startswith(beginning) and not answer.done():
+            if name in names and not answer.done():
                 ids = [(-0.5, token, None) for token in IDS]
                 changes = {"finish_reason": {"type": "abort"}, "output_token_logprobs": ids}
                 answer.set_result(reply(request, "046", **changes) | {"output_ids": IDS})
@@ -51,12 +50,14 @@ class AbortableEngine:
             if name.startswith(beginning) and not answer.done():
                 answer.set_result(reply(request, text))
 
-    async def generate(self, request: web.Request) -> web.Response:
-        body = json.loads(await request.read())
-        self.names.append(body["rid"])
-        answer = asyncio.get_running_loop().create_future()
-        self.waiting[body["rid"]] = body, answer
-        return web.json_response(await answer)
+    async def generate(self, request: web.Request) -> web.StreamResponse:
+        async def answer_one(body: Reply) -> Reply:
+            self.names.append(body["rid"])
+            answer = asyncio.get_running_loop().create_future()
+            self.waiting[body["rid"]] = body, answer
+            return await answer
+
+        return await answer_each(request, answer_one)
 
     @asynccontextmanager
     async def serve(self) -> AsyncIterator[str]:
@@ -93,8 +94,8 @@ def run(check: Check, environment: EnvironmentSettings | None = None) -> None:
             outbox = Outbox()
 
             async def send(message: FromCollector) -> None:
-                if isinstance(message, AbortRequest):
-                    engine.abort(message.rid)  # rank 0 does it
+                if isinstance(message, AbortRequests):
+                    engine.abort(message.names)  # rank 0 does it
                 else:
                     await outbox.put(message)
 
@@ -133,7 +134,7 @@ def test_the_running_requests_of_a_group_are_aborted_and_counted() -> None:
         await collector.handle(Drop(("g-1", "unknown"), is_reported=True))
         message = await asyncio.wait_for(outbox.get(), 5)
         assert message == Dropped(group_id="g-1", generated_tokens=6)
-        assert set(engine.aborts) == {"g-1/"}, "an engine aborts all names with a beginning"
+        assert set(engine.aborts) == {"g-1/0#0;", "g-1/1#1;"}
         engine.finish("g-10/")
         message = await asyncio.wait_for(outbox.get(), 5)
         assert isinstance(message, GroupDone) and message.group.group_id == "g-10"

@@ -15,7 +15,7 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.contracts.rollout import FinishReason, Role
 from megatron_rl.rollouts.collector.collector import Collector
 from megatron_rl.rollouts.wire.messages import (
-    AbortRequest,
+    AbortRequests,
     Alive,
     Configure,
     Drop,
@@ -295,7 +295,10 @@ def test_requests_of_a_silent_engine_are_aborted_and_go_to_the_next_one() -> Non
 
     asyncio.run(run())
     *reports, message = messages
-    assert sorted(m.rid for m in reports if isinstance(m, AbortRequest)) == ["g/0#0;", "g/1#1;"]
+    assert sorted(name for m in reports if isinstance(m, AbortRequests) for name in m.names) == [
+        "g/0#0;",
+        "g/1#1;",
+    ]
     assert sum(isinstance(m, EngineLeftOut) for m in reports) == 1
     assert isinstance(message, GroupDone) and len(message.group.rollouts) == 2
 

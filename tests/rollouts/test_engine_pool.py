@@ -16,7 +16,7 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.rollouts.collector.engines import engine_pool
 from megatron_rl.rollouts.collector.engines.engine_pool import EnginePool, RequestForm
 from megatron_rl.rollouts.wire.messages import (
-    AbortRequest,
+    AbortRequests,
     EngineLeftOut,
     FromCollector,
     Priority,
@@ -249,7 +249,7 @@ def test_requests_of_a_silent_engine_go_to_another() -> None:
             urls,
         ):
             assert await generate_many(pool, 8) == {"stop": 8}
-            assert [m.url for m in messages if isinstance(m, AbortRequest)] == [urls[0]] * 4
+            assert [m.url for m in messages if isinstance(m, AbortRequests)] == [urls[0]] * 4
 
     asyncio.run(run())
 

@@ -14,7 +14,7 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.rollouts.collector.collector import Collector
 from megatron_rl.rollouts.collector.engines.engine_pool import EnginePool, RequestForm
 from megatron_rl.rollouts.wire.messages import (
-    AbortRequest,
+    AbortRequests,
     Drop,
     EngineLeftOut,
     FromCollector,
@@ -322,6 +322,6 @@ def test_a_response_of_a_silent_engine_does_not_go_on() -> None:
             return generation
 
     generation = asyncio.run(run())
-    assert [type(message) for message in messages] == [AbortRequest]
+    assert [type(message) for message in messages] == [AbortRequests]
     assert generation.finish_reason is FinishReason.ABORT
     assert generation.output_ids.tolist() == WHOLE[:2]

@@ -14,7 +14,7 @@ from megatron_rl.contracts.prompt import Sampling
 from megatron_rl.engines.token_counter import TokenCounter
 from megatron_rl.models.families import read_shape
 from megatron_rl.rollouts.collector.engines.engine_pool import EnginePool, RequestForm
-from megatron_rl.rollouts.wire.messages import AbortRequest, FromCollector
+from megatron_rl.rollouts.wire.messages import AbortRequests, FromCollector
 from sglang_bridge.client import GenerateClient, RequestExpired
 from sglang_bridge.engine import Engine
 from sglang_bridge.generation import FinishReason, Generation
@@ -96,10 +96,11 @@ class PausedEngine:
     is_resumed: bool = False
 
     async def handle(self, message: FromCollector) -> None:
-        if not isinstance(message, AbortRequest):
+        if not isinstance(message, AbortRequests):
             return
-        await asyncio.to_thread(call_admin, self.engine, "/abort_request", {"rid": message.rid})
-        self.aborts.append(message.rid)
+        for name in message.names:
+            await asyncio.to_thread(call_admin, self.engine, "/abort_request", {"rid": name})
+        self.aborts.extend(message.names)
         # If the engine resumed before the last abort, the other requests would end by themselves
         num_running = sum(not request.done() for request in self.requests)
         if not self.is_resumed and len(self.aborts) >= num_running:

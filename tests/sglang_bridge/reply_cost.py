@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 import base64
-import contextlib
 import json
 import multiprocessing
 import resource
@@ -33,6 +32,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from aiohttp import web
 
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.routes import RouteShape
@@ -66,24 +66,25 @@ def reply_body(dtype: str, tokens: int) -> bytes:
 
 
 def serve(listener: socket.socket, size: Connection, dtype: str, tokens: int) -> None:
-    """Answer every request of every connection with the same body. Send its size."""
+    """Answer every request with the same body. Send its size."""
     body = reply_body(dtype, tokens)
     size.send(len(body))
-    head = f"HTTP/1.1 200 OK\r\nContent-Length: {len(body)}\r\n\r\n".encode()
 
-    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        with contextlib.suppress(asyncio.IncompleteReadError):  # the client closed the connection
-            while await reader.readuntil(b"\r\n\r\n"):
-                await reader.readuntil(b"}")  # of its sampling parameters
-                await reader.readuntil(b"}")
-                writer.writelines((head, body))
-                await writer.drain()
+    async def generate(request: web.Request) -> web.StreamResponse:
+        names = (await request.json())["rid"]
+        if isinstance(names, str):
+            return web.Response(body=body)
+        response = web.StreamResponse()
+        await response.prepare(request)
+        for index in range(len(names)):
+            await response.write(b"data: ")
+            await response.write(body[:-1])
+            await response.write(f',"index":{index}}}\n\n'.encode())
+        return response
 
-    async def run() -> None:
-        server = await asyncio.start_server(answer, sock=listener)
-        await server.serve_forever()
-
-    asyncio.run(run())
+    application = web.Application()
+    application.router.add_post("/generate", generate)
+    web.run_app(application, sock=listener, print=None)
 
 
 class TimedSelector(selectors.DefaultSelector):

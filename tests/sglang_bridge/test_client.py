@@ -4,7 +4,7 @@ import asyncio
 import base64
 import importlib.util
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,12 +17,13 @@ from sglang_bridge.client import GenerateClient, RequestExpired, may_succeed_els
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.generation import FinishReason, Generation, GenerationRejected
 from sglang_bridge.settings import DEFAULT_KEEP_ALIVE_SECONDS
+from tests.support.fake_engine import Reply, answer_each
 
 SAMPLING = SimpleNamespace(max_new_tokens=4, temperature=0.7, top_p=0.9, stop_token_ids=(2,))
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
-def good_reply() -> web.Response:
+def good_answer() -> Reply:
     routes = base64.b64encode(np.zeros((3, 1, 1), "<i4").tobytes()).decode()
     meta = {
         "finish_reason": {"type": "length"},
@@ -30,7 +31,11 @@ def good_reply() -> web.Response:
         "output_token_logprobs": [[-1.0, 5, None]],
         "routed_experts": routes,
     }
-    return web.json_response({"output_ids": [5], "meta_info": meta})
+    return {"output_ids": [5], "meta_info": meta}
+
+
+def good_reply() -> web.Response:
+    return web.json_response(good_answer())
 
 
 @asynccontextmanager
@@ -289,9 +294,12 @@ def test_abandoned_request_closes_its_connection(how: str) -> None:
 def test_request_waits_while_its_engine_answers_others() -> None:
     """A deadline from the start of a request would drop the longest responses."""
 
-    async def generate(request: web.Request) -> web.Response:
-        await asyncio.sleep(2.25 if "long" in (await request.json())["rid"] else 0.01)
-        return good_reply()
+    async def answer(body: Reply) -> Reply:
+        await asyncio.sleep(2.25 if "long" in body["rid"] else 0.01)
+        return good_answer()
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        return await answer_each(request, answer)
 
     async def scenario() -> None:
         async with (
@@ -319,8 +327,8 @@ def answer_abort_with(
     abort_event = asyncio.Event()
     aborts = list[tuple[str, str]]()
 
-    async def abort(url: str, rid: str) -> None:
-        aborts.append((url, rid))
+    async def abort(url: str, names: Sequence[str]) -> None:
+        aborts.extend((url, name) for name in names)
         abort_event.set()
 
     async def generate(request: web.Request) -> web.Response:

@@ -50,25 +50,77 @@ def routes(request: Reply, num_output: int, experts: tuple[int, int] = (0, 1)) -
     return base64.b64encode(rows.tobytes()).decode()
 
 
+async def answer_each(
+    request: web.Request, answer: Callable[[Reply], Awaitable[Reply | bytes | int]]
+) -> web.StreamResponse:
+    """Answer a `/generate` request as SGLang does, also one for several responses.
+
+    Its replies come in a stream, each after its first token, in the order in which they end. A
+    status in place of a reply is the scheduler's refusal of one of them.
+    """
+    body = json.loads(await request.read())
+    if isinstance(body["rid"], str):
+        result = await answer(body)
+        if isinstance(result, bytes):
+            return web.Response(body=result)
+        if isinstance(result, int):
+            return web.Response(status=result)
+        return web.json_response(result)
+
+    async def answer_one(index: int) -> tuple[int, Reply | bytes | int]:
+        keys = ("rid", "input_ids", "sampling_params")
+        return index, await answer(body | {key: body[key][index] for key in keys})
+
+    response = web.StreamResponse()
+    await response.prepare(request)
+    tasks = [asyncio.create_task(answer_one(index)) for index in range(len(body["rid"]))]
+    try:
+        for task in asyncio.as_completed(tasks):
+            index, result = await task
+            for event in _events(result, index):
+                await response.write(b"data: " + event + b"\n\n")
+        await response.write(b"data: [DONE]\n\n")
+    finally:
+        for running in tasks:
+            running.cancel()
+    return response
+
+
+def _events(result: Reply | bytes | int, index: int) -> list[bytes]:
+    if isinstance(result, bytes):
+        return [result]
+    if isinstance(result, int):
+        reason = {"type": "abort", "status_code": result, "message": "refused"}
+        meta = {"finish_reason": reason, "weight_version": "3"}
+        return [json.dumps({"output_ids": [], "meta_info": meta, "index": index}).encode()]
+    first = {"output_ids": result["output_ids"][:1], "meta_info": {"finish_reason": None}}
+    replies = [first | {"index": index}, result | {"index": index}]
+    return [json.dumps(reply, separators=(",", ":")).encode() for reply in replies]
+
+
 @contextlib.asynccontextmanager
 async def fake_engine(
     answer: Answer, *, healthy: Callable[[], bool] = lambda: True, seconds: float = 0.01
 ) -> AsyncIterator[str]:
-    """Serve `/generate` and `/health` and yield the URL: request number n gets `answer(n,
-    request)`: a reply or its bytes, one to wait for, a status, or with None no answer. seconds:
-    what each takes."""
+    """Serve `/generate` and `/health` and yield the URL.
+
+    Request number n gets `answer(n, request)`: a reply or its bytes, one to wait for, a status, or
+    with None no answer. seconds: what each takes.
+    """
     count = 0
 
-    async def generate(request: web.Request) -> web.Response:
+    async def answer_one(request: Reply) -> Reply | bytes | int:
         nonlocal count
         count += 1
-        result = answer(count - 1, json.loads(await request.read()))
+        result = answer(count - 1, request)
         if isinstance(result, Awaitable):
             result = await result
         await asyncio.sleep(3600.0 if result is None else seconds)
-        if isinstance(result, bytes):
-            return web.Response(body=result)
-        return web.Response(status=result) if isinstance(result, int) else web.json_response(result)
+        assert result is not None
+        return result
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        return await answer_each(request, answer_one)
 
     async def health(request: web.Request) -> web.Response:
         return web.Response(status=200 if healthy() else 503)

@@ -28,7 +28,7 @@ from megatron_rl.rollouts.queue.ledger import OPEN_STATES, GroupEntry, GroupLedg
 from megatron_rl.rollouts.queue.saved_groups import NOTHING_SAVED, SavedGroup, SavedGroups
 from megatron_rl.rollouts.queue.waiting import Wait, never
 from megatron_rl.rollouts.wire.messages import (
-    AbortRequest,
+    AbortRequests,
     Alive,
     Configure,
     Drop,
@@ -651,9 +651,9 @@ class RolloutQueue:
                 self._handle_gone(node, epoch, reason)
             case EngineLeftOut():
                 self._handle_failed_engine(node, message)
-            case AbortRequest(url, rid):
+            case AbortRequests(url, names):
                 # In a thread, because an engine that is stopped would block this process.
-                threading.Thread(target=self._try_to_abort, args=(url, rid), daemon=True).start()
+                threading.Thread(target=self._try_to_abort, args=(url, names), daemon=True).start()
             case Problem():
                 self._handle_problem(node, message)
             case Served():
@@ -821,10 +821,11 @@ class RolloutQueue:
         if self._log is not None:
             self._log(text)
 
-    def _try_to_abort(self, url: str, rid: str) -> None:
+    def _try_to_abort(self, url: str, names: Sequence[str]) -> None:
         if self._abort is not None:
             with contextlib.suppress(EngineError):  # `GenerateClient`'s deadline ends it
-                self._abort(url, rid)
+                for name in names:
+                    self._abort(url, name)
 
 
 def _unexpected_message(node: int, message: Event) -> CollectorFailed:

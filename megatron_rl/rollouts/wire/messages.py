@@ -193,14 +193,11 @@ class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag="dropped"):
     attempt: Count = 0
 
 
-class AbortRequest(msgspec.Struct, frozen=True, tag="abort"):
-    """Request to rank 0, which has the admin key, to abort requests on an engine.
-
-    rid: the name of the request, or the beginning of several.
-    """
+class AbortRequests(msgspec.Struct, frozen=True, tag="abort"):
+    """Request to rank 0, which has the admin key, to abort requests on an engine."""
 
     url: str
-    rid: str
+    names: tuple[str, ...]
 
 
 class EngineLeftOut(msgspec.Struct, frozen=True, tag="engine_left_out"):
@@ -249,7 +246,7 @@ class Problem(msgspec.Struct, frozen=True, tag="problem"):
 
 ToCollector = Configure | GroupRequest | Drop | Serve | Store | Stop
 FromCollector = (
-    Alive | GroupDone | Dropped | AbortRequest | EngineLeftOut | Served | Partial | Problem
+    Alive | GroupDone | Dropped | AbortRequests | EngineLeftOut | Served | Partial | Problem
 )
 
 

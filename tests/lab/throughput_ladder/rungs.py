@@ -171,5 +171,5 @@ def force_lengths() -> Iterator[None]:
         assert longest != body
         return longest
 
-    with patch("sglang_bridge.client.encode_request", encode):
+    with patch("sglang_bridge.post.encode_request", encode):
         yield

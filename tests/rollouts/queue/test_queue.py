@@ -22,7 +22,7 @@ from megatron_rl.rollouts.queue import CollectorFailed, RolloutQueue
 from megatron_rl.rollouts.queue.hub import CollectorConnected, CollectorHub, Event
 from megatron_rl.rollouts.queue.ledger import GroupEntry, GroupLedger, GroupState
 from megatron_rl.rollouts.wire.messages import (
-    AbortRequest,
+    AbortRequests,
     Alive,
     Configure,
     Drop,
@@ -176,7 +176,7 @@ def test_idle_is_not_called_for_each_message(queue: RolloutQueue, peer: Peer) ->
     """`idle` is a collective, and the requests of a frozen engine expire by the hundred."""
     queue.submit([request("a", evaluation=True)])
     for rid in range(100):
-        peer.send(AbortRequest("http://e", str(rid)))
+        peer.send(AbortRequests("http://e", (str(rid),)))
     peer.send(group_done("a"))
     calls: list[int] = []
     assert len(list(queue.as_completed(lambda: calls.append(1)))) == 1
@@ -323,30 +323,34 @@ def test_an_expired_request_is_aborted_in_the_background(hub: CollectorHub, peer
     aborts = queue_module.Queue[tuple[str, str]]()
     hang = threading.Event()
 
-    def abort(url: str, rid: str) -> None:
+    def abort(url: str, name: str) -> None:
         assert threading.current_thread().daemon, "another thread would keep the process alive"
-        aborts.put((url, rid))
-        hang.wait(30)
-        raise RequestFailed("no answer")
+        aborts.put((url, name))
+        if name != "a/0#1;":
+            hang.wait(30)
+            raise RequestFailed("no answer")
 
     queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4), abort=abort)
     queue.submit([request("a")])
-    for rid in ("a/0#1;", "a/1#2;"):
-        peer.send(AbortRequest("http://e", rid))
+    for names in (("a/0#1;", "a/1#2;", "a/2#3;"), ("a/3#4;",)):
+        peer.send(AbortRequests("http://e", names))
     peer.send(group_done("a"))
     assert len(list(queue.as_completed(idle))) == 1
-    assert {aborts.get(timeout=5), aborts.get(timeout=5)} == {
+    assert {aborts.get(timeout=5) for _ in range(3)} == {
         ("http://e", "a/0#1;"),
         ("http://e", "a/1#2;"),
+        ("http://e", "a/3#4;"),
     }
     hang.set()
+    time.sleep(0.05)
+    assert aborts.empty(), "an engine that does not answer is asked once"
 
 
 def test_an_expired_request_is_ignored_without_an_abort_function(
     queue: RolloutQueue, peer: Peer
 ) -> None:
     queue.submit([request("a")])
-    peer.send(AbortRequest("http://e", "a/0#1;"))
+    peer.send(AbortRequests("http://e", ("a/0#1;",)))
     peer.send(group_done("a"))
     assert len(list(queue.as_completed(idle))) == 1
 

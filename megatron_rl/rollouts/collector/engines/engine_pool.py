@@ -20,7 +20,7 @@ from megatron_rl.rollouts.collector.engines.partial_response import PartialRespo
 from megatron_rl.rollouts.collector.engines.response_sampler import ResponseSampler
 from megatron_rl.rollouts.wire.messages import (
     QUEUE_PER_SLOT,
-    AbortRequest,
+    AbortRequests,
     FromCollector,
     Priority,
 )
@@ -81,7 +81,7 @@ class EnginePool:
         self._threads = threads
         num_slots = QUEUE_PER_SLOT * settings.max_running_requests
         self._members = Members(node, self._open_client, num_slots, report)
-        self._gate = Gate(self._abort)
+        self._gate = Gate()
 
     @property
     def num_slots(self) -> int:
@@ -209,5 +209,5 @@ class EnginePool:
             ),
         )
 
-    async def _abort(self, url: str, rid: str) -> None:
-        await self._report(AbortRequest(url, rid))
+    async def _abort(self, url: str, names: Sequence[str]) -> None:
+        await self._report(AbortRequests(url, tuple(names)))

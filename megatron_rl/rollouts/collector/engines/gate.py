@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from sglang_bridge.client import GenerateClient
 
 # A request may be on its way to the engine when it is aborted, so it is aborted again.
 ABORT_SECONDS = 0.25
@@ -16,19 +18,15 @@ ABORT_SECONDS = 0.25
 class _RunningRequest:
     """A request that an engine works on. end: done once its tokens are counted."""
 
-    url: str
+    client: GenerateClient
     group: str
     end: asyncio.Future[None]
 
 
 class Gate:
-    """Open or shut for all requests, and shut for the groups that were stopped.
+    """Open or shut for all requests, and shut for the groups that were stopped."""
 
-    abort: aborts the requests of an engine, by its URL, whose names begin so.
-    """
-
-    def __init__(self, abort: Callable[[str, str], Awaitable[None]]) -> None:
-        self._abort = abort
+    def __init__(self) -> None:
         self._opening = asyncio.Event()
         self._opening.set()
         self._num_shuts = 0
@@ -86,8 +84,8 @@ class Gate:
         self._stopped_groups.add(group)
         # The group may be forgotten meanwhile. The next request with its id has to go on
         while self.is_stopped(group) and (requests := self._requests_of(group)):
-            for url in sorted({request.url for request in requests}):
-                await self._abort(url, f"{group}/")
+            for client in {request.client for request in requests}:
+                await client.abort(f"{group}/")
             await asyncio.wait([request.end for request in requests], timeout=ABORT_SECONDS)
         return self._num_sampled_of[group]
 
@@ -100,10 +98,10 @@ class Gate:
         self._num_sampled_of.pop(group, None)
 
     @contextlib.contextmanager
-    def pass_request(self, url: str, group: str) -> Iterator[None]:
+    def pass_request(self, client: GenerateClient, group: str) -> Iterator[None]:
         """Count a request that an engine works on."""
         end = asyncio.get_running_loop().create_future()
-        request = _RunningRequest(url, group, end)
+        request = _RunningRequest(client, group, end)
         self._running.add(request)
         self._rest.clear()
         try:

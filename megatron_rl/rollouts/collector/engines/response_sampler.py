@@ -244,7 +244,7 @@ class ResponseSampler:
     async def _request(self, member: Member) -> Generation:
         """Send one request, and count its tokens before it is over."""
         with (
-            self._gate.pass_request(member.engine.url, self._group),
+            self._gate.pass_request(member.client, self._group),
             self._members.count_request(member),
         ):
             try:
