@@ -8,15 +8,18 @@ from __future__ import annotations
 
 import os
 import pkgutil
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-if TYPE_CHECKING:
-    import torch
+import numpy as np
+import numpy.typing as npt
 
 VARIABLE = "SGLANG_BRIDGE_NARROW_ROUTES"
 # The key of a server's internal state that says whether its scheduler narrows routes.
 STATE_KEY = "sglang_bridge_narrow_routes"
-_CAPTURER = "sglang.srt.state_capturer.routed_experts.RoutedExpertsCapturer.get_topk"
+_COLLECT = (
+    "sglang.srt.managers.scheduler_components.batch_result_processor"
+    ".SchedulerBatchResultProcessor._maybe_collect_routed_experts"
+)
 _STATE = (
     "sglang.srt.managers.scheduler_components.internal_state"
     ".SchedulerInternalStateController.get_internal_state"
@@ -24,32 +27,48 @@ _STATE = (
 
 
 def register() -> None:
-    """Hook the scheduler's functions that return routes and its state."""
+    """Hook the scheduler's functions that collect routes and return its state."""
     if os.environ.get(VARIABLE) != "1":
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(_CAPTURER, narrow, HookType.AFTER)
+    HookRegistry.register(_COLLECT, _narrow_request, HookType.AFTER)
     HookRegistry.register(_STATE, _declare, HookType.AFTER)
 
 
-def narrow(rows: torch.Tensor | None, *_: Any, **__: Any) -> torch.Tensor | None:
+def narrow(routes: npt.NDArray[np.int32]) -> npt.NDArray[np.integer[Any]]:
     """Return the routes of a request in the smallest type that holds them.
 
-    rows: int32 [inputs, layers, topk], or None. Rows with a negative number stay as they are: no
-    expert has it, and the client refuses it. As an unsigned number it might look like an expert.
+    routes: [inputs, layers, topk], not empty. A negative number stays as it is: no expert has it,
+    and the client refuses it. As an unsigned number it might look like an expert.
     """
-    import torch
+    if routes.min() < 0:
+        return routes
+    highest = routes.max()
+    for dtype in (np.uint8, np.uint16):
+        if highest <= np.iinfo(dtype).max:
+            return routes.astype(dtype)
+    return routes
 
+
+def _narrow_request(result: None, processor: Any, req: Any) -> None:
+    """Narrow the routes that the scheduler has collected for a request that ends.
+
+    Without a detokenizer they become the reply's base64: text reaches the HTTP process much faster
+    than a tensor. A detokenizer would encode a tensor itself.
+    """
+    import pybase64
+    import torch
+    from sglang.srt.runtime_context import get_serving
+
+    rows = req.routed_experts
     if rows is None or rows.numel() == 0:
-        return rows
-    low, high = torch.aminmax(rows)
-    if low < 0:
-        return rows
-    for dtype in (torch.uint8, torch.uint16):
-        if high <= torch.iinfo(dtype).max:
-            return rows.to(dtype)
-    return rows
+        return
+    routes = np.ascontiguousarray(narrow(rows.numpy()))
+    if get_serving().skip_tokenizer_init:
+        req.routed_experts = pybase64.b64encode_as_string(routes.data.cast("B"))
+    else:
+        req.routed_experts = torch.from_numpy(routes)
 
 
 def _declare(reply: Any, *_: Any, **__: Any) -> Any:
@@ -58,8 +77,8 @@ def _declare(reply: Any, *_: Any, **__: Any) -> Any:
 
 
 def _is_hooked() -> bool:
-    """Return False if SGLang could not hook `narrow`: then it has only logged that."""
+    """Return False if SGLang could not hook the collection: then it has only logged that."""
     try:
-        return hasattr(pkgutil.resolve_name(_CAPTURER), "__wrapped__")
+        return hasattr(pkgutil.resolve_name(_COLLECT), "__wrapped__")
     except (ImportError, AttributeError):
         return False

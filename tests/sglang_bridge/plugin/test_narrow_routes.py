@@ -4,8 +4,8 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -15,35 +15,27 @@ from sglang_bridge.plugin.narrow_routes import VARIABLE, narrow
 @pytest.mark.parametrize(
     ("expert", "dtype"),
     [
-        (0, torch.uint8),
-        (255, torch.uint8),
-        (256, torch.uint16),
-        (65535, torch.uint16),
-        (65536, torch.int32),
-        (2**31 - 1, torch.int32),
-        (-1, torch.int32),  # 255 as uint8, a valid expert of 256
-        (-(2**31), torch.int32),
+        (0, np.uint8),
+        (255, np.uint8),
+        (256, np.uint16),
+        (65535, np.uint16),
+        (65536, np.int32),
+        (2**31 - 1, np.int32),
+        (-1, np.int32),  # 255 as uint8, a valid expert of 256
+        (-(2**31), np.int32),
     ],
 )
-def test_the_largest_expert_decides_the_type(expert: int, dtype: torch.dtype) -> None:
-    rows = torch.zeros(3, 2, 4, dtype=torch.int32)
-    rows[1, 1, 2] = expert
-    result = narrow(rows)
-    assert result is not None and result.dtype == dtype
-    assert result.to(torch.int64).equal(rows.to(torch.int64))
+def test_the_largest_expert_decides_the_type(expert: int, dtype: type[np.integer]) -> None:
+    routes = np.zeros((3, 2, 4), np.int32)
+    routes[1, 1, 2] = expert
+    result = narrow(routes)
+    assert result.dtype == dtype and np.array_equal(result, routes)
 
 
 @given(st.lists(st.integers(-3, 70_000), min_size=1, max_size=12))
 def test_no_expert_changes(experts: list[int]) -> None:
-    rows = torch.tensor(experts, dtype=torch.int32).view(-1, 1, 1)
-    result = narrow(rows)
-    assert result is not None and result.to(torch.int64).view(-1).tolist() == experts
-    assert len(result.numpy().tobytes()) % len(experts) == 0
-
-
-@pytest.mark.parametrize("rows", [None, torch.zeros(0, 2, 4, dtype=torch.int32)])
-def test_a_request_without_routes_is_left_alone(rows: torch.Tensor | None) -> None:
-    assert narrow(rows) is rows
+    routes = np.array(experts, np.int32).reshape(-1, 1, 1)
+    assert narrow(routes).ravel().tolist() == experts
 
 
 @pytest.mark.parametrize("value", ["0", "", "yes"])
@@ -55,46 +47,86 @@ def test_nothing_happens_in_servers_that_the_bridge_did_not_start(value: str) ->
     subprocess.run([sys.executable, "-c", code], env={VARIABLE: value}, check=True, timeout=60)
 
 
+COLLECT = "_maybe_collect_routed_experts"
 STAND_INS = """
+import base64
 import sys
 from types import ModuleType, SimpleNamespace
+
+import torch
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_bridge.plugin.narrow_routes import STATE_KEY, register
 
+PROCESSOR = "sglang.srt.managers.scheduler_components.batch_result_processor"
 INTERNAL_STATE = "sglang.srt.managers.scheduler_components.internal_state"
 
 class SchedulerInternalStateController:
     def get_internal_state(self):
         return SimpleNamespace(internal_state={})
 
-class RoutedExpertsCapturer:
+class SchedulerBatchResultProcessor:
     pass
 
-setattr(RoutedExpertsCapturer, sys.argv[1], lambda self: None)
+setattr(SchedulerBatchResultProcessor, sys.argv[1], lambda self, req: None)
+
+def get_serving():
+    return SimpleNamespace(skip_tokenizer_init=sys.argv[2] == "text")
 
 def stand_in(name, member):
     module = sys.modules[name] = ModuleType(name)
     setattr(module, member.__name__, member)
 
 stand_in(INTERNAL_STATE, SchedulerInternalStateController)
-stand_in("sglang.srt.state_capturer.routed_experts", RoutedExpertsCapturer)
+stand_in(PROCESSOR, SchedulerBatchResultProcessor)
 register()
 HookRegistry.apply_hooks()
 print(SchedulerInternalStateController().get_internal_state().internal_state[STATE_KEY])
 """
 
 
-@pytest.mark.parametrize(
-    ("name", "word"), [("get_topk", "True"), ("get_routes_of_another_version", "False")]
-)
-def test_an_engine_says_that_it_narrows_only_if_its_version_has_what_is_hooked(
-    name: str, word: str
-) -> None:
-    result = subprocess.run(
-        [sys.executable, "-c", STAND_INS, name],
+def run_stand_ins(
+    name: str, kind: str = "text", *, more: str = ""
+) -> subprocess.CompletedProcess[str]:
+    """Run the plugin in a process in which modules of SGLang are stand-ins.
+
+    name: of the method that collects routes.
+    """
+    return subprocess.run(
+        [sys.executable, "-c", STAND_INS + more, name, kind],
         env=os.environ | {VARIABLE: "1"},
         capture_output=True,
         text=True,
         timeout=120,
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "word"), [(COLLECT, "True"), ("collect_in_another_version", "False")]
+)
+def test_an_engine_says_that_it_narrows_only_if_its_version_has_what_is_hooked(
+    name: str, word: str
+) -> None:
+    result = run_stand_ins(name)
     assert result.stdout.splitlines()[-1:] == [word], result.stderr[-2000:]
+
+
+HOOK = """
+rows = torch.tensor([[[3, 250]], [[7, 9]]], dtype=torch.int32)
+req = SimpleNamespace(routed_experts=rows)
+stand_in("sglang.srt.runtime_context", get_serving)
+SchedulerBatchResultProcessor()._maybe_collect_routed_experts(req)
+if sys.argv[2] == "text":
+    assert base64.b64decode(req.routed_experts) == bytes([3, 250, 7, 9])
+else:
+    assert req.routed_experts.equal(rows.to(torch.uint8))
+empty = SimpleNamespace(routed_experts=None)
+SchedulerBatchResultProcessor()._maybe_collect_routed_experts(empty)
+assert empty.routed_experts is None
+"""
+
+
+@pytest.mark.parametrize("kind", ["text", "tensor"])
+def test_routes_are_sent_as_text_unless_a_detokenizer_encodes_them(kind: str) -> None:
+    """A request without routes is left alone."""
+    result = run_stand_ins(COLLECT, kind, more=HOOK)
+    assert result.returncode == 0, result.stderr[-2000:]
