@@ -28,25 +28,21 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 
-import pytest
-
-from megatron_rl.models.families import read_shape
-from megatron_rl.rollouts.collector.engines.engine_pool import RequestForm
-from sglang_bridge.engine import Engine
 from sglang_bridge.keys import RunKeys, create_keys
-from sglang_bridge.plugin import narrow_routes
+from tests.lab.throughput_ladder.engines import (
+    Engines,
+    force_lengths,
+    request_form,
+    start_engines,
+)
 from tests.lab.throughput_ladder.rungs import (
     BASELINE,
     RUNGS,
-    Engines,
     StepResult,
-    force_lengths,
     run_step,
-    working_scorer,
+    slow_scorer,
 )
 from tests.lab.throughput_ladder.workload import Workload
-from tests.support.engines import running_engine
-from tests.support.policies import TWO_DIGIT_ADDITION
 
 # Student's t at 97.5 % by degrees of freedom; beyond them 2 is close enough.
 _T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)
@@ -118,41 +114,26 @@ def half_width(values: Sequence[float]) -> float:
 def _start_engines(
     stack: contextlib.ExitStack, logs: Path, keys: RunKeys, options: argparse.Namespace
 ) -> Engines:
-    engines: dict[str, list[Engine]] = {"1": [], "0": []}
-    for value, group in engines.items():
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(narrow_routes.VARIABLE, value)
-            for index in range(2):
-                folder = logs / f"{value}-{index}"
-                folder.mkdir()
-                engine = running_engine(
-                    TWO_DIGIT_ADDITION,
-                    folder,
-                    max_running_requests=options.max_running,
-                    dtype=options.dtype,
-                    keys=keys,
-                )
-                server = stack.enter_context(engine)
-                if server.admin().narrows_routes() != (value == "1"):
-                    raise SystemExit(
-                        f"{server.url}: the plugin narrow_routes does not run there, so that no "
-                        "rung has narrow routes. Run make install, and leave SGLANG_PLUGINS out"
-                    )
-                group.append(server.engine)
-    return Engines(narrow=engines["1"], wide=engines["0"])
+    lists = [
+        start_engines(
+            stack,
+            logs,
+            keys,
+            count=2,
+            max_running=options.max_running,
+            dtype=options.dtype,
+            narrow=narrow,
+        )
+        for narrow in (True, False)
+    ]
+    return Engines(*lists)
 
 
 async def _measure(engines: Engines, keys: RunKeys, options: argparse.Namespace) -> Results:
-    shape = read_shape(TWO_DIGIT_ADDITION)
     workload = Workload(prompts=options.prompts, spread=options.spread)
-    form = RequestForm(
-        api_key=keys.api_key,
-        longest_response=workload.cap,
-        route_shape=(shape.num_layers, shape.route_shape.topk),
-        vocab_size=shape.vocab_size,
-    )
+    form = request_form(workload, keys)
     results: Results = defaultdict(list)
-    async with working_scorer(options.scoring_ms / 1e3, options.scorers) as rewards:
+    async with slow_scorer(options.scorers, {"seconds": options.scoring_ms / 1e3}) as rewards:
         # The first round lets engines compile and fill their caches
         for round_index in range(options.rounds + 1):
             for seed in range(options.seeds):

@@ -8,12 +8,11 @@ import hashlib
 import sys
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
-from unittest.mock import patch
 
 from megatron_rl.config.schema import EngineSettings, RewardSettings
 from megatron_rl.contracts.prompt import Prompt, Sampling
@@ -24,12 +23,11 @@ from megatron_rl.rollouts.user_process.messages import OpenClass
 from megatron_rl.rollouts.user_process.remote_class import RemoteClass
 from megatron_rl.rollouts.user_process.user_classes import ScorerInProcess
 from megatron_rl.rollouts.wire.messages import FromCollector, Priority
-from sglang_bridge.engine import Engine
 from sglang_bridge.generation import Generation
-from sglang_bridge.request import encode_request
+from tests.lab.throughput_ladder.engines import Engines
 from tests.lab.throughput_ladder.workload import Response
 
-SCORER = "tests.lab.throughput_ladder.scorer:Working"
+SCORER = "tests.lab.throughput_ladder.scorer:Slow"
 
 
 class Order(StrEnum):
@@ -66,18 +64,16 @@ RUNGS = (
 
 @dataclass(frozen=True)
 class StepResult:
-    """seconds: from the first request to the last verdict. digest: of everything sampled."""
+    """seconds: from the first request to the last verdict. digest: of everything sampled.
+
+    exposed_seconds: from the last response to the last verdict. last_scored: the name of the
+    response whose verdict came last.
+    """
 
     seconds: float
     digest: str
-
-
-@dataclass(frozen=True)
-class Engines:
-    """The same engines with and without the plugin for routes."""
-
-    narrow: Sequence[Engine]
-    wide: Sequence[Engine]
+    exposed_seconds: float = 0.0
+    last_scored: str = ""
 
 
 async def run_step(
@@ -102,14 +98,19 @@ async def run_step(
 async def _run(
     rung: Rung, pool: EnginePool, rewards: RewardRunner, responses: Sequence[Response]
 ) -> StepResult:
+    last_response = 0.0
+    last_scored = ""
+
     async def score(response: Response) -> None:
-        prompt = Prompt(
-            id=response.name, token_ids=tuple(response.token_ids), answer="", task="ladder"
+        nonlocal last_scored
+        verdict = await rewards.score(
+            prompt_of(response), "", FinishReason.STOP, subject=response.name
         )
-        verdict = await rewards.score(prompt, "", FinishReason.STOP, subject=response.name)
         assert verdict.reward == 1.0, verdict.reason
+        last_scored = response.name
 
     async def sample(response: Response) -> Generation:
+        nonlocal last_response
         generation = await pool.generate(
             response.token_ids,
             Sampling(max_new_tokens=response.length, temperature=1.0),
@@ -120,6 +121,7 @@ async def _run(
             priority=_priority(rung.order, response),
         )
         assert len(generation.output_ids) == response.length
+        last_response = time.monotonic()
         if rung.overlaps:
             await score(response)
         return generation
@@ -128,13 +130,18 @@ async def _run(
     generations = await asyncio.gather(*map(sample, responses))
     if not rung.overlaps:
         await asyncio.gather(*map(score, responses))
-    seconds = time.monotonic() - start
+    end = time.monotonic()
     digest = hashlib.sha256()
     for generation in generations:
         assert generation.routes is not None
         for array in (generation.output_ids, generation.logprobs, generation.routes):
             digest.update(array.tobytes())
-    return StepResult(seconds, digest.hexdigest())
+    return StepResult(end - start, digest.hexdigest(), end - last_response, last_scored)
+
+
+def prompt_of(response: Response) -> Prompt:
+    """Return the prompt that the scorer of a response gets."""
+    return Prompt(id=response.name, token_ids=tuple(response.token_ids), answer="", task="ladder")
 
 
 def _priority(order: Order, response: Response) -> Priority:
@@ -147,9 +154,9 @@ async def _ignore(message: FromCollector) -> None:
 
 
 @contextlib.asynccontextmanager
-async def working_scorer(seconds: float, processes: int) -> AsyncIterator[RewardRunner]:
-    """Open a scorer that works for so long on each response."""
-    settings = RewardSettings(name=SCORER, options={"seconds": seconds})
+async def slow_scorer(processes: int, options: Mapping[str, Any]) -> AsyncIterator[RewardRunner]:
+    """Open a scorer that takes time for each response. options: of its class."""
+    settings = RewardSettings(name=SCORER, options=dict(options))
     opening = OpenClass(search_path=tuple(sys.path), reward=settings, grace_s=5.0)
     remote_classes = [RemoteClass(SCORER, opening, open_timeout_s=60.0) for _ in range(processes)]
     try:
@@ -159,17 +166,3 @@ async def working_scorer(seconds: float, processes: int) -> AsyncIterator[Reward
     finally:
         for remote_class in remote_classes:
             await remote_class.close()
-
-
-@contextlib.contextmanager
-def force_lengths() -> Iterator[None]:
-    """Let every request of this process end at `max_new_tokens` alone."""
-
-    def encode(*arguments: Any, **options: Any) -> bytes:
-        body = encode_request(*arguments, **options)
-        longest = body.replace(b'"ignore_eos":false', b'"ignore_eos":true')
-        assert longest != body
-        return longest
-
-    with patch("sglang_bridge.post.encode_request", encode):
-        yield
