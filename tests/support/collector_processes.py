@@ -56,9 +56,15 @@ def collector_processes(
 
 @contextlib.contextmanager
 def engine_of_each_node(
-    count: int, model_path: Path, logs: Path, keys: RunKeys, *, max_running_requests: int
+    count: int,
+    model_path: Path,
+    logs: Path,
+    keys: RunKeys,
+    *,
+    max_running_requests: int,
+    has_core: bool = False,
 ) -> Iterator[list[ManagedEngine]]:
-    """Start one engine for each node."""
+    """Start one engine for each node. has_core: each runs on one core, another one for each."""
     with contextlib.ExitStack() as stack:
         engines = []
         for node in range(count):
@@ -67,8 +73,20 @@ def engine_of_each_node(
             engine = running_engine(
                 model_path, folder, max_running_requests=max_running_requests, keys=keys
             )
-            engines.append(stack.enter_context(engine))
+            with _on_core(node) if has_core else contextlib.nullcontext():
+                engines.append(stack.enter_context(engine))
         yield engines
+
+
+@contextlib.contextmanager
+def _on_core(number: int) -> Iterator[None]:
+    """Run this process on one core alone, which processes that it starts meanwhile inherit."""
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {sorted(cores)[number % len(cores)]})
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
 
 
 def on_nodes(engines: Sequence[ManagedEngine]) -> list[Engine]:

@@ -4,7 +4,8 @@ Start it in the root of the repository. Nothing else should use the cores:
 
     python -m tests.lab.throughput_ladder.binding
 
-Two nodes have a collector and a real engine each. They sample the responses of
+Two nodes have a collector and a real engine each. An engine runs on one core, which the other one
+does not use: nodes do not lend each other their processors. They sample the responses of
 `throughput_ladder`, with forced lengths, through the queue of rank 0. With early binding, every
 group goes to a node as soon as it is requested, as `RolloutQueue.send_waiting` does it. Each seed
 is a step with other prompts and lengths. In each round, each step is sampled in all ways, one after
@@ -77,6 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             Path(logs),
             keys,
             max_running_requests=options.max_running,
+            has_core=True,
         ) as engines,
         collector_processes(hub, NUM_NODES, module=forced_collector.__name__),
     ):
