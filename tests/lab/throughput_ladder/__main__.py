@@ -26,7 +26,7 @@ import tempfile
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import fmean
 
 from sglang_bridge.keys import RunKeys, create_keys
 from tests.lab.throughput_ladder.engines import (
@@ -43,9 +43,7 @@ from tests.lab.throughput_ladder.rungs import (
     slow_scorer,
 )
 from tests.lab.throughput_ladder.workload import Workload
-
-# Student's t at 97.5 % by degrees of freedom; beyond them 2 is close enough.
-_T = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23, 2.20, 2.18, 2.16, 2.14)
+from tests.support.intervals import half_width
 
 Results = dict[str, list[StepResult]]
 
@@ -102,13 +100,6 @@ def table(results: Results) -> Iterator[str]:
         seconds = fmean(step.seconds for step in steps)
         ratios = [base.seconds / step.seconds for base, step in zip(baseline, steps, strict=True)]
         yield f"| {name} | {seconds:.2f} | {fmean(ratios):.2f} ± {half_width(ratios):.2f} |"
-
-
-def half_width(values: Sequence[float]) -> float:
-    """Return half of the interval of 95 % of the mean."""
-    freedom = len(values) - 1
-    factor = _T[freedom - 1] if freedom <= len(_T) else 2.0
-    return float(factor * stdev(values) / len(values) ** 0.5)
 
 
 def _start_engines(

@@ -39,7 +39,6 @@ from megatron_rl.rollouts.wire.messages import GroupRequest
 from megatron_rl.rollouts.wire.store import read_rollout
 from sglang_bridge.keys import create_keys
 from tests.lab.throughput_ladder import forced_collector
-from tests.lab.throughput_ladder.__main__ import half_width
 from tests.lab.throughput_ladder.workload import Workload
 from tests.support.collector_processes import (
     collector_processes,
@@ -47,6 +46,7 @@ from tests.support.collector_processes import (
     engine_of_each_node,
     on_nodes,
 )
+from tests.support.intervals import half_width
 from tests.support.policies import TWO_DIGIT_ADDITION
 
 NUM_NODES = 2

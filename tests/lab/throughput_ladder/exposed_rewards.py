@@ -40,7 +40,6 @@ from typing import Any
 from megatron_rl.records.past_run import read_metrics
 from sglang_bridge.engine import Engine
 from sglang_bridge.keys import RunKeys, create_keys
-from tests.lab.throughput_ladder.__main__ import half_width
 from tests.lab.throughput_ladder.engines import (
     Engines,
     force_lengths,
@@ -57,6 +56,7 @@ from tests.lab.throughput_ladder.rungs import (
 )
 from tests.lab.throughput_ladder.scorer import Slow
 from tests.lab.throughput_ladder.workload import Workload
+from tests.support.intervals import half_width
 from tests.support.jobs import start_job
 
 SCORERS: Mapping[str, Mapping[str, Any]] = {

@@ -2,9 +2,10 @@
 
 import pytest
 
-from tests.lab.throughput_ladder.__main__ import half_width, main, parse_arguments, table
+from tests.lab.throughput_ladder.__main__ import main, parse_arguments, table
 from tests.lab.throughput_ladder.rungs import RUNGS, StepResult
 from tests.lab.throughput_ladder.workload import Workload
+from tests.support.intervals import half_width
 
 
 def test_a_step_is_the_same_for_every_rung_and_differs_by_seed() -> None:
