@@ -34,7 +34,7 @@ _REQUEST_AT_FAULT = frozenset({400, 413, 422})
 # Decoding so many bytes takes less than a millisecond: too little for another thread.
 _SMALL_REPLY_BYTES = 32 * 1024
 # In one HTTP request. More save little, and an engine reads them while it answers nobody.
-_MAX_REQUESTS = 32
+MAX_REQUESTS_TOGETHER = 32
 
 Abort = Callable[[str, Sequence[str]], Coroutine[Any, Any, None]]
 
@@ -191,7 +191,7 @@ class GenerateClient:
                 groups[request.return_routes, request.first_route_row].append(pending)
         self._unsent_requests.clear()
         for group in groups.values():
-            for pending_requests in itertools.batched(group, _MAX_REQUESTS):
+            for pending_requests in itertools.batched(group, MAX_REQUESTS_TOGETHER):
                 self._post(pending_requests)
 
     def _post(self, pending_requests: Sequence[PendingRequest]) -> None:

@@ -37,7 +37,8 @@ class Peer:
     ) -> None:
         # The context of the process: a context that is collected as garbage waits for its sockets,
         # and a failed test leaves its peers open.
-        self._socket = zmq.Context.instance().socket(zmq.DEALER)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context.instance()
+        self._socket = context.socket(zmq.DEALER)
         present_run_key(self._socket, run_key or hub.run_key)
         self._socket.routing_id = name or collector_name(node, epoch).encode()
         self._socket.linger = 0
