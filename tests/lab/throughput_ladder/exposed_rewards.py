@@ -57,7 +57,7 @@ from tests.lab.throughput_ladder.rungs import (
 from tests.lab.throughput_ladder.scorer import Slow
 from tests.lab.throughput_ladder.workload import Workload
 from tests.support.intervals import half_width
-from tests.support.jobs import start_job
+from tests.support.jobs import ROOT, start_job
 
 SCORERS: Mapping[str, Mapping[str, Any]] = {
     "waits 0.3 s": {"seconds": 0.3, "waits": True},
@@ -112,7 +112,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print("\n".join(table(exposures)))
     if options.runs:
         print()
-        print("\n".join(_measure_runs(options.runs)))
+        for line in measure_runs(options.runs):
+            print(line, flush=True)
     return 0
 
 
@@ -207,7 +208,7 @@ def _exposure(result: StepResult, calls: Mapping[str, float]) -> Exposure:
     )
 
 
-def _measure_runs(num_steps: int) -> Iterator[str]:
+def measure_runs(num_steps: int) -> Iterator[str]:
     """Yield the lines of the table of runs. The first step of a run is left out."""
     yield "| scorer | processes | max_staleness | sampling, s | exposed, s | waits, s |"
     yield "|---|---|---|---|---|---|"
@@ -229,12 +230,14 @@ def _run(
 ) -> list[dict[str, float]]:
     """Train the quickstart, and return the times of its steps."""
     options = ", ".join(f"{key}: {value}" for key, value in settings.items())
+    os.environ["PYTHONPATH"] = str(ROOT)  # of the scorer
     with tempfile.TemporaryDirectory() as root:
         job = start_job(
             Path(root),
             "eval.every=0",
             f"train.total_steps={num_steps}",
             "rollout.prompts_per_step=32",
+            "engine.max_running_requests=8",  # so that responses end one after the other
             "reward=custom",
             f"reward.name={SCORER}",
             f"reward.options={{{options}}}",
@@ -246,7 +249,7 @@ def _run(
         if job.returncode:
             raise SystemExit(f"a run ended with code {job.returncode}:\n{output[-4000:]}")
         records = [r for r in read_metrics(Path(root) / "job") if "time/step" in r]
-    times = [{name: record[f"time/{name}"] or 0.0 for name in TIMES} for record in records]
+    times = [{name: record.get(f"time/{name}") or 0.0 for name in TIMES} for record in records]
     print(f"{options}, {processes}, staleness {staleness}: {times}", file=sys.stderr, flush=True)
     return times
 
