@@ -13,6 +13,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_rl.config.schema import ModelSettings, ParallelSettings
 from megatron_rl.mcore.layer_spec import decoder_spec
+from megatron_rl.mcore.layers.packed_rotary import PackedRotaryEmbedding
 from megatron_rl.mcore.seams import keep_expert_bias
 from megatron_rl.mcore.transformer_config import transformer_config
 from megatron_rl.models.shape import ModelShape
@@ -68,6 +69,14 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     chunk.model_type = ModelType.encoder_or_decoder
+    if not config.multi_latent_attention and not config.apply_rope_fusion:
+        chunk.rotary_pos_emb = PackedRotaryEmbedding(
+            kv_channels=config.kv_channels,
+            rotary_percent=1.0,
+            rotary_interleaved=config.rotary_interleaved,
+            rotary_base=int(shape.rope_theta),
+            use_cpu_initialization=config.use_cpu_initialization,
+        )
     for module in chunk.modules():
         if isinstance(module, MoELayer):
             module.register_forward_hook(_release_probabilities)
