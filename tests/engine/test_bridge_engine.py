@@ -29,7 +29,7 @@ from sglang_bridge.weights.crew import SendReport
 from sglang_bridge.weights.disk import DiskTransport
 from sglang_bridge.weights.distributed import DistributedTransport
 from sglang_bridge.weights.expectation import WeightExpectation
-from tests.lab.throughput_ladder.rungs import force_lengths
+from tests.lab.throughput_ladder.engines import force_lengths
 from tests.sglang_bridge.tiny_model import EXPERTS, LAYERS, TOP_K, write_tiny_model
 from tests.support.engines import flush_idle_cache, running_engine
 from tests.support.updaters import SoleUpdater, in_units
