@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 
 from sglang_bridge.errors import RequestFailed
-from sglang_bridge.generation import FinishReason, Generation, decode_generation
+from sglang_bridge.generation import FinishReason, Generation, GenerationRejected, decode_generation
 from sglang_bridge.post import PendingRequest, Post
 from sglang_bridge.reply_stream import Pieces
 from sglang_bridge.request import GenerateRequest, Sampling
@@ -33,7 +33,8 @@ _UNUSED_HEADERS = ("Accept", "Accept-Encoding", "User-Agent")
 _REQUEST_AT_FAULT = frozenset({400, 413, 422})
 # Decoding so many bytes takes less than a millisecond: too little for another thread.
 _SMALL_REPLY_BYTES = 32 * 1024
-# In one HTTP request. More save little, and an engine reads them while it answers nobody.
+# The most requests in one HTTP request. More save little, and the engine answers nobody while it
+# reads them.
 MAX_REQUESTS_TOGETHER = 32
 
 Abort = Callable[[str, Sequence[str]], Coroutine[Any, Any, None]]
@@ -114,8 +115,7 @@ class GenerateClient:
                 "return_routes=True: GenerateClient needs route_shape=(hidden layers, top-k)"
             )
         request = GenerateRequest(
-            # The engine refuses a name that it still knows
-            name=f"{rid}#{next(self._requests)};",
+            name=self._new_name(rid),
             input_ids=input_ids,
             sampling=sampling,
             return_routes=return_routes,
@@ -142,7 +142,7 @@ class GenerateClient:
         return self._after_abort(generation, request)
 
     async def abort(self, beginning: str) -> None:
-        """Let the engine end the requests that run, if their names begin so."""
+        """End the running requests whose names start with `beginning`, on the engine too."""
         names = [pending.request.name for pending in self._pending_requests]
         names = [name for name in names if name.startswith(beginning)]
         if names and self._abort is not None:
@@ -174,7 +174,7 @@ class GenerateClient:
         await self.close()
 
     def _send(self, request: GenerateRequest) -> PendingRequest:
-        """Send a request together with those that are made at the same moment."""
+        """Send a request, together with those that are made at the same moment."""
         loop = asyncio.get_running_loop()
         pending = PendingRequest(request, loop.create_future())
         self._pending_requests.add(pending)
@@ -200,20 +200,27 @@ class GenerateClient:
         post.task.add_done_callback(partial(self._handle_failure, post))
 
     def _handle_failure(self, post: Post, task: asyncio.Task[None]) -> None:
-        """Fail the requests that still wait when their HTTP request ends."""
+        """Fail the requests that wait for an HTTP request that has failed, or send them again.
+
+        If one of several may be at fault, and nothing says which, each is sent alone. It has a new
+        name: the engine aborts the names of a failed HTTP request two seconds later.
+        """
         error = None if task.cancelled() else task.exception()
         if error is None:
             return
-        is_fault = isinstance(error, RequestFailed) and not may_succeed_elsewhere(error)
+        may_be_one_s_fault = isinstance(error, GenerationRejected) or (
+            isinstance(error, RequestFailed) and not may_succeed_elsewhere(error)
+        )
         for pending in post.waiting_requests:
-            if is_fault and post.has_several:
-                # One of them is at fault, and the engine does not say which
+            if may_be_one_s_fault and post.has_several:
+                name = self._new_name(pending.request.name.rpartition("#")[0])
+                pending.request = replace(pending.request, name=name)
                 self._post([pending])
             else:
                 pending.answer.set_exception(error)
 
     def _leave(self, pending: PendingRequest) -> None:
-        """Wait for an answer no longer. The engine ends a request that runs."""
+        """Wait for an answer no longer, and let the engine end the request."""
         self._pending_requests.discard(pending)
         answer = pending.answer
         if answer.done():
@@ -232,8 +239,20 @@ class GenerateClient:
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(self._forget)
         return task
+
+    def _forget(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # so that asyncio does not report that nobody reads it
+
+    def _new_name(self, rid: str) -> str:
+        """Return a name that the engine does not know yet.
+
+        It ends with a sign that no number has: the engine aborts all names with the same beginning.
+        """
+        return f"{rid}#{next(self._requests)};"
 
     async def _wait_for_answer(self, answer: asyncio.Future[Pieces]) -> bool:
         """Wait for as long as the engine answers any request.
@@ -256,8 +275,8 @@ class GenerateClient:
         Raises `RequestExpired` when there is none.
         """
         if self._abort is not None:
-            pending.is_aborted = True
             await self._abort(self.url, [pending.request.name])
+            pending.is_aborted = True
             await asyncio.wait(
                 {pending.answer}, timeout=min(_ABORT_SECONDS, self._deadline_seconds)
             )

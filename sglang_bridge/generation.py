@@ -223,7 +223,7 @@ def _tokens(output_ids: list[int], vocab_size: int | None) -> npt.NDArray[np.int
 def _raise_refusal(reason: _FinishReason | None) -> None:
     """Raise `RequestFailed` if an engine has refused a request whose reply is streamed.
 
-    The status of another reply says so.
+    For a reply that is not streamed, the status of the HTTP reply tells this.
     """
     status = None if reason is None else reason.status_code
     if reason is None or status is None or status < 400:

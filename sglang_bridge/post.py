@@ -38,8 +38,9 @@ class PendingRequest:
 class Post:
     """Sends requests in one HTTP request, and gives each its answer as soon as it is there.
 
-    pending_requests: as `encode_request` takes them. route_shape: (hidden layers, top-k).
-    task: runs the request. Its end closes the connection.
+    pending_requests: with the same `return_routes` and `first_route_row`.
+    route_shape: (hidden layers, top-k).
+    task: runs the request. To cancel it closes the connection.
     """
 
     def __init__(

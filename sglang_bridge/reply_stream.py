@@ -16,7 +16,7 @@ _END = b"data: [DONE]"
 _INDEX = re.compile(rb'"index":\s*(\d{1,9})\s*}\s*$')
 _TAIL_BYTES = 64
 _UNFINISHED = b'"finish_reason":null'
-# A reply that has only its first token is smaller.
+# A reply with only the first token is smaller.
 _MAX_UNFINISHED_BYTES = 8 * 1024
 
 Pieces = list[bytes]
@@ -38,7 +38,7 @@ class ReplyStream:
         Raises `GenerationRejected` for what is no reply, and `RequestFailed` for the engine's
         refusal of all the requests.
         """
-        first, *others = piece.split(b"\n")  # JSON has none
+        first, *others = piece.split(b"\n")  # JSON has no raw newline
         self._line.append(first)
         for part in others:
             line = self._line

@@ -49,8 +49,8 @@ class GenerateRequest:
 def encode_request(*requests: GenerateRequest) -> bytes:
     """Encode the body of a `/generate` request for one or more responses.
 
-    Several have the same `return_routes` and `first_route_row`. The engine answers them in a
-    stream: each response as soon as it is there, and before that its first token.
+    Several must have the same `return_routes` and `first_route_row`. The engine answers them in a
+    stream: the first token of each, and each response as soon as it is complete.
 
     They are sampled without top-k and penalties. With top_p=1 the distribution is not truncated.
     """
@@ -100,6 +100,7 @@ def _sampling_parameters(request: GenerateRequest) -> dict[str, Any]:
 def _streamed_parameters(request: GenerateRequest) -> dict[str, Any]:
     """The parameters of a request whose reply is streamed.
 
-    SGLang sends the first token at once. Nothing more comes before the end.
+    SGLang sends the first token at once, and nothing more before the end. So if it aborts a request
+    that it has retracted, its reply has no other token.
     """
     return _sampling_parameters(request) | {"stream_interval": request.sampling.max_new_tokens}

@@ -99,6 +99,7 @@ _UNSUPPORTED = {
         "--enable-pdmux",
     ),
     "the record of routes has no room for draft tokens": ("--speculative-algorithm",),
+    "its streamed replies would lack their first token": ("--incremental-streaming-output",),
     "tokens whose keys and values come from elsewhere get the routes of other tokens": (
         "--enable-hierarchical-cache",
         "--enable-lmcache",

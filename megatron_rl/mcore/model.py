@@ -69,13 +69,15 @@ def _build_chunk(
         vp_stage=vp_stage,
     )
     chunk.model_type = ModelType.encoder_or_decoder
-    if not config.multi_latent_attention and not config.apply_rope_fusion:
+    # On a GPU, Megatron would wait for each sequence's bounds in each layer
+    if not on_gpu and not config.multi_latent_attention:
         chunk.rotary_pos_emb = PackedRotaryEmbedding(
             kv_channels=config.kv_channels,
             rotary_percent=1.0,
             rotary_interleaved=config.rotary_interleaved,
             rotary_base=int(shape.rope_theta),
             use_cpu_initialization=config.use_cpu_initialization,
+            cp_group=chunk.pg_collection.cp,
         )
     for module in chunk.modules():
         if isinstance(module, MoELayer):

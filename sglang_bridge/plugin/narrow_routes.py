@@ -1,4 +1,4 @@
-"""Sends an expert of a route as one or two bytes instead of four.
+"""Sends an expert of a route as one or two bytes instead of four, and routes as text.
 
 SGLang finds `register` through its entry point group `sglang.srt.plugins` (`setup.py`). It acts in
 servers that the bridge starts, or that you start with `SGLANG_BRIDGE_NARROW_ROUTES=1`.
@@ -62,7 +62,7 @@ def _narrow_request(result: None, processor: Any, req: Any) -> None:
     from sglang.srt.runtime_context import get_serving
 
     rows = req.routed_experts
-    if rows is None or rows.numel() == 0:
+    if not isinstance(rows, torch.Tensor) or rows.numel() == 0:
         return
     routes = np.ascontiguousarray(narrow(rows.numpy()))
     if get_serving().skip_tokenizer_init:

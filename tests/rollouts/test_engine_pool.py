@@ -10,6 +10,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from aiohttp import web
 
 from megatron_rl.config.schema import EngineSettings
 from megatron_rl.contracts.prompt import Sampling
@@ -24,7 +25,16 @@ from megatron_rl.rollouts.wire.messages import (
 from sglang_bridge.engine import Engine
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.generation import Generation
-from tests.support.fake_engine import LAYERS, TOPK, Answer, Reply, fake_engine, hold, reply
+from tests.support.fake_engine import (
+    LAYERS,
+    TOPK,
+    Answer,
+    Reply,
+    answer_each,
+    fake_engine,
+    hold,
+    reply,
+)
 from tests.support.scripted_model import EOS, PROMPT
 
 SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
@@ -105,6 +115,51 @@ async def generate_many(
     return Counter(
         type(r).__name__ if isinstance(r, BaseException) else r.finish_reason for r in results
     )
+
+
+@pytest.mark.parametrize("end", ["connection", "status", "malformed"])
+def test_an_http_request_that_fails_for_many_responses_is_one_failure(end: str) -> None:
+    """The only engine answers none of its first requests, and stays in the pool."""
+    num_failed = 0
+
+    async def answer(body: Reply) -> Reply:
+        return reply(body, "046")
+
+    async def generate(request: web.Request) -> web.StreamResponse:
+        nonlocal num_failed
+        if num_failed:
+            return await answer_each(request, answer)
+        await request.read()
+        num_failed += 1
+        if end == "status":
+            return web.Response(status=503)
+        if end == "malformed":
+            return web.Response(text="data: <html>\n\n")
+        assert request.transport is not None
+        request.transport.abort()
+        return web.Response()
+
+    async def run() -> None:
+        messages: list[FromCollector] = []
+
+        async def report(message: FromCollector) -> None:
+            messages.append(message)
+
+        application = web.Application()
+        application.router.add_post("/generate", generate)
+        runner = web.AppRunner(application, shutdown_timeout=0.1)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        pool = EnginePool(EngineSettings(), FORM, report)
+        await use(pool, f"http://127.0.0.1:{runner.addresses[0][1]}")
+        try:
+            assert await generate_many(pool, 8) == {"stop": 8}
+        finally:
+            await pool.close()
+            await runner.cleanup()
+        assert messages == [] and num_failed == 1
+
+    asyncio.run(asyncio.wait_for(run(), 30))
 
 
 def test_an_engine_of_two_ranks_gets_twice_the_requests() -> None:

@@ -265,7 +265,10 @@ def test_the_one_at_fault_fails_alone() -> None:
             assert [int(one.output_ids[0]) for one in others] == [0, 2]  # type: ignore[union-attr]
 
     asyncio.run(scenario())
-    assert len(bodies) == 4
+    first, *others = [body["rid"] for body in bodies]
+    assert len(others) == 3
+    # Two seconds later, SGLang aborts what has a name of the HTTP request that it has refused
+    assert not set(first) & set(others)
 
 
 @pytest.mark.parametrize("status", [400, 503])
@@ -290,7 +293,7 @@ def test_the_scheduler_s_refusal_of_one_has_its_status(status: int) -> None:
         ("close", RequestFailed, "g/0#0; and 2 more lost its connection"),
         ("stop", RequestFailed, "ended without all replies"),
         ("garbage", GenerationRejected, "malformed"),
-        ("index", GenerationRejected, "index 3"),
+        ("index", GenerationRejected, "malformed"),
         ("endless", GenerationRejected, "more than"),
         ("silence", RequestExpired, "answered no request for"),
         ("500", RequestFailed, "answered 500: no"),

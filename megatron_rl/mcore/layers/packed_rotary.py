@@ -17,11 +17,14 @@ class PackedRotaryEmbedding(RotaryEmbedding):
     """
 
     def get_rotary_seq_len(self, *arguments: Any, **options: Any) -> int:
-        """Return the length of the longest sequence. For a packed batch it has all bounds."""
+        """Return the length of the longest sequence.
+
+        For a packed batch, the number carries the bounds of all sequences.
+        """
         length: int = super().get_rotary_seq_len(*arguments, **options)
         for value in (*arguments, *options.values()):
             if isinstance(value, PackedSeqParams):
-                return _LongestSequence.within(length, value.cu_seqlens_q)
+                return _LengthWithBounds.with_bounds(length, value.cu_seqlens_q)
         return length
 
     def forward(self, max_seq_len: int, *arguments: Any, **options: Any) -> torch.Tensor:
@@ -30,19 +33,19 @@ class PackedRotaryEmbedding(RotaryEmbedding):
         max_seq_len: from `get_rotary_seq_len`.
         """
         angles: torch.Tensor = super().forward(int(max_seq_len), *arguments, **options)
-        if isinstance(max_seq_len, _LongestSequence):
+        if isinstance(max_seq_len, _LengthWithBounds):
             return angles[max_seq_len.positions()]
         return angles
 
 
-class _LongestSequence(int):
+class _LengthWithBounds(int):
     """The length of the longest sequence. bounds: of all sequences, int32 [B + 1]."""
 
     bounds: torch.Tensor
 
     @classmethod
-    def within(cls, length: int, bounds: torch.Tensor) -> Self:
-        """Make the length of the longest sequence within these bounds."""
+    def with_bounds(cls, length: int, bounds: torch.Tensor) -> Self:
+        """Make a length that carries these bounds."""
         longest = cls(length)
         longest.bounds = bounds
         return longest

@@ -30,16 +30,23 @@ class EngineRemoved(Exception):
 class Member:
     """One engine of the pool.
 
-    failures: number of consecutive failures. is_left_out: the engine failed, and rank 0 knows it.
-    is_removed: its requests have to go to other engines.
+    failures: number of consecutive failures. last_failure: the last one of these.
+    is_left_out: the engine failed, and rank 0 knows it. is_removed: its requests have to go to
+    other engines.
     """
 
     engine: Engine
     client: GenerateClient
     in_flight: int = 0
     failures: int = 0
+    last_failure: Exception | None = None
     is_left_out: bool = False
     is_removed: bool = False
+
+    def note_success(self) -> None:
+        """Start to count failures anew."""
+        self.failures = 0
+        self.last_failure = None
 
     @property
     def load(self) -> float:
@@ -187,10 +194,15 @@ class Members:
     ) -> None:
         """Count a failure. After too many of them the engine gets no requests.
 
+        Requests that share an HTTP request have the same failure, which counts once.
+
         An engine that fell silent gets none at once, because the next request would wait as long.
         The last engine still gets requests after responses that cannot be used: with NaN in the
         weights, every engine sends such responses, and the batch has to say so.
         """
+        if failure is member.last_failure:
+            return
+        member.last_failure = failure
         member.failures += 1
         is_silent = isinstance(failure, RequestExpired)
         if member.is_left_out or (member.failures < _MAX_CONSECUTIVE_FAILURES and not is_silent):

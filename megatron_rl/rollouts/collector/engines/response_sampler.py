@@ -261,7 +261,7 @@ class ResponseSampler:
                 await self._blame(member, failure)
                 raise
             self._gate.count_tokens(self._group, len(piece.output_ids))
-        member.failures = 0
+        member.note_success()
         return piece
 
     async def _blame(self, member: Member, failure: RequestFailed | GenerationRejected) -> None:
