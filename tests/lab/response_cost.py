@@ -5,8 +5,8 @@ Start it in the root of the repository. Nothing else should use the cores:
     python -m tests.lab.response_cost
 
 A real engine and a real collector sample groups of the quickstart's prompts. In each round, the
-step is sampled twice: with an HTTP request for each response and routes as SGLang sends them, and
-as a run samples it. The seeds are the same.
+step is sampled twice: alone, with an HTTP request for each response and routes as SGLang sends
+them, and together, as a run samples it. The seeds are the same.
 
 Output: a Markdown table of milliseconds for each response, mean and half width of the interval of
 95 %, and of the ratio within a round. The engine's scheduler is without its forward passes, by
@@ -61,6 +61,7 @@ from tests.support.policies import COLUMN_ADDITION
 SCHEDULER = "engine's scheduler"
 HTTP = "engine's HTTP process"
 COLLECTOR = "collector"
+ALL = "all"
 _FORWARD = re.compile(
     r'^sglang:scheduler_stage_seconds_total\{[^}]*category="run_batch"[^}]*\} (\S+)$', re.MULTILINE
 )
@@ -98,9 +99,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def table(before: Sequence[Seconds], after: Sequence[Seconds]) -> Iterator[str]:
     """Yield the lines of the table. before, after: seconds of a response by process, by round."""
-    yield "| process | before | now | ratio |"
+    yield "| process | alone | together | ratio |"
     yield "|---|---|---|---|"
-    for name in (SCHEDULER, HTTP, COLLECTOR, "together"):
+    for name in (SCHEDULER, HTTP, COLLECTOR, ALL):
         old, new = ([_seconds_of(name, step) * 1e3 for step in steps] for steps in (before, after))
         ratios = [after / before for before, after in zip(old, new, strict=True)]
         cells = " | ".join(f"{fmean(x):.2f} ± {half_width(x):.2f}" for x in (old, new, ratios))
@@ -108,7 +109,7 @@ def table(before: Sequence[Seconds], after: Sequence[Seconds]) -> Iterator[str]:
 
 
 def _seconds_of(name: str, seconds: Mapping[str, float]) -> float:
-    return sum(seconds.values()) if name == "together" else seconds[name]
+    return sum(seconds.values()) if name == ALL else seconds[name]
 
 
 def _start_engine(

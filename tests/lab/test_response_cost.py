@@ -16,7 +16,7 @@ def test_the_ratio_is_taken_within_a_round() -> None:
     ]
     lines = list(table(before, after))
     assert lines[2] == ("| engine's scheduler | 6.00 ± 25.42 | 3.00 ± 12.71 | 0.50 ± 0.00 |")
-    assert lines[-1].startswith("| together | 12.00 ± 50.84 | 6.00") and "0.50 ± 0.00" in lines[-1]
+    assert lines[-1].startswith("| all | 12.00 ± 50.84 | 6.00") and "0.50 ± 0.00" in lines[-1]
 
 
 @pytest.mark.parametrize("argument", ["--rounds=1", "--prompts=0", "--samples=0", "--round=3"])
