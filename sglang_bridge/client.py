@@ -250,7 +250,8 @@ class GenerateClient:
     def _new_name(self, rid: str) -> str:
         """Return a name that the engine does not know yet.
 
-        It ends with a sign that no number has: the engine aborts all names with the same beginning.
+        It ends with a sign that no number has, because SGLang's scheduler aborts all names with the
+        same beginning.
         """
         return f"{rid}#{next(self._requests)};"
 

@@ -28,7 +28,6 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from statistics import fmean
 from unittest.mock import patch
 
 import psutil
@@ -53,9 +52,9 @@ from sglang_bridge import client
 from sglang_bridge.keys import RunKeys, create_keys
 from sglang_bridge.plugin import narrow_routes
 from sglang_bridge.server.managed_engine import ManagedEngine
-from tests.lab.throughput_ladder.__main__ import half_width
 from tests.support.collectors import Outbox
 from tests.support.engines import running_engine
+from tests.support.intervals import interval
 from tests.support.policies import COLUMN_ADDITION
 
 SCHEDULER = "engine's scheduler"
@@ -104,7 +103,7 @@ def table(before: Sequence[Seconds], after: Sequence[Seconds]) -> Iterator[str]:
     for name in (SCHEDULER, HTTP, COLLECTOR, ALL):
         old, new = ([_seconds_of(name, step) * 1e3 for step in steps] for steps in (before, after))
         ratios = [after / before for before, after in zip(old, new, strict=True)]
-        cells = " | ".join(f"{fmean(x):.2f} ± {half_width(x):.2f}" for x in (old, new, ratios))
+        cells = " | ".join(interval(values) for values in (old, new, ratios))
         yield f"| {name} | {cells} |"
 
 

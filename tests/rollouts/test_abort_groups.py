@@ -1,8 +1,7 @@
 """A collector that stops sampling a group: its running requests are aborted and counted."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,7 +21,7 @@ from megatron_rl.rollouts.wire.messages import (
     GroupRequest,
 )
 from tests.support.collectors import Outbox
-from tests.support.fake_engine import Reply, answer_each, configuration, reply, serving
+from tests.support.fake_engine import Reply, answer_each, configuration, http_server, reply, serving
 from tests.support.scripted_model import EOS, PROMPT
 
 SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
@@ -59,18 +58,6 @@ class AbortableEngine:
 
         return await answer_each(request, answer_one)
 
-    @asynccontextmanager
-    async def serve(self) -> AsyncIterator[str]:
-        application = web.Application()
-        application.router.add_post("/generate", self.generate)
-        runner = web.AppRunner(application, shutdown_timeout=0.1)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, "127.0.0.1", 0).start()
-            yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-        finally:
-            await runner.cleanup()
-
 
 def request(group_id: str, num_samples: int = 2, attempt: int = 0) -> GroupRequest:
     return GroupRequest(
@@ -90,7 +77,7 @@ def run(check: Check, environment: EnvironmentSettings | None = None) -> None:
 
     async def open_and_check() -> None:
         engine = AbortableEngine()
-        async with engine.serve() as url:
+        async with http_server({"/generate": engine.generate}) as url:
             outbox = Outbox()
 
             async def send(message: FromCollector) -> None:

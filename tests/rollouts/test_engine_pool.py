@@ -33,6 +33,7 @@ from tests.support.fake_engine import (
     answer_each,
     fake_engine,
     hold,
+    http_server,
     reply,
 )
 from tests.support.scripted_model import EOS, PROMPT
@@ -145,18 +146,13 @@ def test_an_http_request_that_fails_for_many_responses_is_one_failure(end: str) 
         async def report(message: FromCollector) -> None:
             messages.append(message)
 
-        application = web.Application()
-        application.router.add_post("/generate", generate)
-        runner = web.AppRunner(application, shutdown_timeout=0.1)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        pool = EnginePool(EngineSettings(), FORM, report)
-        await use(pool, f"http://127.0.0.1:{runner.addresses[0][1]}")
-        try:
-            assert await generate_many(pool, 8) == {"stop": 8}
-        finally:
-            await pool.close()
-            await runner.cleanup()
+        async with http_server({"/generate": generate}) as url:
+            pool = EnginePool(EngineSettings(), FORM, report)
+            await use(pool, url)
+            try:
+                assert await generate_many(pool, 8) == {"stop": 8}
+            finally:
+                await pool.close()
         assert messages == [] and num_failed == 1
 
     asyncio.run(asyncio.wait_for(run(), 30))

@@ -4,8 +4,7 @@ import asyncio
 import base64
 import importlib.util
 import zlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,10 +16,9 @@ from sglang_bridge.client import GenerateClient, RequestExpired, may_succeed_els
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.generation import FinishReason, Generation, GenerationRejected
 from sglang_bridge.settings import DEFAULT_KEEP_ALIVE_SECONDS
-from tests.support.fake_engine import Reply, answer_each
+from tests.support.fake_engine import Reply, answer_each, http_server
 
 SAMPLING = SimpleNamespace(max_new_tokens=4, temperature=0.7, top_p=0.9, stop_token_ids=(2,))
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 def good_answer() -> Reply:
@@ -38,20 +36,6 @@ def good_reply() -> web.Response:
     return web.json_response(good_answer())
 
 
-@asynccontextmanager
-async def serving(handler: Handler, *, path: str = "/generate") -> AsyncIterator[str]:
-    app = web.Application()
-    app.router.add_route("*", path, handler)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
 def test_request_samples_the_untruncated_distribution() -> None:
     requests: list[tuple[dict, str]] = []
 
@@ -62,7 +46,7 @@ def test_request_samples_the_untruncated_distribution() -> None:
 
     async def scenario() -> None:
         async with (
-            serving(generate) as url,
+            http_server({"/generate": generate}) as url,
             GenerateClient(url, api_key="k", route_shape=(1, 1)) as client,
         ):
             generation = await client.generate([1, 2, 3], SAMPLING, rid="a")
@@ -101,7 +85,10 @@ def test_an_endless_reply_is_read_as_far_as_a_correct_one_could_go(
         return response
 
     async def scenario() -> None:
-        async with serving(flood) as url, GenerateClient(url, route_shape=(24, 3)) as client:
+        async with (
+            http_server({"/generate": flood}) as url,
+            GenerateClient(url, route_shape=(24, 3)) as client,
+        ):
             with pytest.raises(GenerationRejected, match="reply to a#0; has more") as info:
                 await client.generate(
                     [1] * 50_000,
@@ -123,7 +110,7 @@ def test_a_reply_that_is_compressed_is_not_unpacked() -> None:
         return web.Response(body=body, headers={"Content-Encoding": "deflate"})
 
     async def scenario() -> None:
-        async with serving(bomb) as url, GenerateClient(url) as client:
+        async with http_server({"/generate": bomb}) as url, GenerateClient(url) as client:
             with pytest.raises(GenerationRejected, match="invalid start byte"):
                 await client.generate([1], SAMPLING, rid="a", return_routes=False)
 
@@ -152,7 +139,10 @@ def test_the_largest_correct_reply_passes() -> None:
 
     async def scenario() -> None:
         sampling = SimpleNamespace(**{**vars(SAMPLING), "max_new_tokens": num_tokens})
-        async with serving(generate) as url, GenerateClient(url, route_shape=(8, 8)) as client:
+        async with (
+            http_server({"/generate": generate}) as url,
+            GenerateClient(url, route_shape=(8, 8)) as client,
+        ):
             generation = await client.generate([1, 2, 3], sampling, rid="a")
             assert len(generation.output_ids) == num_tokens
 
@@ -173,7 +163,7 @@ def test_a_connection_that_was_idle_is_not_used_again() -> None:
 
     async def scenario() -> None:
         async with (
-            serving(generate) as url,
+            http_server({"/generate": generate}) as url,
             GenerateClient(url, route_shape=(1, 1), server_keep_alive_seconds=2.5) as client,
         ):
             for _ in range(2):
@@ -202,7 +192,10 @@ def test_request_carries_its_seed() -> None:
         return good_reply()
 
     async def scenario() -> None:
-        async with serving(generate) as url, GenerateClient(url, route_shape=(1, 1)) as client:
+        async with (
+            http_server({"/generate": generate}) as url,
+            GenerateClient(url, route_shape=(1, 1)) as client,
+        ):
             for seed in (None, 2**63 - 1):
                 await client.generate([1, 2, 3], SAMPLING, rid="a", seed=seed)
 
@@ -219,7 +212,10 @@ def test_no_request_name_is_a_prefix_of_another() -> None:
         return good_reply()
 
     async def scenario() -> None:
-        async with serving(generate) as url, GenerateClient(url, route_shape=(1, 1)) as client:
+        async with (
+            http_server({"/generate": generate}) as url,
+            GenerateClient(url, route_shape=(1, 1)) as client,
+        ):
             for _ in range(12):
                 await client.generate([1, 2, 3], SAMPLING, rid="a")
 
@@ -240,7 +236,7 @@ def test_status_decides_if_another_engine_may_answer(status: int, may_succeed: b
         return web.Response(status=status, text="no and no")
 
     async def scenario() -> None:
-        async with serving(generate) as url, GenerateClient(url) as client:
+        async with http_server({"/generate": generate}) as url, GenerateClient(url) as client:
             with pytest.raises(RequestFailed, match=f"{status}: no and no") as error_info:
                 await client.generate([1], SAMPLING, rid="a", return_routes=False)
             assert may_succeed_elsewhere(error_info.value) is may_succeed
@@ -266,7 +262,7 @@ def test_abandoned_request_closes_its_connection(how: str) -> None:
     async def scenario() -> None:
         deadline = 1.0 if how == "deadline" else 60.0
         async with (
-            serving(generate) as url,
+            http_server({"/generate": generate}) as url,
             GenerateClient(url, deadline_seconds=deadline) as client,
         ):
             task = asyncio.create_task(client.generate([1], SAMPLING, rid="a", return_routes=False))
@@ -303,7 +299,7 @@ def test_request_waits_while_its_engine_answers_others() -> None:
 
     async def scenario() -> None:
         async with (
-            serving(generate) as url,
+            http_server({"/generate": generate}) as url,
             GenerateClient(url, deadline_seconds=1.5, route_shape=(1, 1)) as client,
         ):
             long = asyncio.create_task(client.generate([1, 2, 3], SAMPLING, rid="long"))
@@ -345,7 +341,7 @@ def answer_abort_with(
 
     async def scenario() -> Generation | str:
         async with (
-            serving(generate) as url,
+            http_server({"/generate": generate}) as url,
             GenerateClient(url, deadline_seconds=0.2, route_shape=(1, 1), abort=abort) as client,
         ):
             try:
@@ -390,7 +386,10 @@ def test_unrequested_abort_is_an_aborted_response() -> None:
         return web.json_response({"output_ids": [5], "meta_info": meta})
 
     async def scenario() -> None:
-        async with serving(generate) as url, GenerateClient(url, route_shape=(1, 1)) as client:
+        async with (
+            http_server({"/generate": generate}) as url,
+            GenerateClient(url, route_shape=(1, 1)) as client,
+        ):
             generation = await client.generate([1, 2, 3], SAMPLING, rid="a")
             assert generation.finish_reason is FinishReason.ABORT
 
@@ -402,7 +401,7 @@ def test_engine_is_up_when_its_health_is() -> None:
         return web.Response(status=status)
 
     async def scenario() -> bool:
-        async with serving(health, path="/health") as url, GenerateClient(url) as client:
+        async with http_server({"/health": health}) as url, GenerateClient(url) as client:
             return await client.is_up()
 
     for status in (200, 503):
@@ -425,7 +424,7 @@ def test_malformed_reply_is_rejected_and_routes_need_a_shape() -> None:
         return web.Response(text="<html>")
 
     async def scenario() -> None:
-        async with serving(generate) as url, GenerateClient(url) as client:
+        async with http_server({"/generate": generate}) as url, GenerateClient(url) as client:
             with pytest.raises(GenerationRejected, match="malformed"):
                 await client.generate([1], SAMPLING, rid="a", return_routes=False)
             with pytest.raises(ValueError, match="route_shape"):

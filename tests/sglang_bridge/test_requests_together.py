@@ -2,8 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Awaitable, Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +15,7 @@ from sglang_bridge.client import GenerateClient, RequestExpired
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.generation import FinishReason, Generation, GenerationRejected
 from sglang_bridge.reply_stream import ReplyStream
-from tests.support.fake_engine import Reply, answer_each
+from tests.support.fake_engine import Handler, Reply, answer_each, http_server
 
 SAMPLING = SimpleNamespace(max_new_tokens=4, temperature=0.7, top_p=1.0, stop_token_ids=(2,))
 AnswerOne = Callable[[Reply], Awaitable[Reply | bytes | int]]
@@ -31,23 +30,7 @@ def answer_with(token: int, reason: str = "length") -> Reply:
     return {"output_ids": [token], "meta_info": meta}
 
 
-@asynccontextmanager
-async def serving(
-    handler: Callable[[web.Request], Awaitable[web.StreamResponse]],
-) -> AsyncIterator[str]:
-    application = web.Application()
-    application.router.add_post("/generate", handler)
-    runner = web.AppRunner(application, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    try:
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
-
-
-def handler_of(answer: AnswerOne, bodies: list[Any]) -> Callable[[web.Request], Awaitable[Any]]:
+def handler_of(answer: AnswerOne, bodies: list[Any]) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
         bodies.append(await request.json())
         return await answer_each(request, answer)
@@ -72,7 +55,10 @@ def test_they_share_one_http_request_and_each_is_answered_when_it_ends() -> None
         return answer_with(10 + index)
 
     async def scenario() -> None:
-        async with serving(handler_of(answer, bodies)) as url, GenerateClient(url) as client:
+        async with (
+            http_server({"/generate": handler_of(answer, bodies)}) as url,
+            GenerateClient(url) as client,
+        ):
 
             async def wait(index: int) -> Generation:
                 generation = await sample(client, index)
@@ -105,7 +91,7 @@ def test_requests_for_other_routes_and_later_ones_have_their_own_http_request() 
 
     async def scenario() -> None:
         async with (
-            serving(handler_of(answer, bodies)) as url,
+            http_server({"/generate": handler_of(answer, bodies)}) as url,
             GenerateClient(url, route_shape=(1, 1)) as client,
         ):
             requests = [
@@ -132,7 +118,10 @@ def test_many_are_sent_in_several_http_requests() -> None:
         return answer_with(body["input_ids"][0])
 
     async def scenario() -> None:
-        async with serving(handler_of(answer, bodies)) as url, GenerateClient(url) as client:
+        async with (
+            http_server({"/generate": handler_of(answer, bodies)}) as url,
+            GenerateClient(url) as client,
+        ):
             generations = await asyncio.gather(*(sample(client, index) for index in range(100)))
             assert [int(one.output_ids[0]) for one in generations] == list(range(100))
 
@@ -167,7 +156,10 @@ def test_one_that_is_cancelled_is_aborted_by_its_name_and_the_last_by_its_connec
         return transport is None or transport.is_closing()
 
     async def scenario() -> None:
-        async with serving(handle) as url, GenerateClient(url, abort=abort) as client:
+        async with (
+            http_server({"/generate": handle}) as url,
+            GenerateClient(url, abort=abort) as client,
+        ):
             tasks = [asyncio.ensure_future(sample(client, index)) for index in range(3)]
             await has_begun.wait()
             for index in (1, 0):
@@ -193,7 +185,7 @@ def test_requests_of_a_client_that_is_closed_at_once_are_not_sent() -> None:
         return answer_with(5)
 
     async def scenario() -> None:
-        async with serving(handler_of(answer, bodies)) as url:
+        async with http_server({"/generate": handler_of(answer, bodies)}) as url:
             client = GenerateClient(url)
             tasks = [asyncio.ensure_future(sample(client, index)) for index in range(2)]
             await asyncio.sleep(0)
@@ -221,7 +213,7 @@ def test_abort_names_the_requests_that_run() -> None:
 
     async def scenario() -> None:
         async with (
-            serving(handler_of(answer, [])) as url,
+            http_server({"/generate": handler_of(answer, [])}) as url,
             GenerateClient(url, abort=abort) as client,
         ):
             tasks = [asyncio.ensure_future(sample(client, index)) for index in (1, 2, 10)]
@@ -256,7 +248,7 @@ def test_the_one_at_fault_fails_alone() -> None:
         return answer_with(body["input_ids"][0])
 
     async def scenario() -> None:
-        async with serving(handle) as url, GenerateClient(url) as client:
+        async with http_server({"/generate": handle}) as url, GenerateClient(url) as client:
             requests = [sample(client, index) for index in range(3)]
             results = await asyncio.gather(*requests, return_exceptions=True)
             assert isinstance(results[1], RequestFailed) and results[1].status == 400
@@ -278,7 +270,10 @@ def test_the_scheduler_s_refusal_of_one_has_its_status(status: int) -> None:
         return status if index == 1 else answer_with(index)
 
     async def scenario() -> None:
-        async with serving(handler_of(answer, [])) as url, GenerateClient(url) as client:
+        async with (
+            http_server({"/generate": handler_of(answer, [])}) as url,
+            GenerateClient(url) as client,
+        ):
             requests = [sample(client, index) for index in range(3)]
             results = await asyncio.gather(*requests, return_exceptions=True)
             assert isinstance(results[1], RequestFailed) and results[1].status == status
@@ -326,7 +321,10 @@ def test_the_end_of_a_stream_fails_those_that_wait(end: str, error: type, words:
         return response
 
     async def scenario() -> None:
-        async with serving(handle) as url, GenerateClient(url, deadline_seconds=0.5) as client:
+        async with (
+            http_server({"/generate": handle}) as url,
+            GenerateClient(url, deadline_seconds=0.5) as client,
+        ):
             requests = [sample(client, index) for index in range(3)]
             results = await asyncio.gather(*requests, return_exceptions=True)
             for result in results[::2] if end != "500" else results:
@@ -343,7 +341,10 @@ def test_closing_the_client_fails_those_that_wait() -> None:
         return answer_with(5)
 
     async def scenario() -> None:
-        async with serving(handler_of(answer, [])) as url, GenerateClient(url) as client:
+        async with (
+            http_server({"/generate": handler_of(answer, [])}) as url,
+            GenerateClient(url) as client,
+        ):
             tasks = [asyncio.ensure_future(sample(client, index)) for index in range(2)]
             await asyncio.sleep(0.2)
             await client.close()

@@ -4,7 +4,7 @@ import asyncio
 import base64
 import contextlib
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -26,6 +26,7 @@ LAYERS = 4
 TOPK = 2
 
 Reply = dict[str, Any]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 Answer = Callable[[int, Reply], Awaitable[Reply] | Reply | bytes | int | None]
 
 
@@ -99,6 +100,21 @@ def _events(result: Reply | bytes | int, index: int) -> list[bytes]:
 
 
 @contextlib.asynccontextmanager
+async def http_server(handlers: Mapping[str, Handler]) -> AsyncIterator[str]:
+    """Serve handlers by their paths, and yield the URL."""
+    application = web.Application(client_max_size=2**30)
+    for path, handler in handlers.items():
+        application.router.add_route("*", path, handler)
+    runner = web.AppRunner(application, shutdown_timeout=0.1)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    finally:
+        await runner.cleanup()
+
+
+@contextlib.asynccontextmanager
 async def fake_engine(
     answer: Answer, *, healthy: Callable[[], bool] = lambda: True, seconds: float = 0.01
 ) -> AsyncIterator[str]:
@@ -125,16 +141,8 @@ async def fake_engine(
     async def health(request: web.Request) -> web.Response:
         return web.Response(status=200 if healthy() else 503)
 
-    application = web.Application(client_max_size=2**30)
-    application.router.add_post("/generate", generate)
-    application.router.add_get("/health", health)
-    runner = web.AppRunner(application, shutdown_timeout=0.1)
-    await runner.setup()
-    try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        yield f"http://127.0.0.1:{runner.addresses[0][1]}"
-    finally:
-        await runner.cleanup()
+    async with http_server({"/generate": generate, "/health": health}) as url:
+        yield url
 
 
 async def hold(pool: EnginePool) -> None:

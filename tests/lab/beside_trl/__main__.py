@@ -25,13 +25,12 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from statistics import fmean
 
 from tests.lab.beside_trl.environment import open_environment
 from tests.lab.beside_trl.jobs import Job, configure, our_job, trl_job, write_larger_model
 from tests.lab.beside_trl.step_cost import StepCost, measure, running_job
 from tests.lab.comparison.runner import exit_on_sigterm
-from tests.support.intervals import half_width
+from tests.support.intervals import interval
 
 # The first ones also compile, load and fill caches
 _WARM_UP_STEPS = 3
@@ -128,17 +127,13 @@ def table(rounds: Sequence[Round]) -> Iterator[str]:
     yield "| seconds of a step | wall | cpu | of wall, waits for rollouts | other cores |"
     yield "|---|---|---|---|---|"
     for index, name in enumerate(NAMES):
-        cells = [_interval([getattr(costs[index], field) for costs in rounds]) for field in _FIELDS]
+        cells = [interval([getattr(costs[index], field) for costs in rounds]) for field in _FIELDS]
         yield f"| {name} | {' | '.join(cells)} |"
     ratios = [
-        _interval([getattr(ours, field) / getattr(trl, field) for trl, ours in rounds])
+        interval([getattr(ours, field) / getattr(trl, field) for trl, ours in rounds])
         for field in _FIELDS[:3]
     ]
     yield f"| this trainer / TRL | {' | '.join(ratios)} | |"
-
-
-def _interval(values: Sequence[float]) -> str:
-    return f"{fmean(values):.2f} ± {half_width(values):.2f}"
 
 
 if __name__ == "__main__":

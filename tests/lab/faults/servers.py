@@ -159,8 +159,8 @@ class LyingProxy:
 
 class _ProxyServer(ThreadingHTTPServer):
     daemon_threads = True
-    # A collector opens a connection for each request of a step at once. Those beyond the default of
-    # 5 are dropped, and clients try again after 1, 3, 7, ... 127 seconds.
+    # A collector opens many connections at once when a step begins. Those beyond the default of 5
+    # are dropped, and clients try again after 1, 3, 7, ... 127 seconds.
     request_queue_size = 512
 
     def __init__(self, proxy: LyingProxy) -> None:

@@ -29,6 +29,7 @@ from pathlib import Path
 from statistics import fmean
 
 from sglang_bridge.keys import RunKeys, create_keys
+from tests.lab.throughput_ladder.arguments import add_spread, open_parser, parse
 from tests.lab.throughput_ladder.engines import (
     Engines,
     force_lengths,
@@ -43,7 +44,7 @@ from tests.lab.throughput_ladder.rungs import (
     slow_scorer,
 )
 from tests.lab.throughput_ladder.workload import Workload
-from tests.support.intervals import half_width
+from tests.support.intervals import interval
 
 Results = dict[str, list[StepResult]]
 
@@ -66,29 +67,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. A mistake ends the program with code 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.lab.throughput_ladder",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="steps with other lengths; default: 3")
-    parser.add_argument("--rounds", type=int, default=3, help="of all steps; default: 3")
-    parser.add_argument("--spread", type=float, default=1.2, help="of log lengths; default: 1.2")
-    parser.add_argument("--prompts", type=int, default=16, help="of a step; default: 16")
+    parser = open_parser("python -m tests.lab.throughput_ladder", __doc__)
+    add_spread(parser)
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
-    parser.add_argument("--max-running", type=int, default=8, help="of an engine; default: 8")
     parser.add_argument(
         "--scoring-ms", type=float, default=6.0, help="CPU time of a response; default: 6"
     )
     parser.add_argument("--scorers", type=int, default=1, help="its processes; default: 1")
-    options = parser.parse_args(arguments)
-    for name in ("seeds", "rounds", "prompts", "max_running", "scorers"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}={getattr(options, name)}: at least 1")
-    if options.seeds * options.rounds < 2:
-        parser.error("one step has no interval: give more --seeds or --rounds")
-    return options
+    return parse(parser, arguments, "scorers")
 
 
 def table(results: Results) -> Iterator[str]:
@@ -99,7 +85,7 @@ def table(results: Results) -> Iterator[str]:
     for name, steps in results.items():
         seconds = fmean(step.seconds for step in steps)
         ratios = [base.seconds / step.seconds for base, step in zip(baseline, steps, strict=True)]
-        yield f"| {name} | {seconds:.2f} | {fmean(ratios):.2f} ± {half_width(ratios):.2f} |"
+        yield f"| {name} | {seconds:.2f} | {interval(ratios)} |"
 
 
 def _start_engines(

@@ -39,6 +39,7 @@ from megatron_rl.rollouts.wire.messages import GroupRequest
 from megatron_rl.rollouts.wire.store import read_rollout
 from sglang_bridge.keys import create_keys
 from tests.lab.throughput_ladder import forced_collector
+from tests.lab.throughput_ladder.arguments import add_spread, open_parser, parse
 from tests.lab.throughput_ladder.workload import Workload
 from tests.support.collector_processes import (
     collector_processes,
@@ -46,7 +47,7 @@ from tests.support.collector_processes import (
     engine_of_each_node,
     on_nodes,
 )
-from tests.support.intervals import half_width
+from tests.support.intervals import interval
 from tests.support.policies import TWO_DIGIT_ADDITION
 
 NUM_NODES = 2
@@ -109,24 +110,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. A mistake ends the program with code 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.lab.throughput_ladder.binding",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="steps with other lengths; default: 3")
-    parser.add_argument("--rounds", type=int, default=3, help="of all steps; default: 3")
-    parser.add_argument("--spread", type=float, default=1.2, help="of log lengths; default: 1.2")
-    parser.add_argument("--prompts", type=int, default=16, help="of a step; default: 16")
-    parser.add_argument("--max-running", type=int, default=8, help="of an engine; default: 8")
-    options = parser.parse_args(arguments)
-    for name in ("seeds", "rounds", "prompts", "max_running"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}={getattr(options, name)}: at least 1")
-    if options.seeds * options.rounds < 2:
-        parser.error("one step has no interval: give more --seeds or --rounds")
-    return options
+    parser = open_parser("python -m tests.lab.throughput_ladder.binding", __doc__)
+    add_spread(parser)
+    return parse(parser, arguments)
 
 
 def run_step(
@@ -175,8 +161,7 @@ def table(seconds: Seconds) -> Iterator[str]:
     for lengths in LENGTHS:
         early, late = (seconds[lengths, binding] for binding in BINDINGS)
         ratios = [before / after for before, after in zip(early, late, strict=True)]
-        ratio = f"{fmean(ratios):.2f} ± {half_width(ratios):.2f}"
-        yield f"| {lengths} | {fmean(early):.2f} | {fmean(late):.2f} | {ratio} |"
+        yield f"| {lengths} | {fmean(early):.2f} | {fmean(late):.2f} | {interval(ratios)} |"
 
 
 if __name__ == "__main__":

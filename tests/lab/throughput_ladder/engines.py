@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 from unittest.mock import patch
 
 import pytest
@@ -16,8 +16,7 @@ from megatron_rl.rollouts.collector.engines.engine_pool import RequestForm
 from sglang_bridge.engine import Engine
 from sglang_bridge.keys import RunKeys
 from sglang_bridge.plugin import narrow_routes
-from sglang_bridge.request import encode_request
-from tests.lab.throughput_ladder.workload import Workload
+from tests.lab.throughput_ladder.workload import Workload, encode_to_the_end
 from tests.support.engines import running_engine
 from tests.support.policies import TWO_DIGIT_ADDITION
 
@@ -77,12 +76,5 @@ def request_form(workload: Workload, keys: RunKeys) -> RequestForm:
 @contextlib.contextmanager
 def force_lengths() -> Iterator[None]:
     """Let every request of this process end at `max_new_tokens` alone."""
-
-    def encode(*arguments: Any, **options: Any) -> bytes:
-        body = encode_request(*arguments, **options)
-        longest = body.replace(b'"ignore_eos":false', b'"ignore_eos":true')
-        assert longest != body
-        return longest
-
-    with patch("sglang_bridge.post.encode_request", encode):
+    with patch("sglang_bridge.post.encode_request", encode_to_the_end):
         yield

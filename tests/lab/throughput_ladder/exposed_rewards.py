@@ -40,6 +40,7 @@ from typing import Any
 from megatron_rl.records.past_run import read_metrics
 from sglang_bridge.engine import Engine
 from sglang_bridge.keys import RunKeys, create_keys
+from tests.lab.throughput_ladder.arguments import open_parser, parse
 from tests.lab.throughput_ladder.engines import (
     Engines,
     force_lengths,
@@ -56,7 +57,7 @@ from tests.lab.throughput_ladder.rungs import (
 )
 from tests.lab.throughput_ladder.scorer import Slow
 from tests.lab.throughput_ladder.workload import Workload
-from tests.support.intervals import half_width
+from tests.support.intervals import interval
 from tests.support.jobs import ROOT, start_job
 
 SCORERS: Mapping[str, Mapping[str, Any]] = {
@@ -119,24 +120,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def parse_arguments(arguments: Sequence[str] | None) -> argparse.Namespace:
     """Parse the command line. A mistake ends the program with code 2."""
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.lab.throughput_ladder.exposed_rewards",
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
-    parser.add_argument("--seeds", type=int, default=3, help="steps with other lengths; default: 3")
-    parser.add_argument("--rounds", type=int, default=3, help="of all steps; default: 3")
-    parser.add_argument("--prompts", type=int, default=16, help="of a step; default: 16")
+    parser = open_parser("python -m tests.lab.throughput_ladder.exposed_rewards", __doc__)
     parser.add_argument("--engines", type=int, default=1, help="default: 1")
-    parser.add_argument("--max-running", type=int, default=8, help="of an engine; default: 8")
     parser.add_argument("--runs", type=int, default=0, help="steps of real runs; default: no runs")
-    options = parser.parse_args(arguments)
-    for name in ("seeds", "rounds", "prompts", "engines", "max_running"):
-        if getattr(options, name) < 1:
-            parser.error(f"--{name.replace('_', '-')}={getattr(options, name)}: at least 1")
-    if options.seeds * options.rounds < 2:
-        parser.error("one step has no interval: give more --seeds or --rounds")
+    options = parse(parser, arguments, "engines")
     if options.runs < 0 or 0 < options.runs < 3:
         parser.error(f"--runs={options.runs}: 0, or at least 3, because the first is left out")
     return options
@@ -153,15 +140,11 @@ def table(exposures: Exposures) -> Iterator[str]:
             processes,
             f"{fmean(step.sampling for step in steps):.2f}",
             f"{fmean(step.call for step in steps):.4f}",
-            _interval([step.wait for step in steps], 3),
-            f"{_interval([100 * step.beyond for step in steps], 1)} %",
+            interval([step.wait for step in steps], 3),
+            f"{interval([100 * step.beyond for step in steps], 1)} %",
             f"{num_within} of {len(steps)}",
         )
         yield f"| {' | '.join(map(str, cells))} |"
-
-
-def _interval(values: Sequence[float], decimals: int) -> str:
-    return f"{fmean(values):.{decimals}f} ± {half_width(values):.{decimals}f}"
 
 
 async def _measure(
@@ -220,7 +203,7 @@ def measure_runs(num_steps: int) -> Iterator[str]:
             rests = [a["next_rollouts"] + b["rollout"] for a, b in itertools.pairwise(times)]
             waits = [min(pair) for pair in zip(exposures, rests, strict=True)]
             sampling = f"{fmean(rests) - fmean(exposures):.2f}" if not staleness else ""
-            seconds = (_interval(exposures, 3), _interval(waits, 3))
+            seconds = (interval(exposures, 3), interval(waits, 3))
             cells = (name, processes, staleness, sampling, *seconds)
             yield f"| {' | '.join(map(str, cells))} |"
 

@@ -15,8 +15,8 @@ from unittest.mock import patch
 import msgspec
 
 from megatron_rl.rollouts.collector.__main__ import main
-from sglang_bridge.request import GenerateRequest, encode_request
-from tests.lab.throughput_ladder.workload import Workload
+from sglang_bridge.request import GenerateRequest
+from tests.lab.throughput_ladder.workload import Workload, encode_to_the_end
 
 WORKLOAD = "LADDER_WORKLOAD"
 
@@ -39,10 +39,7 @@ def with_length(request: GenerateRequest) -> GenerateRequest:
 
 def encode(*requests: GenerateRequest) -> bytes:
     """Encode requests that end at the lengths of their responses alone."""
-    body = encode_request(*map(with_length, requests))
-    longest = body.replace(b'"ignore_eos":false', b'"ignore_eos":true')
-    assert longest != body
-    return longest
+    return encode_to_the_end(*map(with_length, requests))
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from sglang_bridge.request import GenerateRequest, encode_request
+
 
 @dataclass(frozen=True, kw_only=True)
 class Response:
@@ -76,3 +78,11 @@ class Workload:
         mixture = mixture + math.sqrt(1 - self.between_prompts) * single
         tokens = np.rint(self.median * np.exp(self.spread * mixture))
         return np.clip(tokens, 1, self.cap)
+
+
+def encode_to_the_end(*requests: GenerateRequest) -> bytes:
+    """Encode requests that end at `max_new_tokens` alone."""
+    body = encode_request(*requests)
+    longest = body.replace(b'"ignore_eos":false', b'"ignore_eos":true')
+    assert longest != body
+    return longest
