@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import secrets
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Executor
@@ -87,6 +88,8 @@ class GenerateClient:
         self._threads = threads
         self._keep_alive_seconds = _SHARE_OF_KEEP_ALIVE * server_keep_alive_seconds
         self._session: aiohttp.ClientSession | None = None
+        # A collector that is started again may ask for the same while the engine still works on it
+        self._random_part = secrets.token_hex(8)
         self._requests = itertools.count()
         self._unsent_requests: list[PendingRequest] = []
         self._pending_requests: set[PendingRequest] = set()
@@ -105,8 +108,9 @@ class GenerateClient:
     ) -> Generation:
         """Sample one response.
 
-        rid: the request's name in the engine's log. The client appends a number, so that repeated
-        requests differ. seed, first_route_row: see `GenerateRequest`.
+        rid: the beginning of the request's name in the engine's log. What the client appends makes
+        the names of all requests of all clients differ. seed, first_route_row: see
+        `GenerateRequest`.
 
         Raises `RequestFailed`, `RequestExpired` and `GenerationRejected`.
         """
@@ -253,7 +257,7 @@ class GenerateClient:
         It ends with a sign that no number has, because SGLang's scheduler aborts all names with the
         same beginning.
         """
-        return f"{rid}#{next(self._requests)};"
+        return f"{rid}#{self._random_part}.{next(self._requests)};"
 
     async def _wait_for_answer(self, answer: asyncio.Future[Pieces]) -> bool:
         """Wait for as long as the engine answers any request.

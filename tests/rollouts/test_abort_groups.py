@@ -21,7 +21,15 @@ from megatron_rl.rollouts.wire.messages import (
     GroupRequest,
 )
 from tests.support.collectors import Outbox
-from tests.support.fake_engine import Reply, answer_each, configuration, http_server, reply, serving
+from tests.support.fake_engine import (
+    Reply,
+    answer_each,
+    configuration,
+    http_server,
+    reply,
+    serving,
+    short_name,
+)
 from tests.support.scripted_model import EOS, PROMPT
 
 SAMPLING = Sampling(max_new_tokens=16, temperature=1.0, stop_token_ids=(EOS,))
@@ -121,7 +129,7 @@ def test_the_running_requests_of_a_group_are_aborted_and_counted() -> None:
         await collector.handle(Drop(("g-1", "unknown"), is_reported=True))
         message = await asyncio.wait_for(outbox.get(), 5)
         assert message == Dropped(group_id="g-1", generated_tokens=6)
-        assert set(engine.aborts) == {"g-1/0#0;", "g-1/1#1;"}
+        assert set(map(short_name, engine.aborts)) == {"g-1/0#0;", "g-1/1#1;"}
         engine.finish("g-10/")
         message = await asyncio.wait_for(outbox.get(), 5)
         assert isinstance(message, GroupDone) and message.group.group_id == "g-10"

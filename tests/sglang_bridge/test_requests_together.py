@@ -15,7 +15,7 @@ from sglang_bridge.client import GenerateClient, RequestExpired
 from sglang_bridge.errors import RequestFailed
 from sglang_bridge.generation import FinishReason, Generation, GenerationRejected
 from sglang_bridge.reply_stream import ReplyStream
-from tests.support.fake_engine import Handler, Reply, answer_each, http_server
+from tests.support.fake_engine import Handler, Reply, answer_each, http_server, short_name
 
 SAMPLING = SimpleNamespace(max_new_tokens=4, temperature=0.7, top_p=1.0, stop_token_ids=(2,))
 AnswerOne = Callable[[Reply], Awaitable[Reply | bytes | int]]
@@ -32,7 +32,9 @@ def answer_with(token: int, reason: str = "length") -> Reply:
 
 def handler_of(answer: AnswerOne, bodies: list[Any]) -> Handler:
     async def handle(request: web.Request) -> web.StreamResponse:
-        bodies.append(await request.json())
+        bodies.append(body := await request.json())
+        rid = body["rid"]
+        body["rid"] = short_name(rid) if isinstance(rid, str) else [short_name(one) for one in rid]
         return await answer_each(request, answer)
 
     return handle
@@ -140,7 +142,7 @@ def test_one_that_is_cancelled_is_aborted_by_its_name_and_the_last_by_its_connec
     has_begun = asyncio.Event()
 
     async def abort(url: str, names: Sequence[str]) -> None:
-        aborts.append(tuple(names))
+        aborts.append(tuple(map(short_name, names)))
 
     async def answer(body: Reply) -> Reply:
         has_begun.set()
@@ -203,7 +205,7 @@ def test_abort_names_the_requests_that_run() -> None:
     answers = dict[str, asyncio.Future[Reply]]()
 
     async def abort(url: str, names: Sequence[str]) -> None:
-        aborts.append(tuple(sorted(names)))
+        aborts.append(tuple(sorted(map(short_name, names))))
         for name in names:
             answers[name].set_result(answer_with(7, "abort"))
 
@@ -328,7 +330,7 @@ def test_the_end_of_a_stream_fails_those_that_wait(end: str, error: type, words:
             requests = [sample(client, index) for index in range(3)]
             results = await asyncio.gather(*requests, return_exceptions=True)
             for result in results[::2] if end != "500" else results:
-                assert isinstance(result, error) and words in str(result)
+                assert isinstance(result, error) and words in short_name(str(result))
             if end != "500":
                 assert isinstance(results[1], Generation)
 

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import contextlib
 import json
+import re
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any
 
@@ -49,6 +50,11 @@ def routes(request: Reply, num_output: int, experts: tuple[int, int] = (0, 1)) -
     num_rows -= request.get("routed_experts_start_len", 0)
     rows = np.tile(np.array(experts, np.int32), (num_rows, LAYERS, 1))
     return base64.b64encode(rows.tobytes()).decode()
+
+
+def short_name(name: str) -> str:
+    """Return the name of a request, or a text with one, without the random part of its client."""
+    return re.sub(r"#[0-9a-f]{16}\.", "#", name)
 
 
 async def answer_each(
