@@ -5,8 +5,8 @@ Start it in the root of the repository. Nothing else should use the cores:
     python -m tests.lab.response_cost
 
 A real engine and a real collector sample groups of the quickstart's prompts. In each round, the
-step is sampled twice: alone, with an HTTP request for each response and routes as SGLang sends
-them, and together, as a run samples it. The seeds are the same.
+step is sampled twice, with the same seeds. Alone: with an HTTP request for each response, routes as
+SGLang sends them, and at most 256 responses at once. Together: as experiment=quickstart samples it.
 
 Output: a Markdown table of milliseconds for each response, mean and half width of the interval of
 95 %, and of the ratio within a round. The engine's scheduler is without its forward passes, by
@@ -18,6 +18,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import gc
 import hashlib
 import os
 import re
@@ -87,7 +88,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error("--rounds has to be at least 2, --prompts and --samples at least 1")
     keys = create_keys()
     with tempfile.TemporaryDirectory() as logs, contextlib.ExitStack() as stack:
-        wide, narrow = (_start_engine(stack, Path(logs), keys, value) for value in ("0", "1"))
+        wide = _start_engine(stack, Path(logs), keys, narrow="0", max_running_requests=256)
+        narrow = _start_engine(stack, Path(logs), keys, narrow="1", max_running_requests=512)
+        # The heap of this process is larger than a collector's
+        gc.freeze()
         rounds = asyncio.run(_measure(wide, narrow, options))
     if any(first != second for *_, (first, second) in rounds):
         print("the two ways have sampled different responses", file=sys.stderr)
@@ -112,13 +116,21 @@ def _seconds_of(name: str, seconds: Mapping[str, float]) -> float:
 
 
 def _start_engine(
-    stack: contextlib.ExitStack, logs: Path, keys: RunKeys, narrow: str
+    stack: contextlib.ExitStack,
+    logs: Path,
+    keys: RunKeys,
+    *,
+    narrow: str,
+    max_running_requests: int,
 ) -> ManagedEngine:
     folder = logs / narrow
     folder.mkdir()
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv(narrow_routes.VARIABLE, narrow)
-        return stack.enter_context(running_engine(COLUMN_ADDITION, folder, keys=keys))
+        engine = running_engine(
+            COLUMN_ADDITION, folder, max_running_requests=max_running_requests, keys=keys
+        )
+        return stack.enter_context(engine)
 
 
 async def _measure(

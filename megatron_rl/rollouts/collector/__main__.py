@@ -8,6 +8,7 @@ The environment variable MEGATRON_RL_RUN_KEY holds the run's key.
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 import threading
@@ -53,6 +54,8 @@ def main(arguments: list[str]) -> int:
     raise_open_file_limit()
     key = os.environ.pop(RUN_KEY_VARIABLE)
     host, port, node, epoch = arguments
+    # Modules live as long as the process, so collections need not look at them
+    gc.freeze()
     code = 1
     with asyncio.Runner() as runner:
         try:
