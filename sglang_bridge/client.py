@@ -25,6 +25,9 @@ from sglang_bridge.settings import DEFAULT_KEEP_ALIVE_SECONDS
 # The answer to an aborted request comes with the engine's next step. It is not waited for longer
 # than the answer to the request itself.
 _ABORT_SECONDS = 10.0
+# An abort that is faster than its request is ignored, so it is repeated, each time after twice as
+# long.
+_REPEAT_SECONDS = 1.0
 # The engine itself takes up to 20 seconds to check its health.
 _HEALTH_SECONDS = 30.0
 # A request that comes when the server closes its connection is lost, and with it all those on
@@ -62,9 +65,11 @@ class GenerateClient:
     closes it long before.
 
     abort: called with the URL and the names of requests that the engine has to end: those whose
-    deadline has passed, and those whose calls are cancelled. The tokens that were sampled until a
-    deadline come back with the finish reason ABORT. When nobody waits for any request of a
-    connection, the client closes it, and the engine ends them within seconds.
+    deadline has passed, and those whose calls are cancelled. It is called again for those that the
+    engine does not end. The tokens that were sampled until a deadline come back with the finish
+    reason ABORT. When nobody waits for any request of a connection, the client closes it, and the
+    engine ends them within seconds. Without `abort`, a request goes on while others of its
+    connection wait.
     """
 
     def __init__(
@@ -238,7 +243,7 @@ class GenerateClient:
         if not post.waiting_requests:
             post.task.cancel()
         elif self._abort is not None and not pending.is_aborted:
-            self._start(self._abort(self.url, [pending.request.name]))
+            self._start(self._abort_until_answered(self._abort, pending))
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
@@ -280,14 +285,25 @@ class GenerateClient:
         Raises `RequestExpired` when there is none.
         """
         if self._abort is not None:
-            await self._abort(self.url, [pending.request.name])
-            pending.is_aborted = True
+            self._start(self._abort_until_answered(self._abort, pending))
             await asyncio.wait(
                 {pending.answer}, timeout=min(_ABORT_SECONDS, self._deadline_seconds)
             )
             if pending.answer.done():
                 return
         raise self._expiry(pending.request.name)
+
+    async def _abort_until_answered(self, abort: Abort, pending: PendingRequest) -> None:
+        """Abort a request until the engine has answered it, or its connection is closed.
+
+        SGLang ignores the abort of a request that it has not read yet.
+        """
+        pending.is_aborted = True
+        seconds = _REPEAT_SECONDS
+        while not pending.is_over:
+            await abort(self.url, [pending.request.name])
+            await asyncio.sleep(seconds)
+            seconds *= 2
 
     def _after_abort(self, generation: Generation, request: GenerateRequest) -> Generation:
         """Return the answer to an aborted request. Raises `RequestExpired` without a token.
@@ -322,9 +338,13 @@ class GenerateClient:
                 first_route_row=request.first_route_row,
             )
 
-        if sum(map(len, pieces)) <= _SMALL_REPLY_BYTES:
-            return decode()
-        return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
+        try:
+            if sum(map(len, pieces)) <= _SMALL_REPLY_BYTES:
+                return decode()
+            return await asyncio.get_running_loop().run_in_executor(self._threads, decode)
+        except RequestFailed as refusal:
+            words = f"{self.url}: {request.name}: {refusal}"
+            raise RequestFailed(words, status=refusal.status) from refusal
 
     def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:

@@ -27,12 +27,20 @@ class PendingRequest:
 
     answer: the pieces of the reply's body. They are joined where they are decoded, because they may
     be megabytes. post: None until the request is sent. is_aborted: the engine was asked to end it.
+    is_answered: its reply is there, also if nobody waits for it.
     """
 
     request: GenerateRequest
     answer: asyncio.Future[Pieces]
     post: Post | None = field(default=None, init=False)
     is_aborted: bool = field(default=False, init=False)
+    is_answered: bool = field(default=False, init=False)
+
+    @property
+    def is_over(self) -> bool:
+        """True if the engine works on the request no longer, or will notice that nobody waits."""
+        task = None if self.post is None else self.post.task
+        return self.is_answered or task is None or task.done()
 
 
 class Post:
@@ -101,8 +109,12 @@ class Post:
             if not is_stream:
                 pieces.append(piece)
                 continue
-            for index, reply in stream.feed(piece):
-                self._set_answer(index, reply)
+            try:
+                for index, reply in stream.feed(piece):
+                    self._set_answer(index, reply)
+            except RequestFailed as refusal:
+                words = f"{self._url}: {self._names}: {refusal}"
+                raise RequestFailed(words, status=refusal.status) from refusal
         if response.status != 200:
             words = b"".join(pieces)[:500].decode(errors="replace")
             raise RequestFailed(
@@ -117,9 +129,10 @@ class Post:
     def _set_answer(self, index: int, pieces: Pieces) -> None:
         if index >= len(self._pending_requests):
             raise GenerationRejected("malformed", f"{self._url}: a reply has the index {index}")
-        answer = self._pending_requests[index].answer
-        if not answer.done():  # otherwise nobody waits for it
-            answer.set_result(pieces)
+        pending = self._pending_requests[index]
+        pending.is_answered = True
+        if not pending.answer.done():  # otherwise nobody waits for it
+            pending.answer.set_result(pieces)
 
     @property
     def _names(self) -> str:

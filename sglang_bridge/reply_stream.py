@@ -89,4 +89,5 @@ def _refusal(line: bytes) -> Exception:
         error = msgspec.json.decode(line, type=_Refusal).error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return GenerationRejected("malformed", f"the stream has the reply {line[:200]!r}")
-    return RequestFailed(error.message[:500], status=error.code)
+    words = f"the engine has refused the requests ({error.code}): {error.message[:500]}"
+    return RequestFailed(words, status=error.code)

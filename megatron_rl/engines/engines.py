@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -54,6 +55,7 @@ from sglang_bridge.errors import RequestFailed
 from sglang_bridge.keys import RunKeys, create_keys, read_keys
 from sglang_bridge.plugin import narrow_routes
 from sglang_bridge.server.readiness import require_external_engines, require_settings
+from sglang_bridge.weights.calls import call_each
 from sglang_bridge.weights.part import RankPart
 
 _HUB_SECONDS = 60.0
@@ -297,12 +299,18 @@ class Engines:
 
 
 def name_wide_routes(engines: Sequence[AdminClient], log: Callable[[str], None]) -> None:
-    """Write which engines send four bytes for each expert of a route, and what that costs."""
-    wide = []
-    for engine in engines:
-        with contextlib.suppress(RequestFailed):  # other parts of the run notice it
-            if not engine.narrows_routes():
-                wide.append(engine.url)
+    """Write which engines send four bytes for each expert of a route, and what that costs.
+
+    Engines that do not answer are left out: other parts of the run notice them.
+    """
+    wide_urls = list[str]()
+
+    def ask(engine: AdminClient) -> None:
+        if not engine.narrows_routes():
+            wide_urls.append(engine.url)
+
+    call_each(engines, ask, deadline=time.monotonic() + _COUNT_SECONDS)
+    wide = sorted(wide_urls)
     if wide:
         log(
             f"{', '.join(wide)}: the plugin narrow_routes does not run there, so that routes take "

@@ -1,6 +1,7 @@
 """The configuration of collectors, and the places of engines."""
 
 import dataclasses
+import threading
 
 import pytest
 
@@ -72,6 +73,25 @@ def test_engines_that_send_wide_routes_are_named_once_with_the_remedy() -> None:
     assert "SGLANG_BRIDGE_NARROW_ROUTES=1" in line
     name_wide_routes(engines[1:3], lines.append)
     assert len(lines) == 1
+
+
+class Meeting(EngineWithPlugin):
+    """An engine that answers only while all others are asked, too."""
+
+    def __init__(self, url: str, barrier: threading.Barrier) -> None:
+        super().__init__(url, False)
+        self._barrier = barrier
+
+    def narrows_routes(self) -> bool:
+        self._barrier.wait(10)
+        return super().narrows_routes()
+
+
+def test_engines_are_asked_at_the_same_time_for_their_routes() -> None:
+    barrier = threading.Barrier(3)
+    lines: list[str] = []
+    name_wide_routes([Meeting(f"http://10.0.0.{i}:1", barrier) for i in range(3)], lines.append)
+    assert lines[0].startswith("http://10.0.0.0:1, http://10.0.0.1:1, http://10.0.0.2:1: ")
 
 
 def test_nodes_that_share_engines_hold_equal_parts_of_each(

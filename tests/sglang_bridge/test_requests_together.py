@@ -180,6 +180,46 @@ def test_one_that_is_cancelled_is_aborted_by_its_name_and_the_last_by_its_connec
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize("how", ["cancel", "deadline"])
+def test_an_abort_that_comes_before_its_request_is_repeated(how: str) -> None:
+    """SGLang ignores the abort of a name that it does not know."""
+    aborts: list[str] = []
+    answers = dict[str, asyncio.Future[Reply]]()
+
+    async def abort(url: str, names: Sequence[str]) -> None:
+        aborts.extend(map(short_name, names))
+        for name in names:
+            if name in answers and not answers[name].done():
+                answers[name].set_result(answer_with(7, "abort"))
+
+    async def answer(body: Reply) -> Reply:
+        await asyncio.sleep(0.5 if how == "cancel" else 1.5)
+        answers[body["rid"]] = asyncio.get_running_loop().create_future()
+        return await answers[body["rid"]]
+
+    async def scenario() -> None:
+        deadline = 60.0 if how == "cancel" else 1.25
+        async with (
+            http_server({"/generate": handler_of(answer, [])}) as url,
+            GenerateClient(url, abort=abort, deadline_seconds=deadline) as client,
+        ):
+            tasks = [asyncio.ensure_future(sample(client, index)) for index in range(2)]
+            await asyncio.sleep(0.1)
+            if how == "deadline":
+                generations = await asyncio.gather(*tasks)
+                assert all(one.finish_reason is FinishReason.ABORT for one in generations)
+                assert sorted(aborts) == ["g/0#0;", "g/0#0;", "g/1#1;", "g/1#1;"]
+                return
+            tasks[0].cancel()
+            await asyncio.sleep(2.5)
+            assert aborts == ["g/0#0;", "g/0#0;"]
+            assert not tasks[1].done() and sum(one.done() for one in answers.values()) == 1
+            await client.abort("g/1#")
+            await tasks[1]
+
+    asyncio.run(scenario())
+
+
 def test_requests_of_a_client_that_is_closed_at_once_are_not_sent() -> None:
     bodies: list[Any] = []
 
@@ -254,6 +294,7 @@ def test_the_one_at_fault_fails_alone() -> None:
             requests = [sample(client, index) for index in range(3)]
             results = await asyncio.gather(*requests, return_exceptions=True)
             assert isinstance(results[1], RequestFailed) and results[1].status == 400
+            assert short_name(str(results[1])).startswith(f"{url}: g/1#4; was answered 400: ")
             assert "too long" in str(results[1])
             others = [results[0], results[2]]
             assert [int(one.output_ids[0]) for one in others] == [0, 2]  # type: ignore[union-attr]
@@ -279,6 +320,8 @@ def test_the_scheduler_s_refusal_of_one_has_its_status(status: int) -> None:
             requests = [sample(client, index) for index in range(3)]
             results = await asyncio.gather(*requests, return_exceptions=True)
             assert isinstance(results[1], RequestFailed) and results[1].status == status
+            words = f"{url}: g/1#1;: the engine has refused the request ({status}): refused"
+            assert short_name(str(results[1])) == words
             assert isinstance(results[0], Generation) and isinstance(results[2], Generation)
 
     asyncio.run(scenario())
@@ -333,6 +376,26 @@ def test_the_end_of_a_stream_fails_those_that_wait(end: str, error: type, words:
                 assert isinstance(result, error) and words in short_name(str(result))
             if end != "500":
                 assert isinstance(results[1], Generation)
+
+    asyncio.run(scenario())
+
+
+def test_a_refusal_of_the_whole_stream_names_the_engine_and_the_requests() -> None:
+    async def handle(request: web.Request) -> web.StreamResponse:
+        await request.read()
+        error = {"error": {"message": "no memory", "code": 503}}
+        text = f"data: {json.dumps(error)}\n\ndata: [DONE]\n\n"
+        return web.Response(text=text, content_type="text/event-stream")
+
+    async def scenario() -> None:
+        async with http_server({"/generate": handle}) as url, GenerateClient(url) as client:
+            requests = [sample(client, index) for index in range(3)]
+            results = await asyncio.gather(*requests, return_exceptions=True)
+            words = (
+                f"{url}: g/0#0; and 2 more: the engine has refused the requests (503): no memory"
+            )
+            assert {short_name(str(result)) for result in results} == {words}
+            assert {getattr(result, "status", None) for result in results} == {503}
 
     asyncio.run(scenario())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
 from typing import Any
 
@@ -48,6 +48,8 @@ from sglang_bridge.errors import EngineError
 
 # An engine answers an abort with its next step. A longer wait would cost more than the surplus.
 _ABORT_SECONDS = 30.0
+# An engine takes one abort of one request at a time, so that others are on their way meanwhile.
+_ABORT_THREADS = 8
 
 
 class CollectorFailed(Failure):
@@ -652,8 +654,7 @@ class RolloutQueue:
             case EngineLeftOut():
                 self._handle_failed_engine(node, message)
             case AbortRequests(url, names):
-                # In a thread, because an engine that is stopped would block this process.
-                threading.Thread(target=self._try_to_abort, args=(url, names), daemon=True).start()
+                self._start_aborts(url, names)
             case Problem():
                 self._handle_problem(node, message)
             case Served():
@@ -821,11 +822,24 @@ class RolloutQueue:
         if self._log is not None:
             self._log(text)
 
-    def _try_to_abort(self, url: str, names: Sequence[str]) -> None:
-        if self._abort is not None:
-            with contextlib.suppress(EngineError):  # `GenerateClient`'s deadline ends it
-                for name in names:
-                    self._abort(url, name)
+    def _start_aborts(self, url: str, names: Sequence[str]) -> None:
+        """Abort requests in threads: an engine that is stopped would block this process."""
+        if self._abort is None:
+            return
+        rest = deque(names)
+        for _ in range(min(len(names), _ABORT_THREADS)):
+            threading.Thread(target=_abort_each, args=(self._abort, url, rest), daemon=True).start()
+
+
+def _abort_each(abort: Callable[[str, str], None], url: str, names: deque[str]) -> None:
+    """Abort requests until no name is left. Other threads take names, too."""
+    with contextlib.suppress(IndexError):
+        while True:
+            name = names.popleft()
+            try:
+                abort(url, name)
+            except EngineError:  # the deadline of `GenerateClient` ends what is left
+                names.clear()
 
 
 def _unexpected_message(node: int, message: Event) -> CollectorFailed:

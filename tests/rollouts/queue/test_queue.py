@@ -332,18 +332,32 @@ def test_an_expired_request_is_aborted_in_the_background(hub: CollectorHub, peer
 
     queue = RolloutQueue(hub, RolloutSettings(max_new_tokens=4), abort=abort)
     queue.submit([request("a")])
-    for names in (("a/0#1;", "a/1#2;", "a/2#3;"), ("a/3#4;",)):
-        peer.send(AbortRequests("http://e", names))
+    names = [f"a/{i}#{i + 1};" for i in range(40)]
+    for part in (names[:39], names[39:]):
+        peer.send(AbortRequests("http://e", tuple(part)))
     peer.send(group_done("a"))
     assert len(list(queue.as_completed(idle))) == 1
-    assert {aborts.get(timeout=5) for _ in range(3)} == {
-        ("http://e", "a/0#1;"),
-        ("http://e", "a/1#2;"),
-        ("http://e", "a/3#4;"),
-    }
+    # The first one is answered. The others of its message are sent several at a time
+    asked_names = [aborts.get(timeout=5) for _ in range(10)]
+    assert set(asked_names) == {("http://e", name) for name in (*names[:9], names[39])}
+    time.sleep(0.05)
+    assert aborts.empty()
     hang.set()
     time.sleep(0.05)
-    assert aborts.empty(), "an engine that does not answer is asked once"
+    assert aborts.empty(), "an engine that does not answer is not asked for the others"
+
+
+def test_all_requests_of_a_message_are_aborted(hub: CollectorHub, peer: Peer) -> None:
+    aborts = queue_module.Queue[str]()
+    queue = RolloutQueue(
+        hub, RolloutSettings(max_new_tokens=4), abort=lambda url, name: aborts.put(name)
+    )
+    queue.submit([request("a")])
+    names = tuple(f"a/{i}#{i};" for i in range(40))
+    peer.send(AbortRequests("http://e", names))
+    peer.send(group_done("a"))
+    assert len(list(queue.as_completed(idle))) == 1
+    assert sorted(aborts.get(timeout=5) for _ in names) == sorted(names)
 
 
 def test_an_expired_request_is_ignored_without_an_abort_function(
