@@ -44,6 +44,7 @@ from megatron_rl.planning.colocated import colocated_memory
 from megatron_rl.planning.memory import engine_memory, rank_memory
 from megatron_rl.records.run_directory import PACKAGES
 from megatron_rl.rollouts.steps.steps_ahead import largest_age
+from megatron_rl.rollouts.wire.messages import slots_of_engine
 from megatron_rl.run.data import RunData, read_data
 from megatron_rl.run.prompts import build_prompts
 from sglang_bridge.addresses import node_address, require_private_address
@@ -316,7 +317,7 @@ def check_open_files(c: Configuration, facts: LaunchFacts, limit: int) -> Check:
     engines = c.engine.count
     if c.engine.mode == "external":
         engines = math.ceil(len(c.engine.url_list) / num_nodes)
-    need = BASE_OPEN_FILES + groups + 2 * engines * c.engine.max_running_requests
+    need = BASE_OPEN_FILES + groups + engines * slots_of_engine(c.engine.max_running_requests)
     allowed = "no limit" if limit < 0 else f"at most {limit:,}"
     finding = f"{allowed}; a collector needs about {need:,}"
     remedy = "Raise the hard limit: ulimit -Hn, LimitNOFILE or --ulimit nofile"

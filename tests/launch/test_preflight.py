@@ -285,7 +285,7 @@ def test_a_low_hard_limit_of_open_files_is_a_warning(preflight: ModuleType) -> N
     rollout = replace(c.rollout, prompts_per_step=512, on_update="resume", max_staleness=3)
     c = replace(c, engine=engine, rollout=rollout)
     facts = LaunchFacts(world_size=8, local_world_size=4)
-    need = preflight.BASE_OPEN_FILES + 512 * 4 // 2 + 2 * 4 * 256
+    need = preflight.BASE_OPEN_FILES + 512 * 4 // 2 + 4 * 320
     for limit, passes in ((need - 1, False), (need, True), (-1, True)):
         check = preflight.check_open_files(c, facts, limit)
         assert (check.passes, check.refuses) == (passes, False)

@@ -270,7 +270,7 @@ def test_a_run_goes_on_while_the_engine_and_collector_of_a_node_are_cut_off(
 def test_an_engine_and_a_collector_of_the_second_node_are_replaced(
     nodes: Nodes, root: Path, reference_of: ReferenceOf, dtype: str
 ) -> None:
-    # Most requests wait on rank 0: both engines have six slots for a step of 128 rollouts
+    # Most requests wait on rank 0: both engines have four slots for a step of 128 rollouts
     job = NodeJob(root, [*nodes], *settings_of(dtype, LONG), "engine.max_running_requests=3")
     for step, part in ((1, COLLECTOR), (3, "sglang::scheduler")):
         job.wait_for_step(step)

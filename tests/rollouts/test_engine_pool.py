@@ -452,7 +452,7 @@ def test_the_bound_of_requests_in_flight_follows_the_number_of_engines() -> None
         first = CountingEngine(silent)
         second = CountingEngine(silent)
         async with (
-            pool_of(first, max_running_requests=2) as (pool, _, urls),
+            pool_of(first, max_running_requests=3) as (pool, _, urls),
             fake_engine(second) as url,
         ):
             requests = asyncio.ensure_future(generate_many(pool, 20))
@@ -646,7 +646,7 @@ async def pool_of_nodes(
             )
             for name, answer in answers.items()
         }
-        settings = EngineSettings(max_running_requests=2, request_timeout_s=30.0)
+        settings = EngineSettings(max_running_requests=3, request_timeout_s=30.0)
         pool = EnginePool(settings, FORM, report, node=OWN_NODE)
         try:
             yield pool, left_out, engines

@@ -171,7 +171,7 @@ def configuration(environment: EnvironmentSettings | None = None) -> Configure:
         routes=RouteShape(
             moe_layers=(0, 1, 2, 3), num_hidden_layers=LAYERS, num_experts=8, topk=TOPK
         ),
-        engine=EngineSettings(request_timeout_s=5.0, max_running_requests=2),
+        engine=EngineSettings(request_timeout_s=5.0, max_running_requests=3),
         rollout=RolloutSettings(max_new_tokens=16),
         reward=RewardSettings(timeout_s=5.0),
         environment=environment or EnvironmentSettings(),

@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from megatron_rl.rollouts.queue.engine_roster import EngineRoster
 from megatron_rl.rollouts.queue.hub import CollectorHub
 from megatron_rl.rollouts.wire.messages import (
-    QUEUE_PER_SLOT,
     Configure,
     Serve,
     Stop,
     ToCollector,
+    slots_of_engine,
 )
 from sglang_bridge.engine import Engine
 
@@ -44,7 +44,7 @@ class Collectors:
         """Return how many requests an engine of a node may have, infinite if that is unknown."""
         if node not in self._configurations:
             return math.inf
-        return QUEUE_PER_SLOT * self._configurations[node].engine.max_running_requests
+        return slots_of_engine(self._configurations[node].engine.max_running_requests)
 
     def set_version(self, version: int) -> None:
         """Set the version of the weights whose responses are used."""

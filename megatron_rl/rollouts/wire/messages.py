@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 from megatron_rl.config.schema import (
@@ -23,8 +25,6 @@ from sglang_bridge.engine import Engine
 MAX_MESSAGE_BYTES = 64 * 1024 * 1024
 # The environment variable that passes the run's key to a collector
 RUN_KEY_VARIABLE = "MEGATRON_RL_RUN_KEY"
-# Requests in flight for each that an engine can run at a time, so that the next one is waiting
-QUEUE_PER_SLOT = 2
 # See `GroupRequest.priority`
 Priority = tuple[int, int]
 # Reasons in `Group.rejections`
@@ -248,6 +248,15 @@ ToCollector = Configure | GroupRequest | Drop | Serve | Store | Stop
 FromCollector = (
     Alive | GroupDone | Dropped | AbortRequests | EngineLeftOut | Served | Partial | Problem
 )
+
+
+def slots_of_engine(max_running_requests: int) -> int:
+    """Return how many requests an engine may have, so that the next ones wait at the engine.
+
+    A quarter more than it runs: it has work until others arrive, and the rest can still go to
+    another engine, in its order. That is one more at least.
+    """
+    return math.ceil(1.25 * max_running_requests)
 
 
 def partial_name(number: int, group_id: str) -> str:

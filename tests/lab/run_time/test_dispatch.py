@@ -2,8 +2,7 @@
 
 import pytest
 
-from megatron_rl.rollouts.wire import messages
-from tests.lab.run_time.simulation.cluster import QUEUE_PER_SLOT, Cluster, Group, Machines
+from tests.lab.run_time.simulation.cluster import Cluster, Group, Machines
 from tests.lab.run_time.simulation.engine import EngineSpeed, Response
 
 
@@ -17,10 +16,6 @@ def sample(machines: Machines, *groups: Group) -> Cluster:
     cluster.request(groups)
     cluster.wait(lambda: not any(group.num_open for group in groups))
     return cluster
-
-
-def test_slots_are_those_of_the_collector() -> None:
-    assert QUEUE_PER_SLOT == messages.QUEUE_PER_SLOT
 
 
 def test_a_request_goes_to_the_engine_with_the_fewest_in_flight() -> None:

@@ -158,7 +158,7 @@ def test_other_slots_give_another_time(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = TraceLengths([[[9, 1, 9, 1, 9, 1, 9, 1]]], prompt_tokens=1)
     machines = Machines(speed=EngineSpeed(step=1.0), engines=2, max_running=1)
     before = simulate(make_settings(0), lengths, machines, TRAINER, 2)
-    monkeypatch.setattr(cluster_module, "QUEUE_PER_SLOT", 4)
+    monkeypatch.setattr(cluster_module, "slots_of_engine", lambda max_running: 4 * max_running)
     after = simulate(make_settings(0), lengths, machines, TRAINER, 2)
     assert step_seconds(before) != step_seconds(after)
 

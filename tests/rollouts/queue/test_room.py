@@ -17,13 +17,18 @@ from megatron_rl.config.schema import EngineSettings, RolloutSettings
 from megatron_rl.records.reminder import Reminder
 from megatron_rl.rollouts.queue import RolloutQueue
 from megatron_rl.rollouts.queue.hub import CollectorGone
-from megatron_rl.rollouts.wire.messages import Alive, EngineLeftOut, GroupRequest
+from megatron_rl.rollouts.wire.messages import (
+    Alive,
+    EngineLeftOut,
+    GroupRequest,
+    slots_of_engine,
+)
 from sglang_bridge.engine import Engine
 from tests.support.collectors import request
 from tests.support.fake_engine import configuration
 from tests.support.scripted_hub import ScriptedHub
 
-# Engines run two requests at a time, and have four slots
+# Engines run three requests at a time, and have four slots
 ENGINES = [Engine(url=f"http://engine-{node}", node=node) for node in range(2)]
 
 
@@ -52,7 +57,7 @@ def open_queue(
     rollout = RolloutSettings(max_new_tokens=8)
     queue = RolloutQueue(hub, rollout, **changes)  # type: ignore[arg-type]
     base = configuration()
-    assert base.engine == EngineSettings(request_timeout_s=5.0, max_running_requests=2)
+    assert base.engine == EngineSettings(request_timeout_s=5.0, max_running_requests=3)
     queue.configure(dict.fromkeys(hub.collectors, base))
     queue.set_engines(engines)
     while any(collector.outbox for collector in hub.collectors.values()):
@@ -269,3 +274,8 @@ def test_a_node_never_has_more_than_its_slots_and_one_group(num_nodes: int) -> N
     for _ in queue.as_completed(idle):
         for node in range(num_nodes):
             assert len(ids_at(hub, node)) <= 2
+
+
+@pytest.mark.parametrize(("running", "slots"), [(1, 2), (2, 3), (4, 5), (8, 10), (64, 80)])
+def test_an_engine_has_a_request_more_than_it_runs_or_a_quarter(running: int, slots: int) -> None:
+    assert slots_of_engine(running) == slots

@@ -19,10 +19,10 @@ from megatron_rl.rollouts.collector.engines.members import Members
 from megatron_rl.rollouts.collector.engines.partial_response import PartialResponse
 from megatron_rl.rollouts.collector.engines.response_sampler import ResponseSampler
 from megatron_rl.rollouts.wire.messages import (
-    QUEUE_PER_SLOT,
     AbortRequests,
     FromCollector,
     Priority,
+    slots_of_engine,
 )
 from megatron_rl.rollouts.wire.repetition import RepetitionStop
 from sglang_bridge.client import GenerateClient
@@ -79,7 +79,7 @@ class EnginePool:
         self._form = form
         self._report = report
         self._threads = threads
-        num_slots = QUEUE_PER_SLOT * settings.max_running_requests
+        num_slots = slots_of_engine(settings.max_running_requests)
         self._members = Members(node, self._open_client, num_slots, report)
         self._gate = Gate()
 

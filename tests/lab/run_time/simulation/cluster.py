@@ -10,12 +10,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from megatron_rl.rollouts.wire.messages import Priority
+from megatron_rl.rollouts.wire.messages import Priority, slots_of_engine
 from tests.lab.run_time.simulation.engine import EngineSpeed, Piece, Response, SimulatedEngine
 
-# Requests in flight for each that an engine can run at a time, as in rollouts/collector/engines.
-# tests/lab/run_time/test_dispatch.py compares them.
-QUEUE_PER_SLOT = 2
 SAME_TIME = 1e-9  # seconds
 
 
@@ -62,7 +59,7 @@ class Machines:
         """Make the nodes, with engines that do nothing."""
         engines = [SimulatedEngine(self.speed, self.max_running) for _ in range(self.engines)]
         starts = range(0, self.engines, self.node_engines)
-        slots = QUEUE_PER_SLOT * self.max_running
+        slots = slots_of_engine(self.max_running)
         return [
             SimulatedNode(engines[i : i + self.node_engines], slots, self.speed) for i in starts
         ]
