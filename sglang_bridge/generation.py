@@ -15,18 +15,14 @@ import numpy.typing as npt
 import pybase64
 
 from sglang_bridge.errors import RequestFailed
+from sglang_bridge.plugin.narrow_routes import TYPES_BY_MARK
 
 # Nats that a log-probability may exceed zero by rounding.
 _MAX_ROUNDING = 1e-3
 # Nats. Sampled tokens are far more likely. Engines write float32's lowest number for probability 0.
 _MIN_LOGPROB = -1e4
 _ROUTES_KEY = b'"routed_experts"'
-# SGLang sends int32. With the plugin of the bridge it sends the narrowest type of a reply.
-_ROUTE_TYPES: tuple[np.dtype[np.integer[Any]], ...] = (
-    np.dtype("<i4"),
-    np.dtype("u1"),
-    np.dtype("<u2"),
-)
+_WIDE_ROUTES = np.dtype("<i4")  # from SGLang without the plugin of the bridge
 _OPENING = re.compile(rb'\s*:\s*"')
 
 
@@ -283,18 +279,26 @@ def _decode_routes(
         ) from error
     layers, topk = shape
     num_experts = num_inputs * layers * topk
-    for dtype in _ROUTE_TYPES:
-        if len(raw) == num_experts * dtype.itemsize:
-            routes = np.frombuffer(raw, dtype)
-            # The plugin would have sent these as one byte: they are half as many of four bytes
-            if dtype.itemsize == 2 and routes.max(initial=0) <= np.iinfo(np.uint8).max:
-                break
-            return _narrow(routes.reshape(num_inputs, layers, topk))
-    raise GenerationRejected(
-        "routes_length",
-        f"{len(raw)} bytes of routes, expected 1, 2 or 4 for each of {num_experts} experts: "
-        f"{num_inputs} inputs x {layers} layers x top-{topk}",
-    )
+    dtype = _route_type(raw, num_experts)
+    if dtype is None:
+        raise GenerationRejected(
+            "routes_length",
+            f"{len(raw)} bytes of routes, expected 4 for each of {num_experts} experts "
+            f"({num_inputs} inputs x {layers} layers x top-{topk}), or 1 or 2 and a last byte "
+            "that says so, from the plugin narrow_routes of this version",
+        )
+    routes = np.frombuffer(raw, dtype, num_experts)
+    return _narrow(routes.reshape(num_inputs, layers, topk))
+
+
+def _route_type(raw: bytearray, num_experts: int) -> np.dtype[np.integer[Any]] | None:
+    """Return the type of the experts in these bytes, None if there are too few or too many."""
+    if len(raw) == num_experts * _WIDE_ROUTES.itemsize:
+        return _WIDE_ROUTES
+    dtype = TYPES_BY_MARK.get(raw[-1]) if raw else None
+    if dtype is None or len(raw) != num_experts * dtype.itemsize + 1:
+        return None
+    return dtype
 
 
 def _narrow(routes: npt.NDArray[np.integer[Any]]) -> npt.NDArray[np.integer[Any]]:

@@ -16,6 +16,9 @@ import numpy.typing as npt
 VARIABLE = "SGLANG_BRIDGE_NARROW_ROUTES"
 # The key of a server's internal state that says whether its scheduler narrows routes.
 STATE_KEY = "sglang_bridge_narrow_routes"
+# The types of narrow experts by the byte that follows them. Without it, the first quarter of wide
+# routes would look like narrow ones.
+TYPES_BY_MARK: dict[int, np.dtype[np.integer[Any]]] = {0xF1: np.dtype("u1"), 0xF2: np.dtype("<u2")}
 _COLLECT = (
     "sglang.srt.managers.scheduler_components.batch_result_processor"
     ".SchedulerBatchResultProcessor._maybe_collect_routed_experts"
@@ -37,17 +40,21 @@ def register() -> None:
 
 
 def narrow(routes: npt.NDArray[np.int32]) -> npt.NDArray[np.integer[Any]]:
-    """Return the routes of a request in the smallest type that holds them.
+    """Return the routes of a request as bytes of the smallest type that holds them, and its mark.
 
-    routes: [inputs, layers, topk], not empty. A negative number stays as it is: no expert has it,
-    and the client refuses it. As an unsigned number it might look like an expert.
+    routes: [inputs, layers, topk], not empty. They stay as they are if a number is too large or
+    negative: no expert has it, and the client refuses it. As an unsigned number it might look like
+    an expert.
     """
     if routes.min() < 0:
         return routes
     highest = routes.max()
-    for dtype in (np.uint8, np.uint16):
+    for mark, dtype in TYPES_BY_MARK.items():
         if highest <= np.iinfo(dtype).max:
-            return routes.astype(dtype)
+            data = np.empty(routes.size * dtype.itemsize + 1, np.uint8)
+            data[:-1].view(dtype)[:] = routes.reshape(-1)
+            data[-1] = mark
+            return data
     return routes
 
 

@@ -3,7 +3,7 @@
     python reply_cost.py DTYPE TOKENS REPLIES ROUNDS
 
 A server in another process sends REPLIES replies of TOKENS tokens at the same time, of 94 layers
-with 8 of 128 experts each, whose experts have DTYPE. Prints JSON:
+with 8 of 128 experts each. DTYPE: uint8, as the plugin sends experts, or int32. Prints JSON:
 
 bytes: of a reply. cpu, loop: milliseconds of processor time for a reply, in the process and in its
 event loop. longest: milliseconds in which the event loop looked at no event. memory: bytes by which
@@ -40,6 +40,7 @@ from megatron_rl.environments.episode import Episode, EpisodeRules
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.rollouts.wire.codec import encode
 from sglang_bridge.client import GenerateClient
+from sglang_bridge.plugin.narrow_routes import narrow
 
 LAYERS = 94
 TOPK = 8
@@ -55,12 +56,13 @@ PROMPT = Prompt(id="p", token_ids=(1,), answer="", task="t")
 def reply_body(dtype: str, tokens: int) -> bytes:
     """A reply to a prompt of one token, so that every output token but the last is an input."""
     first = np.random.default_rng(0).integers(0, EXPERTS, (tokens, LAYERS, 1))
-    routes = ((first + np.arange(TOPK)) % EXPERTS).astype(dtype)
+    routes = ((first + np.arange(TOPK)) % EXPERTS).astype(np.int32)
+    sent = narrow(routes) if dtype == "uint8" else routes
     meta = {
         "finish_reason": {"type": "length", "length": tokens},
         "weight_version": "0",
         "output_token_logprobs": [[-0.5123456, 7, None]] * tokens,
-        "routed_experts": base64.b64encode(routes.tobytes()).decode(),
+        "routed_experts": base64.b64encode(sent.tobytes()).decode(),
     }
     return json.dumps({"output_ids": [7] * tokens, "meta_info": meta}).encode()
 

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sglang_bridge.generation import Generation, GenerationRejected, VersionSpan, decode_generation
+from sglang_bridge.plugin.narrow_routes import narrow
 
 PROMPT = 3
 LAYERS = 2
@@ -304,18 +305,36 @@ def test_decoded_routes_take_the_smallest_type(last_expert: int, dtype: type) ->
 
 @pytest.mark.parametrize("dtype", ["u1", "<u2", "<i4"])
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 4), st.integers(0, 2**31 - 1))
-def test_the_width_of_an_expert_follows_from_the_number_of_bytes(
+def test_routes_of_the_plugin_say_how_many_bytes_an_expert_has(
     dtype: str, response: int, layers: int, topk: int, seed: int
 ) -> None:
     rows = PROMPT + response - 1
-    routes = np.random.default_rng(seed).integers(0, 256, (rows, layers, topk)).astype(dtype)
+    routes = np.random.default_rng(seed).integers(0, 256, (rows, layers, topk), np.int32)
     if dtype != "u1":
         routes[-1, -1, -1] = 256  # otherwise the plugin would send one byte
-    content = reply(response, routed_experts=base64.b64encode(routes.tobytes()).decode())
+    sent = routes if dtype == "<i4" else narrow(routes)
+    assert sent.nbytes == routes.size * np.dtype(dtype).itemsize + (dtype != "<i4")
+    content = reply(response, routed_experts=base64.b64encode(sent.tobytes()).decode())
     decoded_routes = decode(content, (layers, topk)).routes
     assert decoded_routes is not None
     assert decoded_routes.dtype == (np.uint8 if dtype == "u1" else np.uint16)
     assert np.array_equal(decoded_routes, routes)
+
+
+@pytest.mark.parametrize("topk", [1, 2])
+@pytest.mark.parametrize("largest", [1, 255, 256, 65535])
+@pytest.mark.parametrize("divisor", [2, 4])
+def test_the_first_part_of_wide_routes_is_no_narrow_reply(
+    topk: int, largest: int, divisor: int
+) -> None:
+    """With one expert a token, nothing else tells that the first quarter is none."""
+    routes = np.random.default_rng(0).integers(0, largest + 1, (PROMPT + 1, 4, topk), np.int32)
+    routes[0] = largest
+    data = routes.tobytes()
+    length = len(data) // divisor
+    for end in (length, length + 1):
+        content = reply(routed_experts=base64.b64encode(data[:end]).decode())
+        assert rejection(content, shape=(4, topk)) == "routes_length"
 
 
 @pytest.mark.parametrize("expert", [-1, -(2**31), 2**31 - 1, 65536])
