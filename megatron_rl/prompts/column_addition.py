@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 
-from megatron_rl.prompts.question import Question
+from megatron_rl.contracts.prompt import Question
 
 NAME = "column_addition"
 LETTERS = "abcdef"

@@ -14,8 +14,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megatron_rl.contracts.prompt import Question
 from megatron_rl.prompts import column_addition
-from megatron_rl.prompts.question import Question
 
 NAME = "column_addition_calls"
 _COLUMN = re.compile(r"([a-f])(\d)(\d)")

@@ -16,8 +16,8 @@ import random
 from collections.abc import Iterator
 from dataclasses import replace
 
+from megatron_rl.contracts.prompt import Question
 from megatron_rl.prompts import column_addition
-from megatron_rl.prompts.question import Question
 
 NAME = "column_addition_mixed"
 Columns = list[tuple[int, int]]

@@ -8,7 +8,7 @@ from functools import partial
 
 from megatron_rl.config.schema import DataSettings
 from megatron_rl.contracts.plugins import load_plugin, user_code
-from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.prompt import Prompt, Question
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts import (
     column_addition,
@@ -30,9 +30,9 @@ from megatron_rl.prompts.question import (
     BadRows,
     CheckedRows,
     PromptDataError,
-    Question,
     ReadAnswer,
     Source,
+    answer_as_written,
 )
 from megatron_rl.prompts.source import ExcludedRows, PromptSource
 from megatron_rl.prompts.split import (
@@ -63,7 +63,7 @@ _QUESTION_FIELDS = tuple(field.name for field in fields(Question))
 def open_prompts(
     settings: DataSettings,
     tokenizer: Tokenizer,
-    read_answer: ReadAnswer = str,
+    read_answer: ReadAnswer = answer_as_written,
     *,
     render: Render = refuse_messages,
     check_demonstration: CheckDemonstration | None = None,
@@ -116,7 +116,7 @@ def open_set(
     path: str,
     settings: DataSettings,
     tokenizer: Tokenizer,
-    read_answer: ReadAnswer = str,
+    read_answer: ReadAnswer = answer_as_written,
     *,
     render: Render = refuse_messages,
     columns: Mapping[str, str] | None = None,
@@ -305,7 +305,7 @@ class PromptBuilder:
         for question in questions:
             try:
                 self._check_lengths(question, max_characters)
-                self.bad_rows.read_answer(question.answer)
+                self.bad_rows.read_answer(question)
                 prompt = self._tokenize(question)
                 if check_demonstration is not None:
                     _require_demonstration(question)
@@ -344,6 +344,7 @@ class PromptBuilder:
         for name, value, limit in (
             ("id", question.id, MAX_CHARACTERS),
             ("answer", question.answer, MAX_CHARACTERS),
+            ("details", question.details, MAX_CHARACTERS),
             ("response", question.demonstration, _MAX_RESPONSE_CHARACTERS),
         ):
             if len(value) > limit:
@@ -367,6 +368,7 @@ class PromptBuilder:
             difficulty=question.difficulty,
             demonstration=question.demonstration,
             source=self.source,
+            details=question.details,
         )
 
 

@@ -11,7 +11,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
-from megatron_rl.prompts.question import PromptDataError, Question
+from megatron_rl.contracts.prompt import Question
+from megatron_rl.prompts.question import PromptDataError
 
 SUPPORTED = "0.1.25"
 _CHUNK = 1000

@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator
 from string import ascii_lowercase
 
-from megatron_rl.prompts.question import Question
+from megatron_rl.contracts.prompt import Question
 
 NAME = "letter_sorting"
 NUM_LETTERS = (5, 6, 7, 8)

@@ -1,21 +1,22 @@
-"""Questions before tokenization, and the collection of rows that cannot be used."""
+"""Sources of questions, and the collection of rows that cannot be used."""
 
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
+from megatron_rl.contracts.prompt import Question
 
-ReadAnswer = Callable[[str], str]
-"""Reads a reference answer as the scorer does: equal results are the same answer.
+ReadAnswer = Callable[[Question], Hashable]
+"""Reads a question's reference answer as the scorer does: equal results are the same answer.
 
 Raises ValueError for an answer that responses cannot be compared with.
 """
 
-MAX_CHARACTERS = 65_536  # of an id or a reference answer
+MAX_CHARACTERS = 65_536  # of an id, a reference answer or details
 _MAX_EXAMPLES = 20
 _MAX_REASONS = 3  # that a message about a whole file names
 _MAX_MESSAGES = 10_000
@@ -29,43 +30,6 @@ class PromptDataError(Failure, ValueError):
     """
 
     exit_code = ExitCode.BAD_DATA
-
-
-@dataclass(frozen=True, slots=True)
-class Question:
-    """One question as text.
-
-    id: unique within a run's data.
-    task, difficulty: free labels, by which metrics are grouped.
-    identity: questions with the same identity are variants of one question and never fall on both
-    sides of the train/held-out split. "" stands for the text without case and white space.
-    origin: where the question comes from, for messages (`train.jsonl line 3`). "" stands for the
-    id.
-    demonstration: a correct response as the model writes it, "" if the source has none. Without an
-    end-of-sequence token, it gets one.
-    demonstration_problem: why the response of a row is no demonstration, "" if it is one.
-    """
-
-    id: str
-    text: str
-    answer: str
-    task: str
-    difficulty: str = ""
-    identity: str = ""
-    origin: str = ""
-    demonstration: str = ""
-    demonstration_problem: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.identity:
-            object.__setattr__(self, "identity", identity_of_text(self.text))
-        if not self.origin:
-            object.__setattr__(self, "origin", self.id)
-
-
-def identity_of_text(text: str) -> str:
-    """Return a text without case and white space, which identifies a question."""
-    return " ".join(text.casefold().split())
 
 
 class Source(Protocol):
@@ -84,6 +48,11 @@ class Source(Protocol):
         ...
 
 
+def answer_as_written(question: Question) -> Hashable:
+    """Return a reference answer as it is written, with the question's details."""
+    return question.answer, question.details
+
+
 @dataclass
 class BadRows:
     """Collects rows that are not used.
@@ -96,7 +65,7 @@ class BadRows:
     """
 
     policy: Literal["fail", "skip"]
-    read_answer: ReadAnswer = str
+    read_answer: ReadAnswer = answer_as_written
     count: int = 0
     examples: list[str] = field(default_factory=list)
     messages: list[str] = field(default_factory=list)
@@ -113,16 +82,17 @@ class BadRows:
             self.examples.append(message)
         self._add_message(message)
 
-    def is_same_answer(self, answer: str, other: str) -> bool:
-        """Return whether the scorer takes two answers for the same.
+    def is_same_answer(self, question: Question, other: Question) -> bool:
+        """Return whether the scorer takes the answers of two questions for the same.
 
         An answer that it cannot read, or that is too long to be used, is the same only as an equal
         text.
         """
-        if answer == other or max(len(answer), len(other)) > MAX_CHARACTERS:
-            return answer == other
+        is_equal = answer_as_written(question) == answer_as_written(other)
+        if is_equal or max(len(question.answer), len(other.answer)) > MAX_CHARACTERS:
+            return is_equal
         try:
-            return self.read_answer(answer) == self.read_answer(other)
+            return self.read_answer(question) == self.read_answer(other)
         except ValueError:
             return False
 

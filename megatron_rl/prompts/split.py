@@ -7,7 +7,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from megatron_rl.config.evaluations import HELD_OUT
-from megatron_rl.prompts.question import BadRows, PromptDataError, Question, identity_of_text
+from megatron_rl.contracts.prompt import Question, identity_of_text
+from megatron_rl.prompts.question import BadRows, PromptDataError
 
 # One identity in so many belongs to the held-out side.
 _HELD_OUT_DIVISOR = 8
@@ -230,7 +231,7 @@ def _drop_repeats(
     for question in questions:
         first = first_by_key.setdefault(key(question), question)
         if first is not question:
-            is_same = bad_rows.is_same_answer(question.answer, first.answer)
+            is_same = bad_rows.is_same_answer(question, first)
             num_repeats += _leave_out(question, first, bad_rows, is_same_answer=is_same)
     return list(first_by_key.values()), num_repeats
 
@@ -280,9 +281,7 @@ def _drop_known(
         if first is None:
             rest.append(question)
         else:
-            is_same = same_text is None or bad_rows.is_same_answer(
-                question.answer, same_text.answer
-            )
+            is_same = same_text is None or bad_rows.is_same_answer(question, same_text)
             num_repeats += _leave_out(question, first, bad_rows, is_same_answer=is_same, note=note)
     return rest, num_repeats
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from megatron_rl.prompts.question import Question
+from megatron_rl.contracts.prompt import Question
 
 NAME = "two_digit_addition"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from megatron_rl.contracts.group import Verdict
-from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.prompt import Prompt, Question
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards.answers import (
     canonical,
@@ -34,9 +34,9 @@ class ExactMatch(Scorer):
         self._rule = answer
         self._extract = _EXTRACTORS[answer]
 
-    def check_answer(self, answer: str) -> None:
+    def check_answer(self, question: Question) -> None:
         """Raise ValueError if the rule finds no answer in a reference, or a part of the answer."""
-        self.read_reference(answer)
+        self.read_reference(question.answer)
 
     async def score(self, prompt: Prompt, text: str, finish_reason: FinishReason) -> Verdict:
         """Score a response. Only a response that ended by itself can be correct.

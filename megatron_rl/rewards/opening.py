@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 
 from megatron_rl.config.schema import RewardSettings
 from megatron_rl.contracts.plugins import PluginError, hide_values, load_plugin, user_code
+from megatron_rl.contracts.prompt import Question
 from megatron_rl.rewards.exact_match import ExactMatch
 from megatron_rl.rewards.scorer import Scorer
 
@@ -18,7 +19,7 @@ def open_scorer(settings: RewardSettings) -> Scorer:
     """
     if settings.name == "exact_match":
         return ExactMatch(settings.answer)
-    methods = {"check_answer": ("answer",), "score": ("prompt", "text", "finish_reason")}
+    methods = {"check_answer": ("question",), "score": ("prompt", "text", "finish_reason")}
     scorer: Scorer = load_plugin("reward.name", settings.name, settings.options, methods=methods)
     if not inspect.iscoroutinefunction(scorer.score):
         raise PluginError(
@@ -31,28 +32,30 @@ def open_scorer(settings: RewardSettings) -> Scorer:
     return scorer
 
 
-def open_answer_reader(settings: RewardSettings) -> Callable[[str], str]:
+def open_answer_reader(settings: RewardSettings) -> Callable[[Question], Hashable]:
     """Open the scorer, and return a function that reads reference answers as the scorer does.
 
-    It returns equal texts for answers that `exact_match` takes for the same. What a user-defined
-    scorer takes for the same is unknown: the function then returns the answer as it is written.
+    It returns equal values for answers that `exact_match` takes for the same. What another scorer
+    takes for the same is unknown: the function then returns the answer and the details as they are
+    written.
 
     It raises ValueError for an unusable answer. Any other exception of the scorer becomes a
     `PluginError`.
     """
     if settings.name == "exact_match":
-        return ExactMatch(settings.answer).read_reference
+        exact_match = ExactMatch(settings.answer)
+        return lambda question: exact_match.read_reference(question.answer)
     scorer = open_scorer(settings)
 
-    def read(answer: str) -> str:
-        call = f"reward.name={settings.name}: check_answer({answer[:80]!r})"
+    def read(question: Question) -> Hashable:
+        call = f"reward.name={settings.name}: check_answer({question.answer[:80]!r})"
         try:
             with user_code(call, propagate=(ValueError,), options=settings.options):
-                scorer.check_answer(answer)
+                scorer.check_answer(question)
         except ValueError as error:
             if isinstance(error, PluginError):
                 raise
             raise ValueError(hide_values(str(error), settings.options)) from None
-        return answer
+        return question.answer, question.details
 
     return read

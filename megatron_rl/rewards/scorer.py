@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from megatron_rl.contracts.group import Verdict
-from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.prompt import Prompt, Question
 from megatron_rl.contracts.rollout import FinishReason
 
 
@@ -23,11 +23,11 @@ class Scorer(ABC):
     often, and how to limit the memory of the process.
     """
 
-    def check_answer(self, answer: str) -> None:  # noqa: B027, a scorer may accept every answer
-        """Raise ValueError if responses cannot be scored against this reference answer.
+    def check_answer(self, question: Question) -> None:  # noqa: B027, may accept every answer
+        """Raise ValueError if responses cannot be scored against a question's answer and details.
 
         Called once for every question before the run starts. The inherited method accepts every
-        answer.
+        question.
         """
 
     @abstractmethod

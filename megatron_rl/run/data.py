@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from megatron_rl.config.schema import Configuration
-from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.prompt import Prompt, identity_of_text
 from megatron_rl.contracts.run_state import SelectorState
 from megatron_rl.models.families import read_shape
 from megatron_rl.models.tokenizer import Tokenizer
@@ -20,7 +20,6 @@ from megatron_rl.prompts.pass_rates import (
     judge_of,
     read_part,
 )
-from megatron_rl.prompts.question import identity_of_text
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.rollouts.recording.recorded_rollouts import RecordedRollouts
 from megatron_rl.run.prompts import build_prompts, build_sets, read_sets

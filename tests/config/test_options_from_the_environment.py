@@ -19,13 +19,13 @@ from megatron_rl.config.schema import (
     RewardSettings,
 )
 from megatron_rl.contracts.plugins import PluginError
-from megatron_rl.contracts.prompt import Sampling
+from megatron_rl.contracts.prompt import Question, Sampling
 from megatron_rl.contracts.refusal import ConfigurationRefused
 from megatron_rl.environments.episode import Episode
 from megatron_rl.losses import open_loss
 from megatron_rl.losses.interface import Objective, ResponseTokens
 from megatron_rl.prompts.factory import generate_questions
-from megatron_rl.prompts.question import PromptDataError, Question
+from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.records.past_run import flat_settings
 from megatron_rl.records.run_directory import to_yaml
 from megatron_rl.rewards import Scorer, open_answer_reader, open_scorer
@@ -34,6 +34,7 @@ from megatron_rl.rollouts.wire.messages import GroupRequest
 from tests.support.collectors import Outbox
 from tests.support.configurations import configuration_of
 from tests.support.fake_engine import configuration, fake_engine, reply, serving
+from tests.support.questions import make_question
 from tests.support.scripted_model import EOS, PROMPT
 
 SECRET = "sk-not-to-be-written"
@@ -92,7 +93,7 @@ class Broken:
     def __init__(self, api_key: str, headers: dict[str, str], limit: int) -> None:
         self.error = KeyError(f"401 for https://judge/?key={api_key}")
 
-    def check_answer(self, answer: str) -> None:
+    def check_answer(self, question: Question) -> None:
         raise self.error
 
     def questions(self, seed: int) -> Iterator[Question]:
@@ -150,7 +151,11 @@ def test_errors_of_reward_source_and_loss_leave_the_value_out() -> None:
     shape: Any = None
     loss = open_loss(CustomAlgoSettings(name=name, options=options), shape)
     response: Any = None
-    calls = (lambda: check_answer("4"), lambda: next(questions), lambda: loss.prepare(response))
+    calls = (
+        lambda: check_answer(make_question("4")),
+        lambda: next(questions),
+        lambda: loss.prepare(response),
+    )
     for call in calls:
         with pytest.raises((PluginError, PromptDataError)) as error:
             call()

@@ -20,7 +20,7 @@ class Judge:
         self.api_key = api_key
         self.num_calls = 0
 
-    def check_answer(self, answer):
+    def check_answer(self, question):
         pass
 
     async def score(self, prompt, text, finish_reason):

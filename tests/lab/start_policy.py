@@ -18,11 +18,10 @@ from itertools import islice
 import torch
 from transformers import AutoModelForCausalLM
 
-from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.prompt import Prompt, Question
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts import column_addition_mixed
-from megatron_rl.prompts.question import Question
 from megatron_rl.rewards.exact_match import ExactMatch
 from tests.support.policies import COLUMN_ADDITION
 

@@ -17,7 +17,13 @@ from megatron_rl.environments.episode import Episode
 from megatron_rl.losses import ResponseTokens, open_loss
 from megatron_rl.models.families import read_shape
 from megatron_rl.prompts.factory import open_prompts
-from megatron_rl.rewards import RewardRunner, ScorerInThisProcess, open_scorer
+from megatron_rl.rewards import (
+    RewardRunner,
+    ScorerInThisProcess,
+    open_answer_reader,
+    open_scorer,
+)
+from tests.support.questions import make_question
 from tests.support.scripted_model import (
     CHECKPOINT,
     PROMPT,
@@ -65,7 +71,7 @@ def test_my_reward_scores_texts() -> None:
     assert score("it is surely 47") == (0.0, 0.0, 0.0, "47")
     assert score("46", FinishReason.LENGTH) == (0.0, 0.0, 0.0, None)
     with pytest.raises(ValueError, match="holds no number"):
-        scorer.check_answer("Paris")
+        scorer.check_answer(make_question("Paris"))
     message = r"reward\.options: my_reward:CorrectAndShort\(limit=0\) refuses: limit must"
     with pytest.raises(PluginError, match=message):
         open_scorer(RewardSettings(name=name, options={"limit": 0}))
@@ -95,8 +101,8 @@ def test_my_source_yields_questions_that_are_split() -> None:
     settings = DataSettings(
         source="my_source:Products", options={"digits": 3}, num_train=500, num_eval=50
     )
-    check = open_scorer(RewardSettings()).check_answer
-    prompts = open_prompts(settings, TOKENIZER, check)
+    read_answer = open_answer_reader(RewardSettings())
+    prompts = open_prompts(settings, TOKENIZER, read_answer)
     assert (len(prompts.train), len(prompts.held_out)) == (500, 50)
     sides = []
     for side in (prompts.train, prompts.held_out):
@@ -108,7 +114,7 @@ def test_my_source_yields_questions_that_are_split() -> None:
         assert all(prompt.task == "products" for prompt in side)
         sides.append({frozenset(pair) for pair in factors})
     assert sides[0].isdisjoint(sides[1])
-    again = open_prompts(settings, TOKENIZER, check)
+    again = open_prompts(settings, TOKENIZER, read_answer)
     assert [p.id for p in again.take(20)] == [p.id for p in prompts.take(20)]
 
 

@@ -19,6 +19,7 @@ from megatron_rl.prompts.factory import generate_questions
 from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.rewards import open_answer_reader, open_scorer
 from tests.losses.shapes import shape_of
+from tests.support.questions import make_question
 
 MODULE = """
 class Missing:
@@ -28,14 +29,14 @@ class Exits:
     def __init__(self): raise SystemExit("no licence")
 
 class Scorer:
-    def check_answer(self, answer): return 1 / len(answer)
+    def check_answer(self, question): return 1 / len(question.answer)
     async def score(self, prompt, text): pass
 
 class Checks(Scorer):
     async def score(self, prompt, text, finish_reason): pass
 
 class Awaits(Checks):
-    async def check_answer(self, answer): pass
+    async def check_answer(self, question): pass
 
 class NoMethod(Checks):
     check_answer = None
@@ -133,12 +134,12 @@ def test_invalid_scorer(name: str, message: str) -> None:
 
 def test_failing_check_answer_is_a_plugin_error() -> None:
     check = open_answer_reader(RewardSettings(name="plugin_classes:Checks"))
-    check("4")
+    check(make_question("4"))
     with pytest.raises(
         PluginError,
         match=r"reward\.name=plugin_classes:Checks: check_answer\(''\) fails: ZeroDivision.*:9",
     ):
-        check("")
+        check(make_question(""))
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.prompt import Prompt, Question
 from megatron_rl.environments.demonstration import Demonstration
 from megatron_rl.models.chat_template import ChatTemplate
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import PromptBuilder
-from megatron_rl.prompts.question import BadRows, PromptDataError, Question
+from megatron_rl.prompts.question import BadRows, PromptDataError
 from megatron_rl.prompts.split import hold_out, keep_apart
 from tests.support.policies import TWO_DIGIT_ADDITION
 from tests.support.question_files import read_jsonl

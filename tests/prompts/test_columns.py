@@ -13,12 +13,13 @@ import pyarrow.parquet
 import pytest
 
 from megatron_rl.config.schema import DataSettings, SourceSettings
+from megatron_rl.contracts.prompt import Question
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts, open_set
 from megatron_rl.prompts.files.columns import Columns
 from megatron_rl.prompts.files.reader import DataLocation, read_questions
 from megatron_rl.prompts.pass_rates import identity_of
-from megatron_rl.prompts.question import BadRows, PromptDataError, Question
+from megatron_rl.prompts.question import BadRows, PromptDataError
 from tests.support.policies import TWO_DIGIT_ADDITION
 
 USER = {"role": "user", "content": "48/2 + 48?"}

@@ -13,8 +13,9 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 
+from megatron_rl.contracts.prompt import Question
 from megatron_rl.prompts.files.reader import DataLocation, digest_of, read_questions
-from megatron_rl.prompts.question import BadRows, PromptDataError, Question
+from megatron_rl.prompts.question import BadRows, PromptDataError
 from tests.support.question_files import write_parquet
 
 Rows = Sequence[Mapping[str, Any]]

@@ -4,8 +4,9 @@ from typing import Any, Literal
 
 import pytest
 
+from megatron_rl.contracts.prompt import Question
 from megatron_rl.prompts.jsonl import is_line_id
-from megatron_rl.prompts.question import BadRows, PromptDataError, Question
+from megatron_rl.prompts.question import BadRows, PromptDataError
 from tests.support.processor_time import processor_seconds
 from tests.support.question_files import read_jsonl
 
@@ -51,6 +52,30 @@ def test_row_with_optional_and_unknown_keys(tmp_path: Path) -> None:
     assert (question.task, question.difficulty) == ("sums", "2")
     assert question.origin == f"{file} line 3"
     assert not is_line_id(question.id)
+
+
+@pytest.mark.parametrize(
+    ("value", "details"),
+    [
+        (b'{"cases": [1, 2.50]}', '{"cases": [1, 2.50]}'),
+        (rb'"{\"a\": null}"', '{"a": null}'),
+        (b"null", ""),
+        (b"[]", "[]"),
+    ],
+)
+def test_details_are_json_text_as_the_row_has_it(
+    tmp_path: Path, value: bytes, details: str
+) -> None:
+    question = read_row(tmp_path, b'{"prompt": "p", "answer": "4", "details": ' + value + b"}")
+    assert question.details == details
+
+
+def test_a_row_with_details_needs_no_answer(tmp_path: Path) -> None:
+    assert read_row(tmp_path, b'{"prompt": "p", "details": {"tests": []}}').answer == ""
+    with pytest.raises(PromptDataError, match=r"`answer` is missing. A row needs .*`details` for"):
+        read_row(tmp_path, b'{"prompt": "p"}')
+    with pytest.raises(PromptDataError, match=r"`details` is a string that holds no JSON text"):
+        read_row(tmp_path, b'{"prompt": "p", "details": "4 tests"}')
 
 
 USER = '{"role": "user", "content": "2+2"}'

@@ -2,13 +2,13 @@ import asyncio
 import itertools
 import string
 
-from megatron_rl.config.schema import DataSettings
+from megatron_rl.config.schema import DataSettings, RewardSettings
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts import letter_sorting
 from megatron_rl.prompts.factory import open_prompts
-from megatron_rl.rewards import ExactMatch
+from megatron_rl.rewards import ExactMatch, open_answer_reader
 from tests.support.character_tokenizer import CHARACTERS
 from tests.support.scripted_model import TOKENIZER
 
@@ -38,7 +38,7 @@ def test_lengths_and_letters_are_uniform() -> None:
 def test_all_orders_of_the_same_letters_are_on_one_side() -> None:
     assert letter_sorting.question("cab").identity == letter_sorting.question("bca").identity
     data = DataSettings(source="letter_sorting", num_train=3000, num_eval=300)
-    source = open_prompts(data, TOKENIZER, ExactMatch("last_line").read_reference)
+    source = open_prompts(data, TOKENIZER, open_answer_reader(RewardSettings(answer="last_line")))
     assert not {p.answer for p in source.train} & {p.answer for p in source.held_out}
     assert first_questions(5) == first_questions(5) != first_questions(5, seed=1)
 

@@ -13,14 +13,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config.schema import DataSettings, SourceSettings
-from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.prompt import Prompt, Question
 from megatron_rl.contracts.run_state import PromptCursor
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts
 from megatron_rl.prompts.jsonl import is_line_id
 from megatron_rl.prompts.mixture import PromptMixture
 from megatron_rl.prompts.pass_rates import PassRate, identity_of
-from megatron_rl.prompts.question import BadRows, PromptDataError, Question
+from megatron_rl.prompts.question import BadRows, PromptDataError
 from megatron_rl.prompts.split import Split, keep_sources_apart
 from tests.support.policies import TWO_DIGIT_ADDITION
 

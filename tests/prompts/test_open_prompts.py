@@ -8,16 +8,16 @@ from typing import Any
 
 import pytest
 
-from megatron_rl.config.schema import DataSettings
+from megatron_rl.config.schema import DataSettings, RewardSettings
 from megatron_rl.contracts.exit_codes import ExitCode
 from megatron_rl.contracts.plugins import PluginError
-from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.prompt import Prompt, Question
 from megatron_rl.environments.demonstration import Demonstration
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts, open_set
-from megatron_rl.prompts.question import PromptDataError, Question
+from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.source import PromptSource
-from megatron_rl.rewards import ExactMatch
+from megatron_rl.rewards import open_answer_reader
 from tests.support.character_tokenizer import write_character_tokenizer
 from tests.support.processor_time import processor_seconds
 from tests.support.scripted_model import ScriptedModel, open_episode
@@ -30,7 +30,7 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     return Tokenizer.from_directory(directory)
 
 
-READ_ANSWER = ExactMatch("last_number").read_reference
+READ_ANSWER = open_answer_reader(RewardSettings())
 
 
 def write(path: Path, *lines: str) -> str:

@@ -7,8 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_rl.config.schema import RewardSettings
+from megatron_rl.contracts.prompt import Question
 from megatron_rl.prompts import column_addition, two_digit_addition
-from megatron_rl.prompts.question import BadRows, PromptDataError, Question
+from megatron_rl.prompts.question import BadRows, PromptDataError
 from megatron_rl.prompts.split import (
     Split,
     hold_out,

@@ -9,6 +9,7 @@ from megatron_rl.contracts.group import Verdict
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards import ExactMatch
+from tests.support.questions import make_question
 
 
 def score(
@@ -65,13 +66,13 @@ def test_reference_without_an_answer_is_refused() -> None:
         ValueError,
         match=r"reward\.answer=last_number: the reference answer 'Paris' holds no answer",
     ):
-        ExactMatch("last_number").check_answer("Paris")
+        ExactMatch("last_number").check_answer(make_question("Paris"))
     with pytest.raises(ValueError, match="Paris"):
         score("5", "Paris")
-    ExactMatch("last_line").check_answer("Paris")
-    ExactMatch("boxed").check_answer("Paris")
+    ExactMatch("last_line").check_answer(make_question("Paris"))
+    ExactMatch("boxed").check_answer(make_question("Paris"))
     with pytest.raises(ValueError, match="holds no answer"):
-        ExactMatch("boxed").check_answer("  ")
+        ExactMatch("boxed").check_answer(make_question("  "))
 
 
 @pytest.mark.parametrize(
@@ -81,9 +82,9 @@ def test_reference_without_an_answer_is_refused() -> None:
 def test_reference_with_an_ambiguous_number_is_refused(answer: str, number: str) -> None:
     message = rf"reward\.answer=last_number: .*'{re.escape(answer)}' .* '{number}'.*plain"
     with pytest.raises(ValueError, match=message):
-        ExactMatch("last_number").check_answer(answer)
-    ExactMatch("last_line").check_answer(answer)
-    ExactMatch("boxed").check_answer(answer)
+        ExactMatch("last_number").check_answer(make_question(answer))
+    ExactMatch("last_line").check_answer(make_question(answer))
+    ExactMatch("boxed").check_answer(make_question(answer))
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,7 @@ def test_reference_with_an_ambiguous_number_is_refused(answer: str, number: str)
 )
 def test_reference_with_several_numbers_is_refused(answer: str) -> None:
     with pytest.raises(ValueError, match=r"holds several numbers, .*Write the final one alone"):
-        ExactMatch("last_number").check_answer(answer)
+        ExactMatch("last_number").check_answer(make_question(answer))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +109,7 @@ def test_reference_with_several_numbers_is_refused(answer: str) -> None:
     ],
 )
 def test_reference_with_known_decoration_is_one_number(answer: str, text: str) -> None:
-    ExactMatch("last_number").check_answer(answer)
+    ExactMatch("last_number").check_answer(make_question(answer))
     assert score(text, answer).reward == score(f"so it is {text}.", answer).reward == 1.0
 
 

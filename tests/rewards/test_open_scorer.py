@@ -9,6 +9,7 @@ from megatron_rl.contracts.plugins import PluginError
 from megatron_rl.contracts.prompt import Prompt
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards import ExactMatch, Scorer, open_scorer
+from tests.support.questions import make_question
 
 
 class Inherits(Scorer):
@@ -43,13 +44,13 @@ def test_exact_match_gets_its_settings() -> None:
     scorer = open_scorer(RewardSettings(answer="boxed"))
     assert isinstance(scorer, ExactMatch)
     with pytest.raises(ValueError, match=r"reward\.answer=boxed"):
-        scorer.check_answer(" ")
+        scorer.check_answer(make_question(" "))
 
 
 def test_inherited_check_accepts_every_reference() -> None:
     scorer = open_scorer(settings_of(Inherits, limit=3))
     assert isinstance(scorer, Inherits) and scorer.limit == 3
-    scorer.check_answer("")
+    scorer.check_answer(make_question(""))
 
 
 @pytest.mark.parametrize(

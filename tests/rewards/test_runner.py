@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from megatron_rl.contracts.group import Verdict
-from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.prompt import Prompt, Question
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards import RewardRunner, ScorerInThisProcess
 
@@ -58,7 +58,7 @@ class ScriptedScorer:
     def __init__(self) -> None:
         self.cancellations = 0
 
-    def check_answer(self, answer: str) -> None:
+    def check_answer(self, question: Question) -> None:
         pass
 
     async def score(self, prompt: Prompt, text: str, finish_reason: FinishReason) -> Verdict:

@@ -31,7 +31,7 @@ import asyncio
 from megatron_rl.contracts.group import Verdict
 
 class Retries:
-    def check_answer(self, answer):
+    def check_answer(self, question):
         pass
 
     async def score(self, prompt, text, finish_reason):
@@ -79,7 +79,7 @@ class CancelsItself:
 
 
 class Exits:
-    def check_answer(self, answer):
+    def check_answer(self, question):
         pass
 
     async def score(self, prompt, text, finish_reason):

@@ -62,7 +62,7 @@ class NeverLoads(SecondChance):
         time.sleep(3600)
 
 class Retries:
-    def check_answer(self, answer):
+    def check_answer(self, question):
         pass
 
     async def score(self, prompt, text, finish_reason):

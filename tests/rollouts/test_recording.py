@@ -158,11 +158,12 @@ def test_a_damaged_recording_is_refused(tmp_path: Path) -> None:
 def test_a_recording_of_another_format_version_is_refused(tmp_path: Path) -> None:
     write_recording(tmp_path, SHAPE, steps=1)
     file = batch_directory(tmp_path, 1) / "batch.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 4}))
-    assert len(open_recording(tmp_path, 1).sample(1).groups) == 4
+    for version in (4, 5):
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"version": version}))
+        assert len(open_recording(tmp_path, 1).sample(1).groups) == 4
     file.write_text(json.dumps(json.loads(file.read_text()) | {"version": 2}))
     with pytest.raises(
-        BadRecording, match=r"batch\.json.*version 2.*reads.*version 4 and version 5"
+        BadRecording, match=r"batch\.json.*version 2.*reads.*version 4 and version 5 and version 6"
     ):
         open_recording(tmp_path, 1).sample(1)
 

@@ -11,7 +11,7 @@ from tests.support.scripts import start_script
 CLASSES = """
 class Scorer:
     def __init__(self): raise KeyError("model")
-    def check_answer(self, answer): pass
+    def check_answer(self, question): pass
     async def score(self, prompt, text, finish_reason): pass
 class Source:
     def questions(self, seed): return None

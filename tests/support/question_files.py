@@ -8,11 +8,11 @@ import msgspec
 import pyarrow
 import pyarrow.parquet
 
-from megatron_rl.contracts.prompt import ROW_KEYS
+from megatron_rl.contracts.prompt import ROW_KEYS, Question
 from megatron_rl.prompts.files.row import Render, refuse_messages
 from megatron_rl.prompts.files.rows import Rows
 from megatron_rl.prompts.jsonl import read_lines_into, require_usable_lines
-from megatron_rl.prompts.question import BadRows, CheckedRows, Question
+from megatron_rl.prompts.question import BadRows, CheckedRows
 
 
 def read_jsonl(

@@ -11,7 +11,7 @@ import msgspec
 from megatron_rl.contracts.prompt import ROW_KEYS
 from megatron_rl.prompts.question import PromptDataError
 
-NESTED_KEYS = ("messages", "tools")
+NESTED_KEYS = ("messages", "tools", "details")
 _MEDIA = ("images", "videos")
 _INPUTS = {"prompt", "messages"}
 
@@ -75,7 +75,8 @@ class Columns:
         """Return a row, a JSON object, with the keys that `parse_question` reads.
 
         In a named column, `messages` may be a text, which becomes a user's message. `messages` and
-        `tools` may be JSON text. An `answer` may be a list with one element.
+        `tools` may be JSON text, as `details` may be in any row. An `answer` may be a list with one
+        element.
 
         Raises ValueError with the rule and the remedy.
         """

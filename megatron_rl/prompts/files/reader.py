@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from megatron_rl.contracts.prompt import Question
 from megatron_rl.prompts.files.columns import Columns
 from megatron_rl.prompts.files.csv_rows import read_csv
 from megatron_rl.prompts.files.folders import files_of_folder
@@ -15,7 +16,7 @@ from megatron_rl.prompts.files.row import Render, refuse_messages
 from megatron_rl.prompts.files.rows import Rows
 from megatron_rl.prompts.files.tables import RowOrProblem, read_arrow_stream, read_parquet
 from megatron_rl.prompts.jsonl import read_lines_into, require_usable_lines
-from megatron_rl.prompts.question import BadRows, CheckedRows, PromptDataError, Question
+from megatron_rl.prompts.question import BadRows, CheckedRows, PromptDataError
 
 FILE_SOURCES = ("jsonl", "csv", "parquet", "hf_dataset")
 _PARQUET_BEGINNING = b"PAR1"

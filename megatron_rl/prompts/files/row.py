@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from megatron_rl.prompts.question import Question, identity_of_text
+from megatron_rl.contracts.prompt import Question, identity_of_text
 
 # No model reads so long a prompt. A file without line ends must not fill the memory.
 MAX_ROW_BYTES = 16 * 2**20
@@ -69,6 +69,7 @@ class _Row(msgspec.Struct):
     messages: list[_Message] | None = None
     tools: list[dict[str, Any]] | None = None
     answer: msgspec.Raw = msgspec.Raw(b"null")
+    details: msgspec.Raw = msgspec.Raw(b"null")
     response: str | None = None
     id: str | int | None = None
     task: str | None = None
@@ -104,13 +105,15 @@ def parse_question(
         keys = ", ".join(msgspec.json.decode(row, type=dict[str, msgspec.Raw])) or "no keys"
         raise ValueError(f"the row has neither `prompt` nor `messages`. It has: {keys}")
     conversation = _parse_conversation(fields, render)
+    details = _parse_details(bytes(fields.details))
     if bytes(fields.answer) != b"null":
         answer = _parse_answer(bytes(fields.answer))
-    elif conversation.response:
+    elif conversation.response or details:
         answer = conversation.response
     else:
         raise ValueError(
-            "`answer` is missing. A row needs an `answer`, or a response that contains it"
+            "`answer` is missing. A row needs an `answer`, a response that contains it, or "
+            "`details` for its scorer"
         )
     return Question(
         id=default_id if fields.id is None else str(fields.id),
@@ -122,6 +125,7 @@ def parse_question(
         demonstration=conversation.demonstration,
         demonstration_problem=conversation.problem,
         identity=conversation.identity,
+        details=details,
     )
 
 
@@ -303,6 +307,22 @@ def _parse_answer(raw: bytes) -> str:
     if not answer.strip():
         raise ValueError("`answer` is empty. Give the reference answer")
     return answer
+
+
+def _parse_details(raw: bytes) -> str:
+    """Return JSON text, "" for a null. A string holds the JSON text."""
+    if raw == b"null":
+        return ""
+    if raw[:1] != b'"':
+        return raw.decode()
+    text = msgspec.json.decode(raw, type=str)
+    try:
+        msgspec.json.decode(text)
+    except msgspec.MsgspecError as error:
+        raise ValueError(
+            f"`details` is a string that holds no JSON text ({error}). Give an object, or JSON text"
+        ) from error
+    return text
 
 
 def _plain_digits(number: str) -> str:

@@ -7,9 +7,10 @@ from typing import Any
 
 import msgspec
 
+from megatron_rl.contracts.prompt import Question
 from megatron_rl.prompts.files.columns import Columns
 from megatron_rl.prompts.files.row import EXAMPLE_ROW, Render, parse_question
-from megatron_rl.prompts.question import CheckedRows, PromptDataError, Question
+from megatron_rl.prompts.question import CheckedRows, PromptDataError
 
 DEFAULT_TASK = "jsonl"
 

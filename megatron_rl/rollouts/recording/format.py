@@ -18,9 +18,10 @@ from megatron_rl.contracts.wire_types import Count
 
 BATCH_FILE = "batch.json"
 FORMAT = "megatron_rl rollouts"
-VERSION = 5
-# In version 4 each group has one line
-READABLE_VERSIONS = (4, 5)
+VERSION = 6
+# In version 4 each group has one line. Versions 4 and 5 have neither the parts of a verdict nor a
+# prompt's details.
+READABLE_VERSIONS = (4, 5, 6)
 
 
 class BatchRecord(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,7 +4,7 @@ With this folder on PYTHONPATH: reward.name=my_reward:CorrectAndShort reward.opt
 """
 
 from megatron_rl.contracts.group import Verdict
-from megatron_rl.contracts.prompt import Prompt
+from megatron_rl.contracts.prompt import Prompt, Question
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards import Scorer
 from megatron_rl.rewards.answers import canonical, last_number
@@ -25,9 +25,9 @@ class CorrectAndShort(Scorer):
         self.limit = limit
         self.penalty = penalty
 
-    def check_answer(self, answer: str) -> None:
-        if last_number(answer) is None:
-            raise ValueError(f"the reference answer {answer!r} holds no number")
+    def check_answer(self, question: Question) -> None:
+        if last_number(question.answer) is None:
+            raise ValueError(f"the reference answer {question.answer!r} holds no number")
 
     async def score(self, prompt: Prompt, text: str, finish_reason: FinishReason) -> Verdict:
         answer = last_number(text) if finish_reason is FinishReason.STOP else None

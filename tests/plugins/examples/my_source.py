@@ -6,7 +6,7 @@ With this folder on PYTHONPATH: data.source=my_source:Products data.options='{di
 import random
 from collections.abc import Iterator
 
-from megatron_rl.prompts.question import Question
+from megatron_rl.contracts.prompt import Question
 
 
 class Products:

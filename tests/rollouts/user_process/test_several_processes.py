@@ -33,7 +33,7 @@ from megatron_rl.contracts.group import Verdict
 
 
 class Pid:
-    def check_answer(self, answer):
+    def check_answer(self, question):
         pass
 
     async def score(self, prompt, text, finish_reason):
