@@ -13,10 +13,10 @@ def make_piece(length: int, prompt_tokens: int = 3) -> Piece:
     return Piece(Response((1, 0, 0), prompt_tokens, length), length)
 
 
-def run_engine(engine: SimulatedEngine) -> list[tuple[Any, list[int]]]:
+def run_engine(engine: SimulatedEngine, start: float = 0.0) -> list[tuple[Any, list[int]]]:
     """The times at which pieces ended, with their tokens."""
     ends = []
-    engine.start(0.0)
+    engine.start(start)
     while engine.is_busy:
         now = engine.end
         pieces = engine.finish()
@@ -117,3 +117,71 @@ def test_passes_that_have_begun(kv_token: float, seconds: float, passes: int) ->
 
 def test_a_pass_that_reads_takes_a_time_for_each_token() -> None:
     assert EngineSpeed(step=1.0, prompt_token=0.5).read_seconds(6) == 1.0 + 3.0
+
+
+def cached_engine(kv_tokens: float) -> SimulatedEngine:
+    return SimulatedEngine(EngineSpeed(step=1.0), 8, kv_tokens)
+
+
+@pytest.mark.parametrize(("kv_tokens", "ends"), [(16, [4, 8]), (17, [4])])
+def test_a_request_joins_if_the_cache_holds_all_of_it(kv_tokens: int, ends: list[int]) -> None:
+    """Each needs 3 + 4 tokens, and one more. Less has to be used and reserved than there are."""
+    engine = cached_engine(kv_tokens)
+    engine.add(make_piece(4))
+    engine.add(make_piece(4))
+    assert [time for time, _ in run_engine(engine)] == ends
+    assert engine.num_retractions == 0
+
+
+def limited(length: int, limit: int, prompt_tokens: int) -> Piece:
+    return Piece(Response((1, 0, 0), prompt_tokens, length, limit=limit), length)
+
+
+@pytest.mark.parametrize(
+    ("kv_tokens", "ends"), [(38.6, [(4, [2]), (10, [9])]), (38.5, [(9, [9]), (11, [2])])]
+)
+def test_a_share_of_what_running_responses_may_get_is_reserved(
+    kv_tokens: float, ends: list[tuple[int, list[int]]]
+) -> None:
+    """At 2 s, the first has 3 tokens in the cache, and reserves 0.699 x 18 of the others.
+
+    The second one needs 2 + 20 + 1 tokens, fewer than what is left. If it cannot join, it waits
+    until the first one ends.
+    """
+    engine = cached_engine(kv_tokens)
+    engine.add(limited(9, 20, 2))
+    engine.start(0.0)
+    engine.finish()
+    engine.start(1.0)
+    engine.add(limited(2, 20, 2))
+    engine.start(1.5)
+    assert engine.end == pytest.approx(2.0)
+    engine.finish()
+    assert run_engine(engine, 2.0) == ends
+
+
+def test_a_full_cache_retracts_the_response_with_the_fewest_tokens() -> None:
+    """Before the pass at 20 s, 2 + 19 and 2 + 18 tokens are more than the cache holds."""
+    engine = cached_engine(40)
+    engine.add(limited(20, 20, 2))
+    engine.start(0.0)
+    engine.finish()
+    engine.start(1.0)
+    second = limited(20, 20, 2)
+    engine.add(second)
+    engine.start(1.5)
+    engine.finish()
+    # A pass reads the second, and 17 fit. The first ends with the next one. Then the second is read
+    # again, which gives its 19th token.
+    assert run_engine(engine, 2.0) == [(21, [20]), (23, [20])]
+    assert second.num_sampled == 20
+    assert engine.num_retractions == 1
+    assert engine.num_read == 2 + 2 + 20
+    assert engine.num_sampled == 20 + 20
+
+
+def test_a_response_that_the_cache_never_holds_is_refused() -> None:
+    engine = cached_engine(24)
+    engine.add(limited(1, 20, 2))
+    with pytest.raises(ValueError, match=r"kv_tokens=23: .* up to 22 tokens, and need at least 24"):
+        cached_engine(23).add(limited(1, 20, 2))

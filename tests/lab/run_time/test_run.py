@@ -1,5 +1,6 @@
 """Simulated runs against times worked out by hand, and rules that hold for all of them."""
 
+import math
 import subprocess
 import sys
 from dataclasses import replace
@@ -28,7 +29,7 @@ TEN_TOKENS = TraceLengths([[[10], [10]]], prompt_tokens=3)
 def make_settings(
     max_staleness: int, on_update: Literal["wait", "resume"] = "wait"
 ) -> RolloutSettings:
-    return RolloutSettings(max_new_tokens=100, max_staleness=max_staleness, on_update=on_update)
+    return RolloutSettings(max_new_tokens=12, max_staleness=max_staleness, on_update=on_update)
 
 
 def step_seconds(run: SimulatedRun) -> list[float]:
@@ -191,6 +192,7 @@ machine_kinds = st.builds(
     engines=st.integers(1, 3),
     node_engines=st.integers(1, 2),
     max_running=st.integers(1, 4),
+    kv_tokens=st.sampled_from([math.inf, 20, 30]),
     slowdowns=st.lists(slowdown_kinds, min_size=1, max_size=3),
 )
 trainers = st.builds(TrainerSpeed, step=seconds, token=seconds, sync=seconds, interrupt=seconds)
@@ -230,7 +232,7 @@ def test_every_token_is_sampled_once_in_time(
     assert run.steps[-1].end >= least * (1 - 1e-9)
     prompts = workload.prompt_tokens * len(run.responses)
     assert run.num_read >= prompts
-    if choice.on_update == "wait":
+    if choice.on_update == "wait" and not run.num_retractions:
         assert run.num_read == prompts
     assert simulate(choice, workload, machines, trainer, NUM_STEPS).steps == run.steps
 
@@ -305,6 +307,7 @@ def test_a_trace_without_tokens_is_refused(steps: list[list[list[int]]]) -> None
     [
         {"engines": 0},
         {"max_running": 0},
+        {"kv_tokens": 0},
         {"slowdowns": []},
         {"slowdowns": [Slowdown(), Slowdown(trainer=-1.0)]},
     ],

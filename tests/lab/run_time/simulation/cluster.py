@@ -33,7 +33,8 @@ class Machines:
     """The engines and the trainer.
 
     engines: their number. node_engines: engines of a node; the last node may have fewer.
-    max_running: responses that an engine runs at a time. binds_late: a group waits for a node with
+    max_running: responses that an engine runs at a time. kv_tokens: of contexts that the cache of
+    an engine holds. binds_late: a group waits for a node with
     room, as in rollouts/queue. Otherwise it goes to a node at once. slowdowns: of the first step,
     the second one and so on. After the last of them, the first one follows.
 
@@ -44,12 +45,13 @@ class Machines:
     engines: int = 1
     node_engines: int = 8
     max_running: int = 256
+    kv_tokens: float = math.inf
     binds_late: bool = True
     slowdowns: Sequence[Slowdown] = (Slowdown(),)
 
     def __post_init__(self) -> None:
-        if min(self.engines, self.node_engines, self.max_running) < 1:
-            raise ValueError("engines, node_engines and max_running must be at least 1")
+        if min(self.engines, self.node_engines, self.max_running, self.kv_tokens) < 1:
+            raise ValueError("engines, node_engines, max_running and kv_tokens must be at least 1")
         if not self.slowdowns:
             raise ValueError("machines need at least one slowdown")
         if min(min(slowdown) for slowdown in self.slowdowns) <= -1:
@@ -57,7 +59,10 @@ class Machines:
 
     def open_nodes(self) -> list[SimulatedNode]:
         """Make the nodes, with engines that do nothing."""
-        engines = [SimulatedEngine(self.speed, self.max_running) for _ in range(self.engines)]
+        engines = [
+            SimulatedEngine(self.speed, self.max_running, self.kv_tokens)
+            for _ in range(self.engines)
+        ]
         starts = range(0, self.engines, self.node_engines)
         slots = slots_of_engine(self.max_running)
         return [

@@ -62,13 +62,15 @@ class SimulatedRun:
     """A run that was simulated.
 
     responses: of all steps. num_sampled: tokens that engines sampled. num_read: tokens of
-    prompts and partial responses that they read. busy_seconds: of all engines.
+    prompts and partial responses that they read. num_retractions: of responses, because a cache was
+    full. busy_seconds: of all engines.
     """
 
     steps: Sequence[StepTime]
     responses: Sequence[Response]
     num_sampled: int
     num_read: int
+    num_retractions: int
     busy_seconds: float
 
     def seconds_a_step(self, first: int = 2, last: int | None = None) -> float:
@@ -89,13 +91,14 @@ def simulate(
 ) -> SimulatedRun:
     """Simulate a run. It depends on its arguments alone.
 
-    settings: `max_staleness` and `on_update` count.
+    settings: `max_staleness`, `on_update` and `max_new_tokens` count, the last one only in engines
+    whose caches have a limit.
 
     Raises ValueError for settings that a run refuses.
     """
     _check(settings, num_steps)
     cluster = Cluster(machines)
-    source = _SimulatedSource(cluster, workload)
+    source = _SimulatedSource(cluster, workload, settings.max_new_tokens)
     control: Any = _SimulatedControl(cluster, trainer.interrupt)
     steps_ahead, on_update = open_steps_ahead(settings, control, idle=lambda: None)
     loop = _SimulatedLoop(cluster, source, trainer, steps_ahead, on_update, num_steps)
@@ -105,6 +108,7 @@ def simulate(
         responses=[response for step in source.responses.values() for response in step],
         num_sampled=sum(engine.num_sampled for engine in cluster.engines),
         num_read=sum(engine.num_read for engine in cluster.engines),
+        num_retractions=sum(engine.num_retractions for engine in cluster.engines),
         busy_seconds=sum(engine.busy_seconds for engine in cluster.engines),
     )
 
@@ -172,11 +176,12 @@ class _SimulatedLoop:
 class _SimulatedSource:
     """Supplies the batches of steps from simulated engines.
 
-    responses: by step that has begun.
+    limit: tokens of a response. responses: by step that has begun.
     """
 
     cluster: Cluster
     workload: Workload
+    limit: int
     responses: dict[int, list[Response]] = field(default_factory=dict)
     _open: list[int] = field(default_factory=list)
 
@@ -194,6 +199,7 @@ class _SimulatedSource:
                     self.workload.prompt_tokens,
                     length,
                     expectations[index][sample],
+                    self.limit,
                 )
                 for sample, length in enumerate(lengths)
             ]
