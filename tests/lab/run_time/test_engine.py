@@ -133,7 +133,7 @@ def test_a_request_joins_if_the_cache_holds_all_of_it(kv_tokens: int, ends: list
     assert engine.num_retractions == 0
 
 
-def limited(length: int, limit: int, prompt_tokens: int) -> Piece:
+def piece_with_limit(length: int, limit: int, prompt_tokens: int) -> Piece:
     return Piece(Response((1, 0, 0), prompt_tokens, length, limit=limit), length)
 
 
@@ -149,11 +149,11 @@ def test_a_share_of_what_running_responses_may_get_is_reserved(
     until the first one ends.
     """
     engine = cached_engine(kv_tokens)
-    engine.add(limited(9, 20, 2))
+    engine.add(piece_with_limit(9, 20, 2))
     engine.start(0.0)
     engine.finish()
     engine.start(1.0)
-    engine.add(limited(2, 20, 2))
+    engine.add(piece_with_limit(2, 20, 2))
     engine.start(1.5)
     assert engine.end == pytest.approx(2.0)
     engine.finish()
@@ -163,11 +163,11 @@ def test_a_share_of_what_running_responses_may_get_is_reserved(
 def test_a_full_cache_retracts_the_response_with_the_fewest_tokens() -> None:
     """Before the pass at 20 s, 2 + 19 and 2 + 18 tokens are more than the cache holds."""
     engine = cached_engine(40)
-    engine.add(limited(20, 20, 2))
+    engine.add(piece_with_limit(20, 20, 2))
     engine.start(0.0)
     engine.finish()
     engine.start(1.0)
-    second = limited(20, 20, 2)
+    second = piece_with_limit(20, 20, 2)
     engine.add(second)
     engine.start(1.5)
     engine.finish()
@@ -182,6 +182,6 @@ def test_a_full_cache_retracts_the_response_with_the_fewest_tokens() -> None:
 
 def test_a_response_that_the_cache_never_holds_is_refused() -> None:
     engine = cached_engine(24)
-    engine.add(limited(1, 20, 2))
+    engine.add(piece_with_limit(1, 20, 2))
     with pytest.raises(ValueError, match=r"kv_tokens=23: .* up to 22 tokens, and need at least 24"):
-        cached_engine(23).add(limited(1, 20, 2))
+        cached_engine(23).add(piece_with_limit(1, 20, 2))

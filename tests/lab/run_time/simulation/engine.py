@@ -109,8 +109,8 @@ class Piece:
     def most_tokens(self) -> int:
         """The tokens that it may still get, as far as the engine knows."""
         limit = self.response.limit
-        sampled = self.num_sampled
-        return (self.tokens if limit is None else limit - self.response.num_tokens) - sampled
+        num_sampled = self.num_sampled
+        return (self.tokens if limit is None else limit - self.response.num_tokens) - num_sampled
 
 
 class SimulatedEngine:
@@ -247,13 +247,13 @@ class SimulatedEngine:
         """Return the tokens of the cache that are neither used nor reserved."""
         if self._kv_tokens == math.inf:
             return math.inf
-        used = self._context - len(self._running)  # the last token of each is not in the cache
-        reserved = 0.0
+        in_use = self._context - len(self._running)  # the last token of each is not in the cache
+        reserve = 0.0
         for _, _, piece in self._running:
             self._note_sampled(piece)
             share = 1.0 if piece.response.limit is None else self._share
-            reserved += share * min(piece.most_tokens, _MOST_RESERVED)
-        return self._kv_tokens - used - reserved
+            reserve += share * min(piece.most_tokens, _MOST_RESERVED)
+        return self._kv_tokens - in_use - reserve
 
     def _retract(self) -> None:
         """Take responses back until a decode pass fits."""
@@ -270,9 +270,9 @@ class SimulatedEngine:
             self.num_retractions += 1
         self._running = [item for item in self._running if item[-1] in pieces]
         heapq.heapify(self._running)
-        sampled = sum(piece.response.num_tokens + piece.num_sampled for piece in pieces)
+        num_tokens = sum(piece.response.num_tokens + piece.num_sampled for piece in pieces)
         most = sum(p.response.num_tokens + p.num_sampled + p.most_tokens for p in pieces)
-        self._share = min(1.0, (sampled + _PASSES_AFTER_RETRACTION * len(pieces)) / (most + 1))
+        self._share = min(1.0, (num_tokens + _PASSES_AFTER_RETRACTION * len(pieces)) / (most + 1))
         self._is_full = False
 
     def _next_passes(self) -> int:
