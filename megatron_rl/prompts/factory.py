@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import partial
 
 from megatron_rl.config.schema import DataSettings
@@ -20,7 +20,6 @@ from megatron_rl.prompts import (
 from megatron_rl.prompts.files.columns import Columns
 from megatron_rl.prompts.files.reader import FILE_SOURCES, DataLocation, read_questions
 from megatron_rl.prompts.files.row import Render, refuse_messages
-from megatron_rl.prompts.files.rows import DEFAULT_TASK
 from megatron_rl.prompts.gym import ReasoningGym
 from megatron_rl.prompts.locations import held_out_data, settings_of_source, training_data
 from megatron_rl.prompts.mixture import PromptMixture
@@ -97,7 +96,7 @@ def open_prompts(
     source_settings = {name: settings_of_source(settings, name) for name in settings.sources}
     splits = keep_sources_apart(
         {
-            name: opener.split(source, f"data.sources.{name}")
+            name: opener.split(source, f"data.sources.{name}", source=name)
             for name, source in source_settings.items()
         },
         opener.bad_rows,
@@ -224,18 +223,21 @@ class _Opener:
         self._render = render
         self._check_demonstration = check_demonstration
 
-    def split(self, settings: DataSettings, section: str) -> Split:
-        """Read or generate the questions of a source. section: of its keys, for messages."""
+    def split(self, settings: DataSettings, section: str, *, source: str = "") -> Split:
+        """Read or generate the questions of a source. section: of its keys, for messages.
+
+        source: name of a source in a mixture. It is the task of rows that name none.
+        """
         if settings.source not in FILE_SOURCES:
             questions = generate_questions(settings)
             return split_generator(
                 questions, settings.num_train, settings.num_eval, section=section
             )
-        train = self._read(training_data(settings, section))
+        train = self._read(training_data(settings, section), source)
         held_out_location = held_out_data(settings, section)
         if held_out_location is None:
             return hold_out(train, settings.num_eval, self.bad_rows, section=section)
-        return keep_apart(train, self._read(held_out_location), self.bad_rows)
+        return keep_apart(train, self._read(held_out_location, source), self.bad_rows)
 
     def build(
         self, settings: DataSettings, split: Split, section: str, *, source: str = ""
@@ -269,7 +271,9 @@ class _Opener:
             messages=tuple(self.bad_rows.messages),
         )
 
-    def _read(self, location: DataLocation) -> list[Question]:
+    def _read(self, location: DataLocation, source: str) -> list[Question]:
+        if source:
+            location = replace(location, task=source)
         return read_questions(location, self.bad_rows, render=self._render)
 
 
@@ -359,12 +363,11 @@ class PromptBuilder:
                 f"the prompt has {len(token_ids)} tokens; data.max_prompt_tokens allows 1 to "
                 f"{self.max_tokens}; raise it, or shorten the prompt"
             )
-        has_default_task = self.source and question.task == DEFAULT_TASK
         return Prompt(
             id=f"{self.source}/{question.id}" if self.source else question.id,
             token_ids=token_ids,
             answer=question.answer,
-            task=self.source if has_default_task else question.task,
+            task=question.task,
             difficulty=question.difficulty,
             demonstration=question.demonstration,
             source=self.source,

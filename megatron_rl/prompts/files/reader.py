@@ -13,7 +13,7 @@ from megatron_rl.prompts.files.columns import Columns
 from megatron_rl.prompts.files.csv_rows import read_csv
 from megatron_rl.prompts.files.folders import files_of_folder
 from megatron_rl.prompts.files.row import Render, refuse_messages
-from megatron_rl.prompts.files.rows import Rows
+from megatron_rl.prompts.files.rows import DEFAULT_TASK, Rows
 from megatron_rl.prompts.files.tables import RowOrProblem, read_arrow_stream, read_parquet
 from megatron_rl.prompts.jsonl import read_lines_into, require_usable_lines
 from megatron_rl.prompts.question import BadRows, CheckedRows, PromptDataError
@@ -28,7 +28,7 @@ class DataLocation:
 
     key: configuration key that names it, for messages. split: of a folder with several splits.
     side: `train_path` or `eval_path`, by which rows without an id are called.
-    columns: where a row has its keys.
+    columns: where a row has its keys. task: of rows that name none.
     """
 
     path: str
@@ -36,6 +36,7 @@ class DataLocation:
     split: str | None = None
     side: str = "eval_path"
     columns: Columns = field(default_factory=Columns)
+    task: str = DEFAULT_TASK
 
     @property
     def name(self) -> str:
@@ -64,6 +65,7 @@ def read_questions(
         render,
         id_key=f"data.{location.side}",
         columns=location.columns,
+        task=location.task,
     )
     files = location.files
     number = 0
