@@ -106,6 +106,24 @@ def test_two_nodes_train_three_steps_as_one_node_does(
     assert [process.name() for node in nodes for process in node.processes()] == []
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_two_nodes_train_the_same_in_both_orders(nodes: Nodes, root: Path, dtype: str) -> None:
+    settings = [
+        *settings_of(dtype, SHORT),
+        "data.num_train=16",  # so that prompts have histories from the second step on
+        "engine.max_running_requests=3",  # few requests at a time, so that their order matters
+    ]
+    runs = []
+    for order in ("submission", "longest"):
+        folder = root / order
+        folder.mkdir()
+        job = NodeJob(folder, [*nodes], *settings, f"rollout.order={order}")
+        assert job.wait() == {"node-1": 0, "node-2": 0}, job.output
+        runs.append(job.run)
+    assert_equal(*runs, SHORT)
+    assert read_metrics(runs[0])[-1]["lengths/known"] == 1.0
+
+
 def processes_of_the_run(node: Node) -> list[psutil.Process]:
     """All processes of a node but those that start torchrun again."""
     return [process for process in node.processes() if process.name() != "sh"]

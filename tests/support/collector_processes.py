@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Literal
 
 import msgspec
 import psutil
@@ -62,6 +63,7 @@ def engine_of_each_node(
     keys: RunKeys,
     *,
     max_running_requests: int,
+    dtype: Literal["float32", "bfloat16"] = "float32",
     has_core: bool = False,
 ) -> Iterator[list[ManagedEngine]]:
     """Start one engine for each node. has_core: each runs on one core, another one for each."""
@@ -71,7 +73,11 @@ def engine_of_each_node(
             folder = logs / f"engine-{node}"
             folder.mkdir()
             engine = running_engine(
-                model_path, folder, max_running_requests=max_running_requests, keys=keys
+                model_path,
+                folder,
+                max_running_requests=max_running_requests,
+                dtype=dtype,
+                keys=keys,
             )
             with _on_core(node) if has_core else contextlib.nullcontext():
                 engines.append(stack.enter_context(engine))
