@@ -88,13 +88,18 @@ def fit_engine(runs: Sequence[MeasuredRun]) -> EngineSpeed:
 
     The last group of a step weighs as much as all others together: the trainer waits for it.
     """
+    steps = [(run, step) for run in runs for step in run.steps]
+    return fit_speed(
+        lambda speed: np.concatenate([_residuals(run, step, speed) for run, step in steps])
+    )
+
+
+def fit_speed(residuals_of: Callable[[EngineSpeed], npt.NDArray[np.float64]]) -> EngineSpeed:
+    """Return the seconds of forward passes whose residuals have the least sum of squares."""
     from scipy.optimize import least_squares  # slow to import
 
-    steps = [(run, step) for run in runs for step in run.steps]
-
     def residuals(values: npt.NDArray[np.float64]) -> npt.NDArray[np.float64]:
-        speed = _speed(values)
-        return np.concatenate([_residuals(run, step, speed) for run, step in steps])
+        return residuals_of(_speed(values))
 
     scales = np.array(list(_SCALES.values()))
     results = []

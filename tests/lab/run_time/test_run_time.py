@@ -40,7 +40,7 @@ from tests.lab.run_time.validation import Comparison, compare, comparison_table
 from tests.support.configurations import configuration_of
 
 SPEED = EngineSpeed(
-    step=0.01, request=3e-5, kv_token=2e-7, prompt_token=8e-5, dispatch=0.3, arrival=1e-3
+    step=0.01, request=3e-5, kv_token=2e-7, prompt_token=8e-5, dispatch=0.1, arrival=1e-3
 )
 TRAINER = TrainerSpeed(step=0.2, token=1.5e-4, sync=0.1, interrupt=0.6)
 MACHINES = Machines(speed=SPEED, slowdowns=[Slowdown(0.3, 0.2)])
@@ -193,7 +193,7 @@ def constants_alone(fit_runs: Sequence[Path]) -> Constants:
 
 def test_fit_recovers_planted_constants(constants: Constants) -> None:
     # One may be a little larger if another one is a little smaller
-    for name, tolerance in {"step": 0.1, "dispatch": 0.1, "prompt_token": 0.25}.items():
+    for name, tolerance in {"step": 0.1, "dispatch": 0.25, "prompt_token": 0.25}.items():
         value = getattr(SPEED, name)
         assert getattr(constants.speed, name) == pytest.approx(value, rel=tolerance), name
     assert constants.trainer.step == pytest.approx(TRAINER.step, rel=0.02)

@@ -197,7 +197,7 @@ def measure_runs(num_steps: int) -> Iterator[str]:
     yield "|---|---|---|---|---|---|"
     for (name, settings), processes in _scorers():
         for staleness in (0, 1):
-            times = _run(num_steps, settings, processes, staleness)
+            times = run_times(num_steps, settings, processes, staleness)
             exposures = [step["reward_exposed"] for step in times[1:]]
             # Rollouts that are sampled ahead are waited for at the end of the step before
             rests = [a["next_rollouts"] + b["rollout"] for a, b in itertools.pairwise(times)]
@@ -208,7 +208,7 @@ def measure_runs(num_steps: int) -> Iterator[str]:
             yield f"| {' | '.join(map(str, cells))} |"
 
 
-def _run(
+def run_times(
     num_steps: int, settings: Mapping[str, Any], processes: int, staleness: int
 ) -> list[dict[str, float]]:
     """Train the quickstart, and return the times of its steps."""

@@ -22,11 +22,12 @@ from megatron_rl.rollouts.collector.engines.engine_pool import EnginePool, Reque
 from megatron_rl.rollouts.user_process.messages import OpenClass
 from megatron_rl.rollouts.user_process.remote_class import RemoteClass
 from megatron_rl.rollouts.user_process.user_classes import ScorerInProcess
-from megatron_rl.rollouts.wire.messages import FromCollector, Priority
+from megatron_rl.rollouts.wire.messages import FromCollector
 from sglang_bridge.generation import Generation
 from tests.lab.throughput_ladder.engines import Engines
 from tests.lab.throughput_ladder.workload import Response
 
+NUM_ENGINES = 2
 SCORER = "tests.lab.throughput_ladder.scorer:Slow"
 
 
@@ -43,21 +44,35 @@ class Rung:
     """The parts that a step uses.
 
     narrow_routes: engines with the plugin. overlaps: each response is scored when it is there, not
-    after the last one.
+    after the last one. paper_ratio: the speed-up over the baseline that the method's paper reports,
+    of another program on GPUs.
     """
 
     name: str
     narrow_routes: bool
     overlaps: bool
     order: Order
+    paper_ratio: float | None = None
 
 
 BASELINE = Rung(name="baseline", narrow_routes=False, overlaps=False, order=Order.SUBMISSION)
 RUNGS = (
     BASELINE,
     Rung(name="narrow routes", narrow_routes=True, overlaps=False, order=Order.SUBMISSION),
-    Rung(name="overlapped rewards", narrow_routes=True, overlaps=True, order=Order.SUBMISSION),
-    Rung(name="longest first, by history", narrow_routes=True, overlaps=True, order=Order.HISTORY),
+    Rung(
+        name="overlapped rewards",
+        narrow_routes=True,
+        overlaps=True,
+        order=Order.SUBMISSION,
+        paper_ratio=1.17,
+    ),
+    Rung(
+        name="longest first, by history",
+        narrow_routes=True,
+        overlaps=True,
+        order=Order.HISTORY,
+        paper_ratio=1.66,
+    ),
     Rung(name="longest first, by truth", narrow_routes=True, overlaps=True, order=Order.TRUTH),
 )
 
@@ -118,7 +133,7 @@ async def _run(
             return_routes=True,
             rejected_tokens=Counter(),
             seed=response.seed,
-            priority=_priority(rung.order, response),
+            priority=(1, -expected_tokens(rung.order, response)),
         )
         assert len(generation.output_ids) == response.length
         last_response = time.monotonic()
@@ -144,9 +159,10 @@ def prompt_of(response: Response) -> Prompt:
     return Prompt(id=response.name, token_ids=tuple(response.token_ids), answer="", task="ladder")
 
 
-def _priority(order: Order, response: Response) -> Priority:
+def expected_tokens(order: Order, response: Response) -> int:
+    """Return what a step expects of a response, by which it is put in order."""
     tokens = {Order.SUBMISSION: 0, Order.HISTORY: response.history, Order.TRUTH: response.length}
-    return (1, -tokens[order])
+    return tokens[order]
 
 
 async def _ignore(message: FromCollector) -> None:

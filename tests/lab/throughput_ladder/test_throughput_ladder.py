@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.lab.run_time.parts import PARTS
 from tests.lab.throughput_ladder.__main__ import main, parse_arguments, table
 from tests.lab.throughput_ladder.rungs import RUNGS, StepResult
 from tests.lab.throughput_ladder.workload import Workload
@@ -34,17 +35,21 @@ def test_speed_ups_are_of_the_same_step() -> None:
     results = {
         name: [StepResult(value, "digest") for value in values] for name, values in seconds.items()
     }
-    lines = list(table(results))
-    assert lines[2] == "| baseline | 6.00 | 1.00 ± 0.00 |"
-    assert lines[3] == "| other | 2.50 | 3.00 ± 12.71 |"
+    lines = list(table(results, {"baseline": 1.0, "other": 2.7}))
+    assert lines[2] == "| baseline | 6.00 | 1.00 ± 0.00 | 1.00 | +0.0% |  |"
+    assert lines[3] == "| other | 2.50 | 3.00 ± 12.71 | 2.70 | -10.0% |  |"
 
 
 def test_the_interval_shrinks_with_more_steps() -> None:
     assert half_width([1.0, 2.0] * 20) < half_width([1.0, 2.0] * 4)
 
 
-@pytest.mark.parametrize("option", ["--seeds=0", "--rounds=0", "--max-running=0", "--scorers=0"])
-def test_a_count_below_one_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "option", ["--seeds=0", "--rounds=0", "--max-running=0", "--scorers=0", "--runs=2"]
+)
+def test_a_count_that_is_too_small_is_refused(
+    option: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit):
         parse_arguments([option])
     assert option in capsys.readouterr().err
@@ -61,8 +66,9 @@ def test_one_step_is_refused_because_it_has_no_interval() -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_all_rungs_sample_the_same(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     arguments = ["--seeds=1", "--rounds=2", "--prompts=4", f"--dtype={dtype}", "--scoring-ms=1"]
-    assert main(arguments) == 0
-    assert len(capsys.readouterr().out.splitlines()) == 2 + len(RUNGS)
+    assert main([*arguments, "--small"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 2 + len(RUNGS) + 1 + 2 + len(PARTS)
 
 
 @pytest.mark.nightly

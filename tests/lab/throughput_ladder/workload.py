@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from sglang_bridge.request import GenerateRequest, encode_request
+from tests.lab.run_time.simulation.lengths import LogNormalLengths
+
+PROMPT_TOKENS = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,31 +55,31 @@ class Workload:
     def responses(self, seed: int) -> list[Response]:
         """Return the responses of a step in the order of its prompts."""
         random = np.random.default_rng(seed)
-        common = random.standard_normal((self.prompts, 1))
-        earlier_epoch = self._lengths(common, random)
-        lengths = self._lengths(common, random)
-        history = np.exp(np.log(earlier_epoch).mean(1))
-        prompts = random.integers(3, self.vocab_size, (self.prompts, 12))
+        prompts = random.integers(3, self.vocab_size, (self.prompts, PROMPT_TOKENS)).tolist()
+        workload = LogNormalLengths(
+            prompts=self.prompts,
+            samples=self.samples,
+            median=self.median,
+            spread=self.spread,
+            between_prompts=self.between_prompts,
+            cap=self.cap,
+            prompt_tokens=PROMPT_TOKENS,
+            seed=seed,
+            knowledge="history",
+        )
+        lengths = workload.lengths(1)
+        history = workload.expectations(1)
         return [
             Response(
                 prompt=prompt,
                 sample=sample,
-                token_ids=prompts[prompt].tolist(),
-                length=int(lengths[prompt, sample]),
-                history=round(history[prompt]),
+                token_ids=prompts[prompt],
+                length=lengths[prompt][sample],
+                history=history[prompt][sample],
             )
             for prompt in range(self.prompts)
             for sample in range(self.samples)
         ]
-
-    def _lengths(
-        self, common: np.ndarray[tuple[int, ...], np.dtype[np.float64]], random: np.random.Generator
-    ) -> np.ndarray[tuple[int, ...], np.dtype[np.float64]]:
-        single = random.standard_normal((self.prompts, self.samples))
-        mixture = math.sqrt(self.between_prompts) * common
-        mixture = mixture + math.sqrt(1 - self.between_prompts) * single
-        tokens = np.rint(self.median * np.exp(self.spread * mixture))
-        return np.clip(tokens, 1, self.cap)
 
 
 def encode_to_the_end(*requests: GenerateRequest) -> bytes:
