@@ -16,7 +16,7 @@ from pydantic_core import ErrorDetails
 from megatron_rl.config.algorithms import ALGORITHMS, algorithm_of
 from megatron_rl.config.curriculum import phase_refusals, phases_of
 from megatron_rl.config.hydra_errors import resolution_refusal
-from megatron_rl.config.keys import INNER_SECTIONS, declared_keys, unknown_key
+from megatron_rl.config.keys import INNER_SECTIONS, NAMED_SECTIONS, declared_keys, unknown_key
 from megatron_rl.config.overrides import split_override
 from megatron_rl.config.rules import broken_rules
 from megatron_rl.config.schema import Configuration
@@ -123,10 +123,11 @@ def resolve_tree(tree: DictConfig) -> Any:
     for name, section in values.items():
         if isinstance(section, dict) and "options" in section:
             section["options"] = keep_variables(section["options"], texts[name]["options"])
-    for name, source in (values["data"].get("sources") or {}).items():
-        if isinstance(source, dict) and "options" in source:
-            original = texts["data"]["sources"][name]["options"]
-            source["options"] = keep_variables(source["options"], original)
+    for section, _, key in (name.partition(".") for name in NAMED_SECTIONS):
+        for name, entry in (values[section].get(key) or {}).items():
+            if isinstance(entry, dict) and "options" in entry:
+                original = texts[section][key][name]["options"]
+                entry["options"] = keep_variables(entry["options"], original)
     return values
 
 
@@ -218,7 +219,7 @@ def _key_of(location: Sequence[int | str]) -> str:
     Beyond the key, a location has indices and the names of a union's members.
     """
     depth = 3 if ".".join(map(str, location[:2])) in INNER_SECTIONS else 2
-    if location[:2] in (("data", "sources"), ("eval", "sets")):
+    if ".".join(map(str, location[:2])) in NAMED_SECTIONS:
         depth = 4
     indices = [f"[{part}]" for part in location[depth:] if isinstance(part, int)]
     names = [str(part) for part in location[:depth] if part != "[key]"]

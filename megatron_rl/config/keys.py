@@ -14,7 +14,12 @@ from omegaconf import DictConfig, OmegaConf
 
 from megatron_rl.config.algorithms import ALGORITHMS, CorrectionSettings, KlSettings
 from megatron_rl.config.removed_keys import REMOVED_KEYS
-from megatron_rl.config.schema import Configuration, SourceSettings
+from megatron_rl.config.schema import (
+    Configuration,
+    EvalSetSettings,
+    PartSettings,
+    SourceSettings,
+)
 from megatron_rl.contracts.refusal import Refusal
 from megatron_rl.models.families import read_shape
 
@@ -26,6 +31,12 @@ SECTIONS: dict[str, Any] = {
 INNER_SECTIONS: dict[str, Any] = {
     "algo.correction": CorrectionSettings,
     "algo.kl": KlSettings,
+}
+# The mappings from a name that the user chooses to a section.
+NAMED_SECTIONS: dict[str, Any] = {
+    "data.sources": SourceSettings,
+    "eval.sets": EvalSetSettings,
+    "reward.parts": PartSettings,
 }
 
 _LONGEST_DEFAULT = 1024  # tokens of a prompt or a response
@@ -123,8 +134,10 @@ def unknown_key(key: str, value: Any) -> Refusal:
 
 def _siblings(section: str) -> dict[str, str]:
     """Return the keys of a section by their last name, "" for the top level."""
-    if section.startswith("data.sources."):
-        return {field.name: f"{section}.{field.name}" for field in fields(SourceSettings)}
+    mapping, _, _ = section.rpartition(".")
+    kind = NAMED_SECTIONS.get(mapping)
+    if kind is not None:
+        return {field.name: f"{section}.{field.name}" for field in fields(kind)}
     siblings = {
         key.rpartition(".")[2]: key for key in declared_keys() if key.rpartition(".")[0] == section
     }

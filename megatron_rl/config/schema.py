@@ -154,13 +154,51 @@ class EnvironmentSettings(Section):
     timeout_s: Seconds = 600.0
 
 
+ScorerName = Literal["exact_match"]
+AnswerRule = Literal["last_number", "last_line", "boxed"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PartSettings(Section):
+    """One scorer of several, an entry of reward.parts. Most of its keys exist in reward.* too."""
+
+    name: ScorerName | PluginName
+    answer: AnswerRule = "last_number"
+    options: Options = field(default_factory=dict)
+    # The tasks of the prompts that it scores. []: all of them.
+    tasks: list[Text] = field(default_factory=list)
+    # Its share of the reward, relative to the weights of the other parts. null: 1, or 0 of a gate.
+    # 0: it is shown and recorded, and changes nothing.
+    weight: Annotated[float, Ge(0), Le(10**6)] | None = None
+    # A response to which a gate gives 0 has the reward and the correctness 0.
+    gate: bool = False
+    # null: reward.timeout_s, or reward.processes.
+    timeout_s: Seconds | None = None
+    processes: Annotated[int, Ge(1), Le(256)] | None = None
+
+    @property
+    def share(self) -> float:
+        """Its weight, with the default of its kind."""
+        if self.weight is None:
+            return 0.0 if self.gate else 1.0
+        return self.weight
+
+    def scores(self, task: str) -> bool:
+        """Return True if it scores the prompts of a task."""
+        return not self.tasks or task in self.tasks
+
+
 @dataclass(frozen=True, kw_only=True)
 class RewardSettings(Section):
     """The scorer of responses."""
 
-    name: Literal["exact_match"] | PluginName = "exact_match"
+    # parts: several scorers, which `parts` names.
+    name: ScorerName | Literal["parts"] | PluginName = "exact_match"
+    # Each scorer by name, such as {sums: {name: exact_match, tasks: [sums]}, style: {name:
+    # my_reward:Style, weight: 0.1}, ...}.
+    parts: dict[str, PartSettings] = field(default_factory=dict)
     # exact_match only: the part of the response that is compared with the expected answer.
-    answer: Literal["last_number", "last_line", "boxed"] = "last_number"
+    answer: AnswerRule = "last_number"
     # The longest time that scoring one response may take. Beyond it the reward is missing.
     timeout_s: Seconds = 10.0
     # Processes of a user-defined scorer on each node. Each constructs the scorer, and calls go to
@@ -168,6 +206,17 @@ class RewardSettings(Section):
     processes: Annotated[int, Ge(1), Le(256)] = 1
     # The constructor arguments of a user-defined scorer.
     options: Options = field(default_factory=dict)
+
+    def of_part(self, name: str) -> RewardSettings:
+        """Return the settings of a part, as if it were the only scorer."""
+        part = self.parts[name]
+        return RewardSettings(
+            name=part.name,
+            answer=part.answer,
+            options=part.options,
+            timeout_s=part.timeout_s or self.timeout_s,
+            processes=part.processes or self.processes,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

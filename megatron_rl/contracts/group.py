@@ -5,6 +5,8 @@ Rank 0 plans with these records. The tokens stay with the collector.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from megatron_rl.contracts.prompt import Prompt
@@ -32,6 +34,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     answer: final answer in the response, None if there is none.
     seconds: scoring time.
     reason: why scoring gave no reward.
+    parts: with several scorers, the reward of each part by name, without those that gave none.
     """
 
     reward: float | None
@@ -40,6 +43,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     answer: str | None = None
     seconds: float = 0.0
     reason: str = ""
+    parts: dict[str, float] = {}
 
 
 class RolloutLocation(msgspec.Struct, frozen=True, kw_only=True):
@@ -120,6 +124,15 @@ class Group(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def rollouts_with_verdict(self) -> tuple[RolloutRef, ...]:
         return tuple(rollout for rollout in self.rollouts if rollout.verdict.reward is not None)
+
+
+def mean_of_parts(rollouts: Iterable[RolloutRef]) -> dict[str, float]:
+    """Return the mean reward of each part of the verdicts, by name in alphabetical order."""
+    rewards: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, reward in rollout.verdict.parts.items():
+            rewards.setdefault(name, []).append(reward)
+    return {name: sum(values) / len(values) for name, values in sorted(rewards.items())}
 
 
 def sampled_tokens(group: Group) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -24,6 +24,8 @@ MAX_REASON_LENGTH = 200
 _MAX_ANSWER_LENGTH = 1000
 # Limit of a reward's magnitude. Larger values leave means and deviations without meaning.
 _MAX_MAGNITUDE = 1e6
+# Parts of a verdict. Each has a metric.
+_MAX_PARTS = 64
 # Decimals of a score. Sums of the same parts in another order, also in float32, are then one score.
 _DECIMALS = 6
 
@@ -134,6 +136,8 @@ def _check(verdict: Verdict | None) -> Verdict:
                 f"correctness {correctness:g} is not from 0 to 1. Return it as reward with "
                 "correctness=None, or rescale it"
             )
+    if not _is_recordable(verdict.parts):
+        return _no_reward(f"the verdict's parts are not finite, or more than {_MAX_PARTS}")
     answer = verdict.answer
     return msgspec.structs.replace(
         verdict,
@@ -141,6 +145,10 @@ def _check(verdict: Verdict | None) -> Verdict:
         correctness=correctness,
         answer=None if answer is None else make_encodable(answer, _MAX_ANSWER_LENGTH),
     )
+
+
+def _is_recordable(parts: Mapping[str, float]) -> bool:
+    return len(parts) <= _MAX_PARTS and all(map(math.isfinite, parts.values()))
 
 
 def _round(score: float) -> float:

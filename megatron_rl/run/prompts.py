@@ -15,6 +15,7 @@ from megatron_rl.environments.environment import open_environment
 from megatron_rl.models.chat_template import ChatTemplate
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts.factory import open_prompts, open_set
+from megatron_rl.prompts.question import PromptDataError
 from megatron_rl.prompts.source import PromptSource
 from megatron_rl.rewards import open_answer_reader
 
@@ -38,11 +39,25 @@ def build_prompts(c: Configuration) -> PromptSource:
             min(configuration.rollout.max_new_tokens for configuration in phases or [c]),
         ),
     )
+    _require_tasks(c, prompts)
     # Every phase must have enough prompts. The run's own range comes last, and stays.
     for configuration in (*phases, c):
         prompts.set_pass_rate_range(configuration.data.pass_rate_range)
         prompts.require(c.rollout.prompts_per_step)
     return prompts
+
+
+def _require_tasks(c: Configuration, prompts: PromptSource) -> None:
+    """Raise `PromptDataError` if a part of the reward is for a task that no prompt has."""
+    tasks = {prompt.task for prompt in (*prompts.train, *prompts.held_out)}
+    for name, part in c.reward.parts.items():
+        missing_tasks = sorted(set(part.tasks) - tasks)
+        # A set of eval.sets may have them
+        if missing_tasks and not c.eval.sets:
+            raise PromptDataError(
+                f"reward.parts.{name}.tasks={part.tasks}: no prompt has the task "
+                f"{missing_tasks[0]!r}. The tasks are: {', '.join(sorted(tasks))}. Name one of them"
+            )
 
 
 def _demonstration_check(

@@ -150,6 +150,7 @@ def test_every_option_of_a_group_sets_only_declared_keys(
         "reasoning_gym": ["data.options.task=chain_sum"],
         "sft": ["environment=demonstration", "train.replay=off"],
         "demonstration": ["algo=sft", "train.replay=off"],
+        "parts": ["reward.parts={sums: {name: exact_match, tasks: [sums]}}"],
         "custom": [plugin],
     }
     for file in (HYDRA_CONF / group).glob("*.yaml"):

@@ -28,9 +28,9 @@ from megatron_rl.config.rules.method import (
 from megatron_rl.config.rules.quantization import check_blocks, check_quantization
 from megatron_rl.config.rules.recompute import check_recompute, check_recomputed_modules
 from megatron_rl.config.rules.regularization import check_regularization
-from megatron_rl.config.rules.staleness import check_staleness
+from megatron_rl.config.rules.reward import check_reward
+from megatron_rl.config.rules.staleness import check_staleness, check_sync
 from megatron_rl.config.rules.state import check_mode, check_resume, check_unread_keys
-from megatron_rl.config.rules.sync import check_sync
 from megatron_rl.config.rules.zero_variance import (
     check_credit,
     check_selection,
@@ -56,10 +56,11 @@ def broken_rules(c: Configuration, facts: LaunchFacts, keys: Collection[str]) ->
 
 def _value_of(c: Configuration, key: str) -> Any:
     """Return the value of a key. Those of a source are in the mapping data.sources."""
-    if not key.startswith("data.sources."):
-        return attrgetter(key)(c)
-    name, _, inner = key.removeprefix("data.sources.").partition(".")
-    return getattr(c.data.sources[name], inner)
+    for section, entries in (("data.sources", c.data.sources), ("reward.parts", c.reward.parts)):
+        if key.startswith(f"{section}."):
+            name, _, inner = key.removeprefix(f"{section}.").partition(".")
+            return getattr(entries[name], inner)
+    return attrgetter(key)(c)
 
 
 def _broken_rules(
@@ -81,6 +82,7 @@ def _check_settings(
     yield from check_staleness(c)
     yield from check_data(c, keys)
     yield from check_environment(c)
+    yield from check_reward(c)
     yield from check_mode(c)
     yield from check_guard(c)
     yield from check_evaluation(c)

@@ -13,7 +13,7 @@ from megatron_rl.config.algorithms import (
     SftSettings,
 )
 from megatron_rl.config.rules.broken_rule import BrokenRule
-from megatron_rl.config.schema import Configuration, RewardSettings
+from megatron_rl.config.schema import Configuration
 from megatron_rl.contracts.plugins import PYTHONPATH_REMEDY, missing_module
 
 # Limits of espo_kernels' entropy groups. Importing them from there would import torch.
@@ -39,7 +39,7 @@ def check_method(c: Configuration) -> Iterator[BrokenRule]:
 
 
 def _check_plugins(c: Configuration) -> Iterator[BrokenRule]:
-    for key in ("algo.name", "data.source", "environment.name", "reward.name"):
+    for key in ("algo.name", "data.source", "environment.name"):
         name = attrgetter(key)(c)
         options = f"{key.partition('.')[0]}.options"
         if ":" in name:
@@ -50,13 +50,6 @@ def _check_plugins(c: Configuration) -> Iterator[BrokenRule]:
             also = f", or use {_OPTION_READERS[key]}" if key in _OPTION_READERS else ""
             remedy = f"Remove them{also}. A user-defined class gets them, too"
             yield BrokenRule(options, rule, remedy)
-    if ":" in c.reward.name and c.reward.answer != RewardSettings.answer:
-        rule = f"Only exact_match reads this key, and reward.name={c.reward.name}"
-        yield BrokenRule("reward.answer", rule, "Remove it")
-    if ":" not in c.reward.name and c.reward.processes > 1:
-        rule = f"reward.name={c.reward.name} runs in the collector, without a process of its own"
-        remedy = "Remove it, or use a user-defined scorer"
-        yield BrokenRule("reward.processes", rule, remedy)
 
 
 def _check_algorithm(c: Configuration) -> Iterator[BrokenRule]:

@@ -1,4 +1,4 @@
-"""Rules of rollouts that are sampled ahead of the trainer."""
+"""Rules of sampling ahead, and of the transport of weights."""
 
 from __future__ import annotations
 
@@ -42,3 +42,25 @@ def _check_on_update(c: Configuration) -> Iterator[BrokenRule]:
             "when several steps are open"
         )
         yield BrokenRule(key, rule, f"Use {key}=wait, or selection=uniform")
+
+
+def check_sync(c: Configuration) -> Iterator[BrokenRule]:
+    """Yield broken rules about the way of weights."""
+    if c.sync.engines_per_tree > 1 and c.sync.transport != "distributed":
+        rule = f"With sync.transport={c.sync.transport}, each engine loads weights by itself"
+        remedy = "Use sync.engines_per_tree=1, or sync.transport=distributed"
+        yield BrokenRule("sync.engines_per_tree", rule, remedy)
+    if c.sync.transport != "delta":
+        return
+    if c.engine.mode == "external":
+        rule = (
+            "The run has no process on the nodes of external engines, so nothing there could "
+            "rebuild the weights"
+        )
+        yield BrokenRule("sync.transport", rule, "Use sync.transport=disk, or engine=managed")
+    elif c.engine.nodes_per_engine > 1:
+        rule = (
+            "Weights are rebuilt on the node that leads an engine, and with "
+            f"engine.nodes_per_engine={c.engine.nodes_per_engine} the others would not find them"
+        )
+        yield BrokenRule("sync.transport", rule, "Use sync.transport=disk")

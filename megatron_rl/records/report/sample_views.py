@@ -117,6 +117,8 @@ def _facts(sample: Sample) -> Iterator[str]:
         yield f"no reward ({verdict.reason or 'no reason'})"
     else:
         yield f"reward {verdict.reward:g}"
+    for name, reward in verdict.parts.items():
+        yield f"{name} {reward:g}"
     training = sample.training
     if training.advantage is not None:
         yield f"advantage {training.advantage:+.3f}"

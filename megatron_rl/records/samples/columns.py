@@ -56,6 +56,8 @@ _PLAIN_COLUMNS = {
     "mean_mismatch": "float64",
     "clip_share": "float64",
 }
+# Tables of older runs lack it
+_PARTS = "parts"
 _FLOAT_LISTS = ("rollout_logprobs", "logprobs", "entropies", "ratios", "advantages")
 
 
@@ -81,7 +83,7 @@ def schema() -> pa.Schema:
     fields |= {"kinds": pa.list_(pa.string()), "segments": pa.list_(segment)}
     fields |= {"tokens": pa.list_(pa.int32()), "token_texts": pa.list_(pa.string())}
     fields |= {name: pa.list_(pa.float32()) for name in _FLOAT_LISTS}
-    fields |= {"clips": pa.list_(pa.int8())}
+    fields |= {"clips": pa.list_(pa.int8()), _PARTS: pa.map_(pa.string(), pa.float64())}
     return pa.schema(
         fields, metadata={FORMAT_KEY: FORMAT.encode(), VERSION_KEY: str(VERSION).encode()}
     )
@@ -99,6 +101,8 @@ def to_table(samples: Sequence[Sample]) -> pa.Table:
         if name in _FLOAT_LISTS:
             arrays.append(_float_lists(values))
         else:
+            if name == _PARTS:
+                values = [list(parts.items()) for parts in values]
             arrays.append(pa.array(values, columns.field(name).type))
     return pa.Table.from_arrays(arrays, schema=columns)
 
@@ -120,6 +124,7 @@ def to_row(sample: Sample) -> dict[str, Any]:
         "answer": verdict.answer,
         "scoring_seconds": verdict.seconds,
         "no_reward_reason": verdict.reason,
+        _PARTS: verdict.parts,
         "repetition": sample.repetition,
         "finish_reason": str(sample.finish_reason),
         **vars(sample.training),
@@ -145,7 +150,7 @@ def from_table(table: pa.Table) -> Iterator[Sample]:
             f"it has the format {name!r} version {version!r}, and this program reads "
             f"{FORMAT!r} version {VERSION}"
         )
-    missing_columns = sorted(set(schema().names) - set(table.column_names))
+    missing_columns = sorted(set(schema().names) - {*table.column_names, _PARTS})
     if missing_columns:
         raise UnknownFormat(f"it lacks the columns {', '.join(missing_columns)}")
     list_columns = {"tokens": np.int32} | dict.fromkeys(_FLOAT_LISTS, np.float32)
@@ -190,6 +195,7 @@ def _sample(row: dict[str, Any], arrays: dict[str, np.ndarray]) -> Sample:
         answer=row["answer"],
         seconds=row["scoring_seconds"],
         reason=row["no_reward_reason"],
+        parts=dict(row.get(_PARTS, ())),
     )
     return Sample(
         step=row["step"],

@@ -138,6 +138,8 @@ def _verdict(sample: Sample) -> Iterator[str]:
         yield f"reward {verdict.reward:g}"
     if verdict.correctness is not None:
         yield f"correctness {verdict.correctness:g}"
+    for name, reward in verdict.parts.items():
+        yield f"{name} {reward:g}"
     if verdict.penalty:
         yield f"penalty {verdict.penalty:g}"
     if sample.repetition:

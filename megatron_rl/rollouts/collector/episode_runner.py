@@ -294,9 +294,10 @@ class EpisodeRunner:
 
     def _hide_values(self, text: str) -> str:
         """Leave the values of environment variables in options out of a text that is reported."""
-        for settings in (self._configuration.reward, self._configuration.environment):
-            text = hide_values(text, settings.options)
-        return text
+        reward = self._configuration.reward
+        options = [reward.options, self._configuration.environment.options]
+        options += [part.options for part in reward.parts.values()]
+        return hide_values(text, options)
 
 
 def _describe_error(error: BaseException) -> tuple[str, str]:

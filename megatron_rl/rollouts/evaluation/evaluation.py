@@ -8,7 +8,7 @@ from functools import partial
 
 from megatron_rl.config.schema import EvalSettings, RolloutSettings
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.group import Group, RolloutRef, sampled_tokens
+from megatron_rl.contracts.group import Group, RolloutRef, mean_of_parts, sampled_tokens
 from megatron_rl.contracts.prompt import Prompt, Sampling
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.credit.source_metrics import groups_by_source
@@ -37,6 +37,7 @@ class Accuracy:
     reward: mean reward over the questions without correctness, None without such questions.
     reward_half_width: of its 95 % confidence interval.
     sources: accuracy and half width of each source of a mixture, by its name.
+    parts: mean reward of each part of the verdicts, by its name.
     """
 
     accuracy: float | None
@@ -51,6 +52,7 @@ class Accuracy:
     reward: float | None = None
     reward_half_width: float = 0.0
     sources: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     def __str__(self) -> str:
         losses = f", {self.num_rejected} lost" if self.num_rejected else ""
@@ -74,6 +76,8 @@ class Accuracy:
         for name, (accuracy, half_width) in self.sources.items():
             means[f"eval/source/{name}/accuracy"] = accuracy
             means[f"eval/source/{name}/accuracy_ci95"] = half_width
+        for name, mean in self.parts.items():
+            means[f"eval/part/{name}"] = mean
         if self.version is not None:
             means["eval/version"] = float(self.version)
         return means | {
@@ -200,6 +204,7 @@ def accuracy_of(
         reward=reward[0] if reward else None,
         reward_half_width=reward[1] if reward else 0.0,
         sources=_accuracy_by_source(graded_groups, samples_per_prompt),
+        parts=mean_of_parts(rollout for group in groups for rollout in group.rollouts),
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.group import Group, RolloutRef
+from megatron_rl.contracts.group import Group, RolloutRef, mean_of_parts
 from megatron_rl.credit.source_metrics import source_metrics
 from megatron_rl.prompts.selection.restored_step import RestoredStep
 from megatron_rl.prompts.selection.selector import SelectionResult
@@ -154,6 +154,8 @@ def _reward_metrics(rollouts: Sequence[RolloutRef]) -> dict[str, float]:
     values = {"reward/no_verdict": float(len(rollouts) - len(rewards))}
     if rewards:
         values["reward/mean"] = sum(rewards) / len(rewards)
+    for name, mean in mean_of_parts(rollouts).items():
+        values[f"reward/part/{name}"] = mean
     return values
 
 

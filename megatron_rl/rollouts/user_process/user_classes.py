@@ -17,6 +17,7 @@ from megatron_rl.environments.environment import (
     open_environment,
 )
 from megatron_rl.rewards import ScorerInThisProcess, open_scorer
+from megatron_rl.rewards.parts import Part, ScorerOfParts
 from megatron_rl.rewards.runner import ScorerCalls
 from megatron_rl.rewards.user_calls import Ending, Outcome
 from megatron_rl.rollouts.user_process.attempts import EpisodeAttempt, ScoreAttempt
@@ -112,7 +113,7 @@ class UserClasses:
         self._report = report
         self._remote_classes: list[RemoteClass] = []
         try:
-            scorer = self._start_scorer(configuration.reward)
+            scorer = self._start_scorers(configuration.reward)
             environment = self._start_environment(configuration.environment)
             self.chat_roles = self._wait_until_open()
         except BaseException:
@@ -126,10 +127,19 @@ class UserClasses:
         """End the processes."""
         await asyncio.gather(*(remote_class.close() for remote_class in self._remote_classes))
 
-    def _start_scorer(self, settings: RewardSettings) -> ScorerCalls:
+    def _start_scorers(self, settings: RewardSettings) -> ScorerCalls:
+        if settings.name != "parts":
+            return self._start_scorer(settings, "reward.name")
+        parts = []
+        for name, part in settings.parts.items():
+            calls = self._start_scorer(settings.of_part(name), f"reward.parts.{name}.name")
+            parts.append(Part(name, part, calls))
+        return ScorerOfParts(parts)
+
+    def _start_scorer(self, settings: RewardSettings, key: str) -> ScorerCalls:
         if ":" not in settings.name:
             return ScorerInThisProcess(open_scorer(settings), timeout_s=settings.timeout_s)
-        name = f"reward.name={settings.name}"
+        name = f"{key}={settings.name}"
         processes = range(settings.processes)
         return ScorerInProcess(*(self._start(name, reward=settings) for _ in processes))
 

@@ -62,12 +62,13 @@ _TRUNCATED = "rollout.train_truncated"
 _ON_UPDATE = "rollout.on_update"
 _SOURCES = "data.sources."
 # Sections whose keys the user chooses: a key that is missing differs from any value
-_FREE_SECTIONS = (_SOURCES, "reward.options.", "environment.options.")
+_FREE_SECTIONS = (_SOURCES, "reward.options.", "reward.parts.", "environment.options.")
 # Keys that decide what a rollout is, and what it is worth
 _VERDICT_KEYS = (
     "reward.name",
     "reward.answer",
     "reward.options",
+    "reward.parts",
     "environment.name",
     "environment.options",
 )

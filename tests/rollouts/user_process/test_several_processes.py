@@ -12,7 +12,7 @@ import msgspec
 import psutil
 import pytest
 
-from megatron_rl.config.schema import RewardSettings
+from megatron_rl.config.schema import PartSettings, RewardSettings
 from megatron_rl.contracts.group import Verdict
 from megatron_rl.contracts.rollout import FinishReason
 from megatron_rl.rewards import RewardRunner
@@ -49,12 +49,11 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @contextlib.asynccontextmanager
-async def two_processes() -> AsyncIterator[RewardRunner]:
-    """A scorer in `PROCESSES` processes. None is left at the end."""
+async def open_scorer(reward: RewardSettings) -> AsyncIterator[RewardRunner]:
+    """A scorer as a collector opens it. None of its processes is left at the end."""
 
     async def report(message: FromCollector) -> None: ...
 
-    reward = RewardSettings(name="several_processes:Pid", timeout_s=30.0, processes=PROCESSES)
     earlier = set(psutil.Process().children(recursive=True))
     classes = UserClasses(msgspec.structs.replace(configuration(), reward=reward), report)
     try:
@@ -62,6 +61,13 @@ async def two_processes() -> AsyncIterator[RewardRunner]:
     finally:
         await classes.close()
     assert set(psutil.Process().children(recursive=True)) - earlier == set()
+
+
+def two_processes() -> contextlib.AbstractAsyncContextManager[RewardRunner]:
+    """A scorer in `PROCESSES` processes."""
+    return open_scorer(
+        RewardSettings(name="several_processes:Pid", timeout_s=30.0, processes=PROCESSES)
+    )
 
 
 async def score(runner: RewardRunner, seconds: float) -> int:
@@ -108,3 +114,16 @@ def test_a_lost_process_costs_no_verdict_and_not_the_other_process() -> None:
     (kept,) = before - {victim}
     assert kept in after and victim not in after
     assert len(after) == PROCESSES
+
+
+def test_parts_run_in_the_collector_and_in_processes_of_their_own() -> None:
+    pid = PartSettings(name="several_processes:Pid", weight=0.0)
+    parts = {"match": PartSettings(name="exact_match"), "pid": pid, "other": pid}
+
+    async def run() -> Verdict:
+        async with open_scorer(RewardSettings(name="parts", parts=parts)) as runner:
+            return await runner.score(PROMPT, "0.5", FinishReason.STOP)
+
+    verdict = asyncio.run(run())
+    assert (verdict.reward, verdict.correctness) == (verdict.parts["match"], verdict.parts["match"])
+    assert len({verdict.parts["pid"], verdict.parts["other"], float(os.getpid())}) == 3
