@@ -154,7 +154,8 @@ class EnvironmentSettings(Section):
     timeout_s: Seconds = 600.0
 
 
-ScorerName = Literal["exact_match"]
+# exact_match compares the final answer as text or number, math by its value.
+ScorerName = Literal["exact_match", "math"]
 AnswerRule = Literal["last_number", "last_line", "boxed"]
 
 
@@ -201,10 +202,10 @@ class RewardSettings(Section):
     answer: AnswerRule = "last_number"
     # The longest time that scoring one response may take. Beyond it the reward is missing.
     timeout_s: Seconds = 10.0
-    # Processes of a user-defined scorer on each node. Each constructs the scorer, and calls go to
-    # the least busy one.
+    # Processes of the scorer on each node. Each constructs it. A call goes to the least busy one,
+    # which makes one call at a time unless the scorer is user-defined. exact_match has none.
     processes: Annotated[int, Ge(1), Le(256)] = 1
-    # The constructor arguments of a user-defined scorer.
+    # The constructor arguments of a user-defined scorer, or what the chosen one reads.
     options: Options = field(default_factory=dict)
 
     def of_part(self, name: str) -> RewardSettings:

@@ -1,6 +1,7 @@
 """Scoring of responses: scorers share one interface, and a runner calls them.
 
-Built-in scorers run in a node's collector, user-defined ones in a process of their own.
+`exact_match` runs in a node's collector. Verifiers and user-defined scorers run in processes of
+their own.
 """
 
 from megatron_rl.rewards.exact_match import ExactMatch

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Mapping
 
 from megatron_rl.config.schema import RewardSettings
 from megatron_rl.contracts.plugins import PluginError, hide_values, load_plugin, user_code
@@ -11,16 +11,22 @@ from megatron_rl.contracts.prompt import Question
 from megatron_rl.rewards.exact_match import ExactMatch
 from megatron_rl.rewards.scorer import Scorer
 
+# Imported when they are chosen, because they import libraries that need seconds and memory
+_VERIFIERS: Mapping[str, str] = {
+    "math": "megatron_rl.rewards.verifiers.math:MathVerifier",
+}
+
 
 def open_scorer(settings: RewardSettings, key: str = "reward.name") -> Scorer:
-    """Open one scorer: `exact_match`, or `package.module:Name` for a user-defined one.
+    """Open one scorer: `exact_match`, a verifier, or `package.module:Name`.
 
     key: of its name, for messages. Raises `PluginError`.
     """
     if settings.name == "exact_match":
         return ExactMatch(settings.answer)
+    name = _VERIFIERS.get(settings.name, settings.name)
     methods = {"check_answer": ("question",), "score": ("prompt", "text", "finish_reason")}
-    scorer: Scorer = load_plugin(key, settings.name, settings.options, methods=methods)
+    scorer: Scorer = load_plugin(key, name, settings.options, methods=methods)
     if not inspect.iscoroutinefunction(scorer.score):
         raise PluginError(
             f"{key}={settings.name}: `score` is not asynchronous. Write `async def score`"

@@ -127,6 +127,7 @@ METHOD = [
     ("reward.options.weight=2", "reward.options={'weight': 2}", "exact_match"),
     ("reward.name=json:X reward.answer=boxed", "reward.answer=boxed", "exact_match"),
     ("reward.processes=2", "reward.processes=2", "runs in the collector"),
+    ("reward.name=math reward.answer=boxed", "reward.answer=boxed", "exact_match"),
     ("environment=demonstration", "algo.name=espo", "compared"),
     (
         "environment=demonstration environment.options.tool=abacus",

@@ -45,19 +45,19 @@ def check_reward(c: Configuration) -> Iterator[BrokenRule]:
 
 def _check_scorer(scorer: RewardSettings | PartSettings, section: str) -> Iterator[BrokenRule]:
     """Yield broken rules about one scorer. section: of its keys."""
-    is_own = ":" in scorer.name
-    if is_own and (problem := missing_module(scorer.name)):
+    is_exact_match = scorer.name == "exact_match"
+    if ":" in scorer.name and (problem := missing_module(scorer.name)):
         yield BrokenRule(f"{section}.name", problem, PYTHONPATH_REMEDY)
-    if not is_own and scorer.options:
+    if is_exact_match and scorer.options:
         rule = f"{section}.name={scorer.name} reads no options"
-        remedy = "Remove them. A user-defined class gets them"
+        remedy = "Remove them. Verifiers and user-defined classes get them"
         yield BrokenRule(f"{section}.options", rule, remedy)
-    if is_own and scorer.answer != RewardSettings.answer:
+    if not is_exact_match and scorer.answer != RewardSettings.answer:
         rule = f"Only exact_match reads this key, and {section}.name={scorer.name}"
         yield BrokenRule(f"{section}.answer", rule, "Remove it")
-    if not is_own and scorer.processes not in (None, 1):
+    if is_exact_match and scorer.processes not in (None, 1):
         rule = f"{section}.name={scorer.name} runs in the collector, without a process of its own"
-        remedy = "Remove it, or use a user-defined scorer"
+        remedy = "Remove it, or use a verifier or a user-defined scorer"
         yield BrokenRule(f"{section}.processes", rule, remedy)
 
 

@@ -1,8 +1,12 @@
-"""The scorer and the environment of a collector: user-defined ones are in processes."""
+"""The scorer and the environment of a collector.
+
+User-defined ones and verifiers are in processes.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import sys
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol
@@ -77,13 +81,17 @@ class EnvironmentInProcess:
 
 
 class ScorerInProcess:
-    """Calls a user-defined scorer, which may be open in several processes.
+    """Calls a scorer that may be open in several processes.
 
-    A call goes to the one that makes the fewest calls.
+    A call goes to the one that makes the fewest calls. one_at_a_time: of the calls in a process.
+    Further ones wait here, so that the time of a call begins when a process makes it.
     """
 
-    def __init__(self, *remote_classes: RemoteClass) -> None:
+    def __init__(self, *remote_classes: RemoteClass, one_at_a_time: bool = False) -> None:
         self._remote_classes = remote_classes
+        self._turns: contextlib.AbstractAsyncContextManager[None] = contextlib.nullcontext()
+        if one_at_a_time:
+            self._turns = asyncio.Semaphore(len(remote_classes))
 
     async def score(
         self, prompt: Prompt, text: str, finish_reason: FinishReason, *, subject: str
@@ -93,8 +101,9 @@ class ScorerInProcess:
         def open_attempt() -> ScoreAttempt:
             return ScoreAttempt(prompt, text, finish_reason)
 
-        remote_class = min(self._remote_classes, key=lambda remote: remote.num_calls)
-        return await remote_class.run(open_attempt, subject=subject)
+        async with self._turns:
+            remote_class = min(self._remote_classes, key=lambda remote: remote.num_calls)
+            return await remote_class.run(open_attempt, subject=subject)
 
 
 class UserClasses:
@@ -137,11 +146,12 @@ class UserClasses:
         return ScorerOfParts(parts)
 
     def _start_scorer(self, settings: RewardSettings, key: str) -> ScorerCalls:
-        if ":" not in settings.name:
+        if settings.name == "exact_match":
             return ScorerInThisProcess(open_scorer(settings), timeout_s=settings.timeout_s)
         name = f"{key}={settings.name}"
-        processes = range(settings.processes)
-        return ScorerInProcess(*(self._start(name, reward=settings) for _ in processes))
+        processes = [self._start(name, reward=settings) for _ in range(settings.processes)]
+        # A verifier has one worker
+        return ScorerInProcess(*processes, one_at_a_time=":" not in settings.name)
 
     def _start_environment(self, settings: EnvironmentSettings) -> EnvironmentCalls:
         if ":" not in settings.name:

@@ -1,0 +1,1 @@
+"""Hostile answers, a module for each verifier."""
