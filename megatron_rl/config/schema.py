@@ -154,8 +154,9 @@ class EnvironmentSettings(Section):
     timeout_s: Seconds = 600.0
 
 
-# exact_match compares the final answer as text or number, math by its value.
-ScorerName = Literal["exact_match", "math"]
+# exact_match compares the final answer as text or number, math by its value. remote: a server
+# scores.
+ScorerName = Literal["exact_match", "math", "remote"]
 AnswerRule = Literal["last_number", "last_line", "boxed"]
 
 

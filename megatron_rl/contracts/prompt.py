@@ -67,6 +67,7 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     """One question to the model.
 
     id: unique within a run's data.
+    text: the tokens as text, for scorers.
     answer: reference answer, "" for a question that `details` alone judge.
     details: JSON text for the scorer alone, such as the tests of a program. No model reads it.
     task: name of the task or source.
@@ -83,3 +84,4 @@ class Prompt(msgspec.Struct, frozen=True, kw_only=True):
     demonstration: str = ""
     source: str = ""
     details: str = ""
+    text: str = ""

@@ -372,6 +372,7 @@ class PromptBuilder:
             demonstration=question.demonstration,
             source=self.source,
             details=question.details,
+            text=question.text,
         )
 
 

@@ -12,19 +12,20 @@ from megatron_rl.rewards.exact_match import ExactMatch
 from megatron_rl.rewards.scorer import Scorer
 
 # Imported when they are chosen, because they import libraries that need seconds and memory
-_VERIFIERS: Mapping[str, str] = {
+_CLASSES: Mapping[str, str] = {
     "math": "megatron_rl.rewards.verifiers.math:MathVerifier",
+    "remote": "megatron_rl.rewards.remote:RemoteScorer",
 }
 
 
 def open_scorer(settings: RewardSettings, key: str = "reward.name") -> Scorer:
-    """Open one scorer: `exact_match`, a verifier, or `package.module:Name`.
+    """Open one scorer: `exact_match`, a verifier, `remote`, or `package.module:Name`.
 
     key: of its name, for messages. Raises `PluginError`.
     """
     if settings.name == "exact_match":
         return ExactMatch(settings.answer)
-    name = _VERIFIERS.get(settings.name, settings.name)
+    name = _CLASSES.get(settings.name, settings.name)
     methods = {"check_answer": ("question",), "score": ("prompt", "text", "finish_reason")}
     scorer: Scorer = load_plugin(key, name, settings.options, methods=methods)
     if not inspect.iscoroutinefunction(scorer.score):

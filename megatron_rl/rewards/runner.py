@@ -43,10 +43,10 @@ class ScorerCalls(Protocol):
 class ScorerInThisProcess:
     """Calls a scorer of this project, which cannot block or ignore its cancellation.
 
-    timeout_s: seconds for one response.
+    timeout_s: seconds for one response. None: the scorer itself limits its calls.
     """
 
-    def __init__(self, scorer: Scorer, *, timeout_s: float) -> None:
+    def __init__(self, scorer: Scorer, *, timeout_s: float | None) -> None:
         self._scorer = scorer
         self._timeout_s = timeout_s
 

@@ -151,6 +151,7 @@ def test_every_option_of_a_group_sets_only_declared_keys(
         "sft": ["environment=demonstration", "train.replay=off"],
         "demonstration": ["algo=sft", "train.replay=off"],
         "parts": ["reward.parts={sums: {name: exact_match, tasks: [sums]}}"],
+        "remote": ["reward.options.url=http://127.0.0.1:9/score"],
         "custom": [plugin],
     }
     for file in (HYDRA_CONF / group).glob("*.yaml"):

@@ -55,7 +55,7 @@ def _check_scorer(scorer: RewardSettings | PartSettings, section: str) -> Iterat
     if not is_exact_match and scorer.answer != RewardSettings.answer:
         rule = f"Only exact_match reads this key, and {section}.name={scorer.name}"
         yield BrokenRule(f"{section}.answer", rule, "Remove it")
-    if is_exact_match and scorer.processes not in (None, 1):
+    if scorer.name in ("exact_match", "remote") and scorer.processes not in (None, 1):
         rule = f"{section}.name={scorer.name} runs in the collector, without a process of its own"
         remedy = "Remove it, or use a verifier or a user-defined scorer"
         yield BrokenRule(f"{section}.processes", rule, remedy)

@@ -22,6 +22,7 @@ from megatron_rl.environments.environment import (
 )
 from megatron_rl.rewards import ScorerInThisProcess, open_scorer
 from megatron_rl.rewards.parts import Part, ScorerOfParts
+from megatron_rl.rewards.remote import RemoteScorer
 from megatron_rl.rewards.runner import ScorerCalls
 from megatron_rl.rewards.user_calls import Ending, Outcome
 from megatron_rl.rollouts.user_process.attempts import EpisodeAttempt, ScoreAttempt
@@ -121,6 +122,8 @@ class UserClasses:
         self._configuration = configuration
         self._report = report
         self._remote_classes: list[RemoteClass] = []
+        self._remote_scorers: list[RemoteScorer] = []
+        self._tasks: set[asyncio.Future[None]] = set()
         try:
             scorer = self._start_scorers(configuration.reward)
             environment = self._start_environment(configuration.environment)
@@ -133,7 +136,8 @@ class UserClasses:
         self.environment = environment
 
     async def close(self) -> None:
-        """End the processes."""
+        """End the processes, and close the connections to servers."""
+        await asyncio.gather(*(scorer.close() for scorer in self._remote_scorers), *self._tasks)
         await asyncio.gather(*(remote_class.close() for remote_class in self._remote_classes))
 
     def _start_scorers(self, settings: RewardSettings) -> ScorerCalls:
@@ -148,10 +152,26 @@ class UserClasses:
     def _start_scorer(self, settings: RewardSettings, key: str) -> ScorerCalls:
         if settings.name == "exact_match":
             return ScorerInThisProcess(open_scorer(settings), timeout_s=settings.timeout_s)
+        if settings.name == "remote":
+            return self._start_remote_scorer(settings, key)
         name = f"{key}={settings.name}"
         processes = [self._start(name, reward=settings) for _ in range(settings.processes)]
         # A verifier has one worker
         return ScorerInProcess(*processes, one_at_a_time=":" not in settings.name)
+
+    def _start_remote_scorer(self, settings: RewardSettings, key: str) -> ScorerCalls:
+        scorer = open_scorer(settings, key)
+        assert isinstance(scorer, RemoteScorer)
+
+        def warn(text: str) -> None:
+            task = asyncio.ensure_future(self._report(Problem(text)))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+        scorer.prepare(timeout_s=settings.timeout_s, warn=warn)
+        self._remote_scorers.append(scorer)
+        # It limits its requests itself: a response may wait for its turn
+        return ScorerInThisProcess(scorer, timeout_s=None)
 
     def _start_environment(self, settings: EnvironmentSettings) -> EnvironmentCalls:
         if ":" not in settings.name:
