@@ -18,7 +18,7 @@ from megatron_rl.rollouts.collector.collector import Collector
 from megatron_rl.rollouts.user_process import user_classes
 from megatron_rl.rollouts.user_process.attempts import EpisodeAttempt
 from megatron_rl.rollouts.user_process.messages import RespondAction, WithdrawAction
-from megatron_rl.rollouts.wire.messages import GroupDone, GroupRequest, Problem
+from megatron_rl.rollouts.wire.messages import AbortRequests, GroupDone, GroupRequest, Problem
 from megatron_rl.rollouts.wire.store import read_rollout
 from tests.support.collectors import Outbox
 from tests.support.fake_engine import Answer, Reply, configuration, fake_engine, reply, serving
@@ -199,8 +199,10 @@ def collect(
                     if isinstance(message, GroupDone):
                         rollouts = [read_rollout(ref) for ref in message.group.rollouts]
                         return message.group, rollouts
-                    assert isinstance(message, Problem), message
-                    warnings.append(message.text)
+                    # A response that is withdrawn is aborted on its engine
+                    assert isinstance(message, Problem | AbortRequests), message
+                    if isinstance(message, Problem):
+                        warnings.append(message.text)
             finally:
                 await collector.close()
 
