@@ -14,13 +14,15 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 MODULE = "tests.rewards.sandbox.attack"
 PROGRAMS = HARMLESS | HOSTILE | ENDLESS
 ENDINGS = {
-    "spin": "CPU",
-    "deaf_spin": "CPU",
-    "daemon": "CPU",
-    "sleep": "CLOCK",
-    "endless_input": "CLOCK",
-    "output": "OUTPUT",
-    "memory_bomb": "MEMORY",
+    "spin": ("CPU",),
+    "deaf_spin": ("CPU",),
+    "daemon": ("CPU",),
+    "sleep": ("CLOCK",),
+    "endless_input": ("CLOCK",),
+    "output": ("OUTPUT",),
+    "memory_bomb": ("MEMORY",),
+    # It depends on the thread that meets the limit first
+    "memory_by_threads": ("MEMORY", "EXIT"),
 }
 
 
@@ -45,7 +47,7 @@ def test_no_program_escapes(report: dict[str, Any], name: str) -> None:
     assert "ESCAPED" not in result["output"], result
     assert SECRET not in result["output"]
     assert result["processes"] == []
-    assert result["ending"] == ENDINGS.get(name, "EXIT"), result
+    assert result["ending"] in ENDINGS.get(name, ("EXIT",)), result
 
 
 def test_nothing_outside_has_changed(report: dict[str, Any]) -> None:
