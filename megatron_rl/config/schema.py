@@ -154,9 +154,11 @@ class EnvironmentSettings(Section):
     timeout_s: Seconds = 600.0
 
 
-# exact_match compares the final answer as text or number, math by its value. remote: a server
-# scores.
-ScorerName = Literal["exact_match", "math", "remote"]
+# exact_match compares the final answer as text or number. remote: a server scores. The others are
+# verifiers (docs/verifiers.md).
+ScorerName = Literal[
+    "exact_match", "math", "choice", "json_schema", "instructions", "reasoning_gym", "remote"
+]
 AnswerRule = Literal["last_number", "last_line", "boxed"]
 
 

@@ -1,18 +1,20 @@
 """Questions from reasoning-gym's generators, an optional dependency.
 
-A task may have several correct answers (`countdown`), but only the reference answer counts as
-correct.
+A task may have several correct answers (`countdown`). reward=reasoning_gym accepts them all: it
+scores by the entry of the task, which is in the details. For other rewards, only the reference
+answer is correct, and tasks without one (`rubiks_cube`) are unusable.
 """
 
 from __future__ import annotations
 
 import importlib
 import itertools
+import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from megatron_rl.contracts.prompt import Question
-from megatron_rl.prompts.question import PromptDataError
+from megatron_rl.prompts.question import MAX_CHARACTERS, PromptDataError
 
 SUPPORTED = "0.1.25"
 _CHUNK = 1000
@@ -47,7 +49,7 @@ class ReasoningGym:
     def questions(self, seed: int) -> Iterator[Question]:
         """Yield questions endlessly.
 
-        Raises `PromptDataError` if the generator fails or has no reference answer.
+        Raises `PromptDataError` if the generator fails.
         """
         for chunk in itertools.count():
             # Item i of a data set is seeded with seed + i, so chunks continue one another.
@@ -79,22 +81,32 @@ class ReasoningGym:
 
 def _question(task: str, item: Mapping[str, Any]) -> Question:
     text = str(item["question"])
-    if item["answer"] is None:
-        raise PromptDataError(
-            f"data.options.task={task}: the generator has no reference answer, because many "
-            "answers are correct. Choose a task with a reference answer"
-        )
     difficulty = item.get("metadata", {}).get("difficulty", "")
     if isinstance(difficulty, Mapping):
         difficulty = ",".join(f"{name}={value}" for name, value in sorted(difficulty.items()))
     return Question(
         id=f"{task}/{text}",
         text=text,
-        answer=str(item["answer"]),
+        answer="" if item["answer"] is None else str(item["answer"]),
         task=task,
         origin=f"reasoning_gym {task} {text[:60]!r}",
         difficulty=str(difficulty),
+        details=_details(item),
     )
+
+
+def _details(item: Mapping[str, Any]) -> str:
+    """Return an entry as JSON text, "" for one that is too long or cannot be written so.
+
+    Its number is left out, so that equal questions have equal details.
+    """
+    metadata = dict(item.get("metadata", {}))
+    metadata.pop("source_index", None)
+    try:
+        text = json.dumps({**item, "metadata": metadata})
+    except (TypeError, ValueError):
+        return ""
+    return text if len(text) <= MAX_CHARACTERS else ""
 
 
 def _factory() -> Any:

@@ -14,6 +14,10 @@ from megatron_rl.rewards.scorer import Scorer
 # Imported when they are chosen, because they import libraries that need seconds and memory
 _CLASSES: Mapping[str, str] = {
     "math": "megatron_rl.rewards.verifiers.math:MathVerifier",
+    "choice": "megatron_rl.rewards.verifiers.choice:ChoiceVerifier",
+    "json_schema": "megatron_rl.rewards.verifiers.json_schema:JsonSchemaVerifier",
+    "instructions": "megatron_rl.rewards.verifiers.instructions:InstructionsVerifier",
+    "reasoning_gym": "megatron_rl.rewards.verifiers.reasoning_gym:ReasoningGymVerifier",
     "remote": "megatron_rl.rewards.remote:RemoteScorer",
 }
 

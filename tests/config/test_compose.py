@@ -147,7 +147,7 @@ def test_every_option_of_a_group_sets_only_declared_keys(
         "hf_dataset": [f"data.train_path={tmp_path}"],
         "mixture": ["data.sources={sums: {source: two_digit_addition, weight: 1}}"],
         "letter_sorting": ["reward.answer=last_line"],
-        "reasoning_gym": ["data.options.task=chain_sum"],
+        "reasoning_gym": ["data.options.task=chain_sum"] if group == "data" else [],
         "sft": ["environment=demonstration", "train.replay=off"],
         "demonstration": ["algo=sft", "train.replay=off"],
         "parts": ["reward.parts={sums: {name: exact_match, tasks: [sums]}}"],

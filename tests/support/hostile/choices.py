@@ -1,0 +1,70 @@
+"""Responses that state options in ways that take long or mislead."""
+
+from __future__ import annotations
+
+from tests.support.hostile.cases import HostileCases, make_prompt
+
+_RESPONSES = [
+    "A" * 3_000_000,
+    "A " * 1_000_000,
+    "answer is " * 300_000,
+    "answer is A " * 200_000,
+    "answer: " + "*" * 1_000_000 + "A",
+    "answer" + " " * 1_000_000 + "is A",
+    "answer is" + "(" * 1_000_000 + "A",
+    "answer is " + "\\text{" * 200_000 + "A",
+    "\n" * 2_000_000 + "A",
+    " " * 2_000_000 + "A",
+    "(" * 1_000_000 + "A" + ")" * 1_000_000,
+    "*" * 1_000_000 + "A" + "*" * 1_000_000,
+    "A" + ")" * 1_000_000 + "x",
+    "A" + "." * 1_000_000,
+    "A) " + "x" * 1_000_000,
+    "A is " * 300_000,
+    "A is the " * 200_000 + "end",
+    "A" + " " * 1_000_000 + "is correct",
+    r"\boxed{" * 300_000 + "A",
+    r"\boxed{" + "{" * 1_000_000,
+    r"\boxed{" + "(" * 1_000_000 + "A" + ")" * 1_000_000 + "}",
+    r"\boxed{A" + "." * 1_000_000 + "x}",
+    r"\boxed{A)" + " " * 1_000_000 + "}",
+    r"\boxed{A) " + "x" * 2_000_000 + "}",
+    r"\boxed{ABCD}",
+    r"\boxed{A, B, C, D}",
+    r"\boxed{A}\boxed{B}\boxed{}",
+    r"\boxed{A \text{ or } B}",
+    r"\boxed{\boxed{A}}",
+    "answer is (A)(B)(C)(D)",
+    "answer is A/B/C/D",
+    "answer is A, B, C and D",
+    "answer is A or " + "B or " * 200_000,
+    "answer is A" + " and" * 300_000,
+    "answer is A" + "," * 1_000_000 + "B",
+    "The answer is A. The answer is B. The answer is neither.",
+    "answer is \u0410",  # Cyrillic
+    "answer is \uff21",  # full width
+    "answer is A\u0301",
+    "answer is \u200bA",
+    "answer is A\u200b",
+    "\u202eA si rewsna",
+    "\x00" * 1_000_000 + "A",
+    "answer is A" + "'" * 1_000_000,
+    "answer is $" * 200_000,
+    "answer is `" * 200_000 + "A",
+    "correct option " * 200_000,
+    "I choose " * 300_000,
+    "option A option B option C option D",
+    "A\nB\nC\nD",
+    "ABCD",
+    "any of them",
+    "__import__('os').system('touch escaped')",
+    "answer is __import__('os').system('touch escaped')",
+]
+
+CASES = HostileCases(
+    name="choice",
+    options={},
+    prompts=[make_prompt("A"), make_prompt("D")],
+    responses=_RESPONSES,
+    ordinary=["The answer is (A).", r"\boxed{D}", "B"],
+)
