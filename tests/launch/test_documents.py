@@ -127,6 +127,7 @@ def test_every_training_command_composes(
 ) -> None:
     # wandb is an extra
     monkeypatch.setattr("megatron_rl.config.rules.logger.find_spec", lambda name: object())
+    monkeypatch.setattr("megatron_rl.config.rules.data.find_spec", lambda name: object())
     pairs = script_commands(script)
     assert pairs
     for prefix, overrides in pairs:
