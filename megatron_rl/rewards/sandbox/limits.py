@@ -41,6 +41,11 @@ class Limits:
             if getattr(self, name) < minimum:
                 value = getattr(self, name)
                 raise ValueError(f"{name}={value}: must be at least {minimum}. Raise it")
+        if self.wall_s < 2 * self.cpu_s:
+            raise ValueError(
+                f"wall_s={self.wall_s}: must be at least twice cpu_s={self.cpu_s}, so that a busy "
+                "machine does not end a program. Raise it"
+            )
 
 
 class Ending(Enum):

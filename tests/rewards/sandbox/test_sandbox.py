@@ -152,7 +152,7 @@ def test_programs_end_with_the_process_of_the_sandbox(mode: str) -> None:
 
 
 def test_programs_wait_for_a_free_slot_without_losing_time() -> None:
-    sandbox = open_sandbox("strict", Limits(wall_s=4), concurrency=2)
+    sandbox = open_sandbox("strict", Limits(cpu_s=1, wall_s=4), concurrency=2)
 
     async def call() -> list[ProgramResult]:
         program = "import time; time.sleep(1.0); print(1)"
@@ -216,6 +216,11 @@ def test_the_check_says_what_isolates_programs() -> None:
 def test_impossible_limits_are_refused(name: str) -> None:
     with pytest.raises(ValueError, match=rf"{name}=0: must be at least"):
         Limits(**{name: 0})
+
+
+def test_a_clock_that_ends_busy_programs_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"wall_s=9: must be at least twice cpu_s=5"):
+        Limits(cpu_s=5, wall_s=9)
 
 
 def test_empty_programs_start_fast() -> None:
