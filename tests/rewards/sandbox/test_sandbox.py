@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -138,9 +139,11 @@ asyncio.run(Sandbox(Limits(memory_mb=223), mode="{mode}").run("while True: pass"
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_programs_end_with_the_process_of_the_sandbox(mode: str) -> None:
+def test_programs_end_with_the_process_of_the_sandbox(mode: str, tmp_path: Path) -> None:
     open_sandbox(mode)
-    with subprocess.Popen([sys.executable, "-c", KILLED.format(mode=mode)]) as process:
+    command = [sys.executable, "-c", KILLED.format(mode=mode)]
+    # A process that is killed leaves its folder
+    with subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}) as process:
         while count_processes(223) == 0:
             assert process.poll() is None
             time.sleep(0.02)
