@@ -1,6 +1,7 @@
 """A worker makes calls within limits, and the kernel ends it beyond them."""
 
 import asyncio
+import mmap
 import os
 import re
 import signal
@@ -150,10 +151,12 @@ def test_cancelling_a_call_kills_its_child() -> None:
 
 
 def test_a_child_that_grows_is_replaced_between_two_calls() -> None:
-    blocks: list[bytearray] = []
+    blocks: list[mmap.mmap] = []
 
     def keep(request: bytes) -> bytes:
-        blocks.append(bytearray(os.urandom(1)) * (5 * MEBIBYTE))
+        # The heap of this process might have free memory, which the child has, too
+        blocks.append(mmap.mmap(-1, 5 * MEBIBYTE))
+        blocks[-1].write(b"x" * (5 * MEBIBYTE))
         return b"%d" % os.getpid()
 
     async def use(worker: Worker) -> None:
