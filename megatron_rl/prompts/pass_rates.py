@@ -90,11 +90,14 @@ def identity_of(settings: DataSettings) -> dict[str, Any]:
 def judge_of(settings: RewardSettings | EnvironmentSettings) -> dict[str, Any]:
     """Return the settings that decide a response's correctness, as JSON would return them.
 
-    Timeouts and the number of processes are not part of it.
+    Timeouts and the number of processes are not part of it. Neither are the parts of a reward that
+    has none: files that were measured before there were any do not differ.
     """
     values: dict[str, Any] = msgspec.json.decode(msgspec.json.encode(settings))
     for key in ("timeout_s", "processes"):
         values.pop(key, None)
+    if not values.get("parts"):
+        values.pop("parts", None)
     return values
 
 
