@@ -157,7 +157,14 @@ class EnvironmentSettings(Section):
 # exact_match compares the final answer as text or number. remote: a server scores. The others are
 # verifiers (docs/verifiers.md).
 ScorerName = Literal[
-    "exact_match", "math", "choice", "json_schema", "instructions", "reasoning_gym", "remote"
+    "exact_match",
+    "math",
+    "choice",
+    "json_schema",
+    "instructions",
+    "reasoning_gym",
+    "unit_tests",
+    "remote",
 ]
 AnswerRule = Literal["last_number", "last_line", "boxed"]
 

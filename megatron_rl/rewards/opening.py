@@ -18,6 +18,7 @@ _CLASSES: Mapping[str, str] = {
     "json_schema": "megatron_rl.rewards.verifiers.json_schema:JsonSchemaVerifier",
     "instructions": "megatron_rl.rewards.verifiers.instructions:InstructionsVerifier",
     "reasoning_gym": "megatron_rl.rewards.verifiers.reasoning_gym:ReasoningGymVerifier",
+    "unit_tests": "megatron_rl.rewards.verifiers.unit_tests:UnitTests",
     "remote": "megatron_rl.rewards.remote:RemoteScorer",
 }
 

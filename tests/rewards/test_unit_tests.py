@@ -86,14 +86,14 @@ def test_many_fences_take_little_time() -> None:
     ],
 )
 def test_invalid_tests_are_refused(details: str, problem: str) -> None:
-    scorer = UnitTests(mode="weak")
+    scorer = UnitTests(sandbox="weak")
     with pytest.raises(ValueError, match=problem) as refusal:
         scorer.check_answer(make_question("", details=details))
     assert "Write" in str(refusal.value) and "remove the row" in str(refusal.value)
 
 
 def test_valid_tests_are_accepted() -> None:
-    scorer = UnitTests(mode="weak")
+    scorer = UnitTests(sandbox="weak")
     scorer.check_answer(make_question("", details=json.dumps(ADD | SUM)))
 
 

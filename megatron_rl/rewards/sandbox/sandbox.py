@@ -30,7 +30,7 @@ try:
 except PermissionError:
     print("limited")
 """
-_WEAK = "or set reward.sandbox=weak, which is no protection against hostile programs"
+_WEAK = "or set reward.options.sandbox=weak, which is no protection against hostile programs"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Isolation:
         landlock = f"Landlock {self.landlock}" if self.landlock else "no Landlock"
         groups = f"control groups {', '.join(self.control_groups)}"
         parts = (
-            self.bubblewrap or "no namespaces (reward.sandbox=weak)",
+            self.bubblewrap or "no namespaces (reward.options.sandbox=weak)",
             self.user,
             "seccomp" if self.seccomp else "no seccomp",
             landlock,
@@ -143,7 +143,7 @@ class Sandbox:
         return ProgramResult(output, ending, code)
 
     def _refusal(self, problem: str) -> Failure:
-        text = f"reward.sandbox={self._mode}: {problem}. "
+        text = f"reward.options.sandbox={self._mode}: {problem}. "
         if self._mode == "strict":
             text += (
                 "The sandbox needs namespaces: allow user namespaces to this user (sysctl "
@@ -165,7 +165,7 @@ def _require_bubblewrap() -> str:
     elif filter_program(platform.machine()) is None:
         problem = f"there is no seccomp filter for {platform.machine()}. Use x86_64 or aarch64"
     if path is None or problem:
-        raise Failure(f"reward.sandbox=strict: {problem}, {_WEAK}", ExitCode.REFUSED)
+        raise Failure(f"reward.options.sandbox=strict: {problem}, {_WEAK}", ExitCode.REFUSED)
     return path
 
 

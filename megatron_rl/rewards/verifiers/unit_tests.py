@@ -79,7 +79,7 @@ class UnitTests(Scorer):
     follow, always. One that meets the limit of the clock has no verdict.
 
     partial: reward the share of tests that passed. cpu_s, wall_s, memory_mb: limits of each
-    test (`Limits`). mode: of the sandbox.
+    test (`Limits`). sandbox: its mode.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class UnitTests(Scorer):
         cpu_s: int = 5,
         wall_s: float = 60.0,
         memory_mb: int = 512,
-        mode: Literal["strict", "weak"] = "strict",
+        sandbox: Literal["strict", "weak"] = "strict",
     ) -> None:
         self._is_partial = partial
         limits = Limits(cpu_s=cpu_s, wall_s=wall_s, memory_mb=memory_mb)
-        self._sandbox = Sandbox(limits, mode=mode)
+        self._sandbox = Sandbox(limits, mode=sandbox)
 
     def check_answer(self, question: Question) -> None:
         """Raise ValueError for a question without valid tests in its details."""

@@ -186,7 +186,7 @@ def test_without_bubblewrap_the_strict_mode_is_refused(
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(
-        Failure, match=r"reward\.sandbox=strict.*Install.*reward\.sandbox=weak"
+        Failure, match=r"reward\.options\.sandbox=strict.*Install.*reward\.options\.sandbox=weak"
     ) as e:
         Sandbox()
     assert e.value.exit_code is ExitCode.REFUSED
