@@ -2,13 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 import msgspec
 
 from sglang_bridge.request import Sampling
 
-__all__ = ["ROW_KEYS", "Prompt", "Question", "Sampling", "identity_of_text"]
+__all__ = [
+    "ROW_KEYS",
+    "Prompt",
+    "Question",
+    "ReadAnswer",
+    "Sampling",
+    "answer_as_written",
+    "identity_of_text",
+]
 
 ROW_KEYS = (
     "prompt",
@@ -61,6 +70,18 @@ class Question:
 def identity_of_text(text: str) -> str:
     """Return a text without case and white space, which identifies a question."""
     return " ".join(text.casefold().split())
+
+
+ReadAnswer = Callable[[Question], Hashable]
+"""Reads a question's reference answer as the scorer does: equal results are the same answer.
+
+Raises ValueError for an answer that responses cannot be compared with.
+"""
+
+
+def answer_as_written(question: Question) -> Hashable:
+    """Return a reference answer as it is written, with the question's details."""
+    return question.answer, question.details
 
 
 class Prompt(msgspec.Struct, frozen=True, kw_only=True):

@@ -8,7 +8,7 @@ from functools import partial
 
 from megatron_rl.config.schema import DataSettings
 from megatron_rl.contracts.plugins import load_plugin, user_code
-from megatron_rl.contracts.prompt import Prompt, Question
+from megatron_rl.contracts.prompt import Prompt, Question, ReadAnswer, answer_as_written
 from megatron_rl.models.tokenizer import Tokenizer
 from megatron_rl.prompts import (
     column_addition,
@@ -29,9 +29,7 @@ from megatron_rl.prompts.question import (
     BadRows,
     CheckedRows,
     PromptDataError,
-    ReadAnswer,
     Source,
-    answer_as_written,
 )
 from megatron_rl.prompts.source import ExcludedRows, PromptSource
 from megatron_rl.prompts.split import (

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 from megatron_rl.contracts.exit_codes import ExitCode, Failure
-from megatron_rl.contracts.prompt import Question
-
-ReadAnswer = Callable[[Question], Hashable]
-"""Reads a question's reference answer as the scorer does: equal results are the same answer.
-
-Raises ValueError for an answer that responses cannot be compared with.
-"""
+from megatron_rl.contracts.prompt import Question, ReadAnswer, answer_as_written
 
 MAX_CHARACTERS = 65_536  # of an id, a reference answer or details
 _MAX_EXAMPLES = 20
@@ -46,11 +40,6 @@ class Source(Protocol):
         Questions with equal texts are used once.
         """
         ...
-
-
-def answer_as_written(question: Question) -> Hashable:
-    """Return a reference answer as it is written, with the question's details."""
-    return question.answer, question.details
 
 
 @dataclass

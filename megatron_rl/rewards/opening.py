@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Hashable, Mapping
 
 from megatron_rl.config.schema import RewardSettings
 from megatron_rl.contracts.plugins import PluginError, hide_values, load_plugin, user_code
-from megatron_rl.contracts.prompt import Question
+from megatron_rl.contracts.prompt import Question, ReadAnswer, answer_as_written
 from megatron_rl.rewards.exact_match import ExactMatch
 from megatron_rl.rewards.scorer import Scorer
 
@@ -42,9 +42,6 @@ def open_scorer(settings: RewardSettings, key: str = "reward.name") -> Scorer:
             f"{key}={settings.name}: `check_answer` is asynchronous. Write `def check_answer`"
         )
     return scorer
-
-
-ReadAnswer = Callable[[Question], Hashable]
 
 
 def open_answer_reader(settings: RewardSettings) -> ReadAnswer:
@@ -92,6 +89,6 @@ def _open_reader(settings: RewardSettings, key: str) -> ReadAnswer:
             if isinstance(error, PluginError):
                 raise
             raise ValueError(hide_values(str(error), settings.options)) from None
-        return question.answer, question.details
+        return answer_as_written(question)
 
     return read

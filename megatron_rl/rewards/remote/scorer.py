@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import math
 import re
 from collections.abc import Callable
@@ -92,14 +93,11 @@ class RemoteScorer(Scorer):
             }
         )
         async with self._slots:
-            for number in range(_MAX_ATTEMPTS):
-                try:
+            for number in range(_MAX_ATTEMPTS - 1):
+                with contextlib.suppress(NoAnswer, ServerFault):
                     return await self._circuit.run(lambda: self._post(body))
-                except (NoAnswer, ServerFault):
-                    if number == _MAX_ATTEMPTS - 1:
-                        raise
                 await asyncio.sleep(_FIRST_BACKOFF * 2**number)
-        raise AssertionError("the last attempt returns or raises")
+            return await self._circuit.run(lambda: self._post(body))
 
     async def close(self) -> None:
         """Close the connections."""
